@@ -1,0 +1,1 @@
+"""HTTP: what a request and a reply carry for the cache."""

@@ -1,0 +1,84 @@
+"""Every exception of the package.
+
+KVPersistError
+├── ConfigError                 an option or a combination of options is wrong
+├── PluginNotFound              --plugin names something that is not installed
+├── UnsupportedVersion          this mlx-lm, or its pair with mlx, is not supported
+├── PatchError                  a patch of the host could not be trusted
+│   ├── TargetMissing           the thing to patch is not there
+│   ├── SignatureChanged        it is there, but looks different
+│   └── PatchNotEffective       it was patched, and the server does not use it
+├── SelfTestFailed              the end-to-end check at startup gave a wrong answer
+├── ModelNotSupported           this model's cache cannot be kept
+└── StoreError
+    ├── StoreFormatError        the store was written by a newer version
+    └── BlockCorrupt            a block file is not what its name promises
+"""
+
+__all__ = [
+    "BlockCorrupt",
+    "ConfigError",
+    "KVPersistError",
+    "ModelNotSupported",
+    "PatchError",
+    "PatchNotEffective",
+    "PluginNotFound",
+    "SelfTestFailed",
+    "SignatureChanged",
+    "StoreError",
+    "StoreFormatError",
+    "TargetMissing",
+    "UnsupportedVersion",
+]
+
+
+class KVPersistError(Exception):
+    """Base of every error this package raises."""
+
+
+class ConfigError(KVPersistError):
+    """An option, or a combination of options, is wrong."""
+
+
+class PluginNotFound(KVPersistError):
+    """`--plugin` names a plugin that is not installed."""
+
+
+class UnsupportedVersion(KVPersistError):
+    """This mlx-lm, or this pair of mlx and mlx-lm, is not supported."""
+
+
+class PatchError(KVPersistError):
+    """A patch of the host could not be applied, or cannot be trusted."""
+
+
+class TargetMissing(PatchError):
+    """mlx-lm no longer has a function or class that we replace."""
+
+
+class SignatureChanged(PatchError):
+    """mlx-lm changed a function that we replace."""
+
+
+class PatchNotEffective(PatchError):
+    """A patch is in place, but the server does not see it."""
+
+
+class SelfTestFailed(KVPersistError):
+    """The end-to-end check at startup gave a wrong answer."""
+
+
+class ModelNotSupported(KVPersistError):
+    """A model's cache cannot be kept; it is served as the stock server does."""
+
+
+class StoreError(KVPersistError):
+    """The store on disk cannot be used."""
+
+
+class StoreFormatError(StoreError):
+    """The store was written by a newer version of this package."""
+
+
+class BlockCorrupt(StoreError):
+    """A block file is not what its name and metadata promise."""
