@@ -1,0 +1,113 @@
+"""What token ids decode to, byte by byte, so that text can be cut at token ends."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What an incomplete or invalid UTF-8 sequence decodes to (Unicode 15, section 3.9)."""
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenText:
+    """The bytes of every token of a vocabulary.
+
+    Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
+    end inside a character; the bytes that wait for their rest are called `pending`.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenText | None:
+        """Read the vocabulary of a Hugging Face fast tokenizer, mlx-lm's wrapper around it included.
+
+        Byte-level BPE and SentencePiece-like decoders are understood; for any other this is None,
+        and prompts are matched by ids instead of by text.
+        """
+        tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return None
+        kinds = _decoder_kinds(json.loads(backend.decoder.__getstate__()))
+        if "ByteLevel" in kinds:
+            to_bytes = _byte_level_piece
+        elif "Metaspace" in kinds or {"Replace", "ByteFallback"} <= kinds:
+            to_bytes = _sentencepiece_piece
+        else:
+            return None
+        added = {i: content for content, i in tokenizer.get_added_vocab().items()}
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        return cls(
+            [
+                added[i].encode() if i in added else to_bytes(token or "")
+                for i, token in enumerate(tokens)
+            ]
+        )
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of one token; ids outside of the vocabulary have none."""
+        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+
+    def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
+        """Return the byte offset at which each token ends."""
+        return list(accumulate(len(self.piece(i)) for i in ids))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of a whole sequence; what is incomplete at its end is replaced."""
+        return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
+
+    def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
+        """Decode the next tokens of a sequence; return their text and the bytes left pending."""
+        decoder = _decoder("replace")
+        decoder.setstate((pending, 0))
+        text = decoder.decode(b"".join(map(self.piece, ids)))
+        return text, decoder.getstate()[0]
+
+    def ends(self, ids: Iterable[int], pending: bytes = b"") -> list[tuple[int, bool]]:
+        """Return, for each token, the characters complete at its end and whether bytes are pending."""
+        decoder = _decoder("replace")
+        decoder.setstate((pending, 0))
+        ends, n_chars = [], 0
+        for token_id in ids:
+            n_chars += len(decoder.decode(self.piece(token_id)))
+            ends.append((n_chars, bool(decoder.getstate()[0])))
+        return ends
+
+
+def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
+    kinds = {decoder["type"]}
+    for part in decoder.get("decoders", ()):
+        kinds |= _decoder_kinds(part)
+    return kinds
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (openai/gpt-2, src/encoder.py, bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    stand_ins = {chr(b): b for b in printable}
+    stand_ins.update({chr(0x100 + n): b for n, b in enumerate(others)})
+    return stand_ins
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[c] for c in token)
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece_piece(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()

@@ -1,0 +1,187 @@
+"""Walk the tree of stored blocks as far as it agrees with a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from .keys import unpack_ids
+from .text import REPLACEMENT, TokenText
+
+Content = TypeVar("Content", str, bytes)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the tree knows of a block.
+
+    `start` is the number of tokens before it, `packed_ids` its token ids as little-endian int32,
+    `text` the characters that become complete inside of it, and `pending` the bytes of an
+    incomplete character at its end.
+    """
+
+    key: bytes
+    parent: bytes
+    start: int
+    packed_ids: bytes
+    text: str
+    pending: bytes = b""
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.packed_ids) // 4
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.n_tokens
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return unpack_ids(self.packed_ids)
+
+
+class NodeSource(Protocol):
+    """Where the walk finds blocks."""
+
+    def children(self, parent: bytes) -> Iterable[Node]:
+        """Return the blocks that continue `parent`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Match:
+    """The stored blocks that begin as the prompt does.
+
+    Of `path`, the first `n_tokens` tokens are to be used; they decode to the first `n_chars`
+    characters of the prompt. `at_end` says that nothing is stored beyond them on this branch.
+    """
+
+    path: tuple[Node, ...]
+    n_tokens: int
+    n_chars: int
+    at_end: bool
+
+    @property
+    def ids(self) -> list[int]:
+        ids: list[int] = []
+        for node in self.path:
+            ids += node.ids
+        return ids[: self.n_tokens]
+
+
+NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
+
+
+def match_text(
+    source: NodeSource, root: bytes, text: str, tokens: TokenText, prefer: Collection[bytes] = ()
+) -> Match:
+    """Find the longest stored prefix of `text` that ends where a token ends.
+
+    Of equally long ones, a branch through a block in `prefer` wins.
+    """
+    best, best_rank = NO_MATCH, (0, False)
+    for step in _steps(source, root, text, prefer, lambda node: node.text):
+        # A character that is incomplete in the store may count for one more.
+        if (step.position + step.n_equal + 1, True) < best_rank:
+            break
+        pending = step.before.node.pending if step.before else b""
+        ends = tokens.ends(step.node.ids, pending)
+        cut = _cut(ends, text[step.position : step.position + step.n_equal + 1], step.n_equal)
+        if cut is None:
+            continue
+        n_tokens, n_chars = cut
+        rank = (step.position + n_chars, step.preferred)
+        if rank > best_rank:
+            best, best_rank = step.match(n_tokens, step.position + n_chars, source), rank
+    return best
+
+
+def match_ids(
+    source: NodeSource, root: bytes, packed_ids: bytes, prefer: Collection[bytes] = ()
+) -> Match:
+    """Find the longest stored prefix of token ids. `n_chars` of the match is 0."""
+    best, best_rank = NO_MATCH, (0, False)
+    for step in _steps(source, root, packed_ids, prefer, lambda node: node.packed_ids):
+        if (step.position + step.n_equal, True) < best_rank:
+            break
+        n_tokens = step.n_equal // 4
+        rank = (step.position + n_tokens * 4, step.preferred)
+        if n_tokens and rank > best_rank:
+            best, best_rank = step.match(n_tokens, 0, source), rank
+    return best
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A block whose first `n_equal` characters (or bytes of ids) stand at `position`."""
+
+    node: Node
+    before: _Step | None
+    position: int
+    n_equal: int
+    preferred: bool
+
+    def match(self, n_tokens: int, n_chars: int, source: NodeSource) -> Match:
+        path, step = [self.node], self.before
+        while step is not None:
+            path.append(step.node)
+            step = step.before
+        used_up = n_tokens == self.node.n_tokens and not any(
+            True for _ in source.children(self.node.key)
+        )
+        return Match(tuple(reversed(path)), self.node.start + n_tokens, n_chars, used_up)
+
+
+def _steps(
+    source: NodeSource,
+    root: bytes,
+    prompt: Content,
+    prefer: Collection[bytes],
+    content_of: Callable[[Node], Content],
+) -> list[_Step]:
+    """Return all blocks that agree with the prompt, at least in part, those farthest in first."""
+    steps: list[_Step] = []
+    open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
+    while open_ends:
+        parent, position, before = open_ends.pop()
+        for node in source.children(parent):
+            content = content_of(node)
+            preferred = node.key in prefer or (before is not None and before.preferred)
+            whole = prompt.startswith(content, position)
+            n_equal = len(content) if whole else common_prefix(content, prompt, position)
+            step = _Step(node, before, position, n_equal, preferred)
+            steps.append(step)
+            if whole:
+                open_ends.append((node.key, position + n_equal, step))
+    return sorted(steps, key=lambda step: (-step.position - step.n_equal, not step.preferred))
+
+
+def common_prefix(content: Content, prompt: Content, position: int) -> int:
+    """Return how many items of `content` equal `prompt` from `position` on (bisecting slices)."""
+    low, high = 0, min(len(content), len(prompt) - position)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if content[low:middle] == prompt[position + low : position + middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, int] | None:
+    """Return tokens and characters up to the last token that ends within `n_equal` characters.
+
+    A token that ends inside a character counts if the prompt has a replacement character there,
+    as a client does that was sent an incomplete one.
+    """
+    for n_tokens in range(len(ends), 0, -1):
+        n_chars, incomplete = ends[n_tokens - 1]
+        if n_chars > n_equal:
+            continue
+        if not incomplete:
+            return n_tokens, n_chars
+        if text[n_chars : n_chars + 1] == REPLACEMENT:
+            return n_tokens, n_chars + 1
+    return None

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.synthetic import train_tokenizer
+
+KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trained tokenizer as the server holds it, one of each kind."""
+    kind = request.param
+    path: Path = tmp_path_factory.mktemp(kind)
+    train_tokenizer(kind.removesuffix("-bos"), 600, bos=kind != "byte-level").save(path)
+    return load_tokenizer(path)
+
+
+@pytest.fixture(scope="session")
+def token_text(tokenizer: Any) -> TokenText:
+    text = TokenText.of(tokenizer)
+    assert text is not None
+    return text

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.match.splice import splice
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import match_text
+
+from .test_tree import sequences
+from .tree_in_memory import ROOT, MemoryTree
+
+
+@given(data=st.data())
+def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, data: Any) -> None:
+    """Whatever was sampled before, the spliced prompt decodes to what the client asked for."""
+    tree = MemoryTree(token_text, block_tokens=4)
+    stored = data.draw(sequences(tokenizer))
+    tree.add(stored)
+    history = token_text.decode(stored)
+    cut = data.draw(st.integers(0, len(history)))
+    asked = history[:cut] + data.draw(st.sampled_from(["", " more", "ü🎉", "\n", "d. E"]))
+    prompt = list(tokenizer.encode(asked, add_special_tokens=False))
+    text = token_text.decode(prompt)
+    match = match_text(tree, ROOT, text, token_text)
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    result = splice(prompt, text, match, token_text, encode)
+    if result is None:
+        return
+    assert result.ids[: result.n_stored] == match.ids
+    assert token_text.decode(result.ids) == text
+    for boundary, place in result.boundaries.items():
+        assert token_text.decode(result.ids[place:]) == token_text.decode(prompt[boundary:])
+
+
+def test_sampled_ids_survive_in_front_of_a_new_message(
+    tokenizer: Any, token_text: TokenText
+) -> None:
+    """Spelling out a word gives other ids than encoding it: the stored ones are used."""
+    word = "conversation"
+    spelled = [next(i for i in range(600) if token_text.piece(i) == bytes([c])) for c in word.encode()]
+    start = list(tokenizer.encode("Hi", add_special_tokens=False))
+    stored = [*start, *spelled, tokenizer.eos_token_id]
+    tree = MemoryTree(token_text, block_tokens=4)
+    tree.add(stored)
+    text = token_text.decode([*stored]) + "next"
+    prompt = [*start, *tokenizer.encode(word, add_special_tokens=False), tokenizer.eos_token_id]
+    prompt = list(tokenizer.encode("Hi" + word + tokenizer.eos_token + "next", add_special_tokens=False))
+    text = token_text.decode(prompt)
+    match = match_text(tree, ROOT, text, token_text)
+    result = splice(prompt, text, match, token_text, lambda part: list(tokenizer.encode(part, add_special_tokens=False)))
+    assert result is not None
+    assert result.n_stored == len(stored)
+    assert result.ids[: len(stored)] == stored
+    assert result.ids != prompt
+
+
+def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenText) -> None:
+    prompt = list(tokenizer.encode("the same words again and again", add_special_tokens=False))
+    tree = MemoryTree(token_text, block_tokens=4)
+    tree.add(prompt[:7])
+    text = token_text.decode(prompt)
+    match = match_text(tree, ROOT, text, token_text)
+
+    def never(part: str) -> list[int]:
+        raise AssertionError(f"encoded {part!r}")
+
+    result = splice(prompt, text, match, token_text, never)
+    assert result is not None and result.ids == prompt and result.n_stored == 7

@@ -1,0 +1,95 @@
+"""The walk against an oracle that tries every cut of every stored sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.match.keys import pack_ids
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import Match, common_prefix, match_ids, match_text
+
+from .tree_in_memory import ROOT, MemoryTree
+
+SENTENCES = ["Grüße, 世界 🎉", " and so on", "\n\n", "naïve café", "🎉🎊", "abc abd", " ", "  x"]
+
+
+def sequences(tokenizer: Any) -> st.SearchStrategy[list[int]]:
+    """Ids of text, of random tokens (half characters among them), and of both in a row."""
+    texts = st.lists(st.sampled_from(SENTENCES), max_size=4).map("".join)
+    canonical = texts.map(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
+    sampled = st.lists(st.integers(0, 599), max_size=12)
+    return st.lists(canonical | sampled, min_size=1, max_size=4).map(lambda parts: sum(parts, []))
+
+
+def longest_by_trying(stored: list[list[int]], text: str, tokens: TokenText) -> int:
+    """Characters of the longest stored prefix of `text` that ends at a token's end."""
+    best = 0
+    for ids in stored:
+        for n in range(len(ids) + 1):
+            prefix = tokens.decode(ids[:n])
+            if text.startswith(prefix):
+                best = max(best, len(prefix))
+    return best
+
+
+@given(data=st.data())
+def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: Any) -> None:
+    tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
+    stored = data.draw(st.lists(sequences(tokenizer), min_size=1, max_size=4))
+    for ids in stored:
+        tree.add(ids)
+    base = token_text.decode(data.draw(st.sampled_from(stored)))
+    cut = data.draw(st.integers(0, len(base)))
+    text = base[:cut] + token_text.decode(data.draw(sequences(tokenizer)))
+    match = match_text(tree, ROOT, text, token_text)
+    assert token_text.decode(match.ids) == text[: match.n_chars]
+    assert match.n_chars == longest_by_trying(stored, text, token_text)
+
+
+@given(data=st.data())
+def test_finds_the_longest_prefix_of_ids(tokenizer: Any, token_text: TokenText, data: Any) -> None:
+    tree = MemoryTree(token_text, block_tokens=4)
+    stored = data.draw(st.lists(sequences(tokenizer), min_size=1, max_size=4))
+    for ids in stored:
+        tree.add(ids)
+    base = data.draw(st.sampled_from(stored))
+    prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(sequences(tokenizer))
+    match = match_ids(tree, ROOT, pack_ids(prompt))
+    expected = max(common_prefix(pack_ids(ids), pack_ids(prompt), 0) // 4 for ids in stored)
+    assert match.n_tokens == expected
+    assert match.ids == prompt[: match.n_tokens]
+
+
+def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: TokenText) -> None:
+    tree = MemoryTree(token_text, block_tokens=4)
+    ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
+    tree.add(ids)
+    text = token_text.decode(ids)
+    assert match_text(tree, ROOT, text + " seven", token_text).at_end
+    assert not match_text(tree, ROOT, text[:-3] + "!", token_text).at_end
+    other = tokenizer.encode("nothing alike", add_special_tokens=False)
+    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text) == Match((), 0, 0, False)
+
+
+def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
+    spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b")]
+    merged = [spelled[0], spelled[1]]
+    tree = MemoryTree(token_text, block_tokens=1)
+    first = tree.add([*merged, token_text_id(token_text, b"c")])
+    text = "abc" + "d"
+    assert match_text(tree, ROOT, text, token_text, prefer=(first,)).path[-1].key == first
+
+
+def token_text_id(tokens: TokenText, piece: bytes) -> int:
+    return next(i for i in range(600) if tokens.piece(i) == piece)
+
+
+@pytest.mark.parametrize("equal", [0, 1, 7, 8, 9, 100])
+def test_common_prefix(equal: int) -> None:
+    content = "x" * equal + "y" * 5
+    prompt = "--" + "x" * equal + "z" * 50
+    assert common_prefix(content, prompt, 2) == equal

@@ -1,0 +1,32 @@
+"""A tree of blocks in a dictionary, with blocks of any length."""
+
+from __future__ import annotations
+
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import Node
+
+ROOT = b"root"
+
+
+class MemoryTree:
+    def __init__(self, tokens: TokenText, block_tokens: int) -> None:
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._children: dict[bytes, dict[bytes, Node]] = {}
+
+    def children(self, parent: bytes) -> list[Node]:
+        return list(self._children.get(parent, {}).values())
+
+    def add(self, ids: list[int]) -> bytes:
+        """Store a chain; return the key of its last block."""
+        parent, pending = ROOT, b""
+        for start in range(0, len(ids), self._block_tokens):
+            part = ids[start : start + self._block_tokens]
+            packed = pack_ids(part)
+            key = block_key(parent, packed)
+            text, pending = self._tokens.feed(part, pending)
+            node = Node(key, parent, start, packed, text, pending)
+            self._children.setdefault(parent, {})[key] = node
+            parent = key
+        return parent
