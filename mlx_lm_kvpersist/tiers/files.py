@@ -1,0 +1,163 @@
+"""Block files: one safetensors file a block, named by its key, never overwritten.
+
+A file holds the block's KV arrays and, in its metadata, everything that the index knows of it, so
+that the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays
+and the rest of the metadata; it is verified on every read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import xxhash
+
+from ..errors import BlockCorrupt
+from ..match.keys import block_key
+from ..match.tree import Node
+
+FORMAT = 1
+"""Written into every file and into the index; a reader refuses what is newer."""
+
+Arrays = Mapping[str, mx.array]
+
+
+def block_path(folder: Path, key: bytes) -> Path:
+    """Return where the block of this key is kept."""
+    name = key.hex()
+    return folder / "blocks" / name[:2] / f"{name}.safetensors"
+
+
+def write_block(folder: Path, node: Node, root: bytes, arrays: Arrays, *, fsync: bool) -> int:
+    """Publish a block: a reader sees all of it or nothing. Return the file's size in bytes.
+
+    The arrays must have been evaluated. Raises OSError or RuntimeError when the disk refuses.
+    """
+    path = block_path(folder, node.key)
+    if path.exists():
+        return path.stat().st_size
+    make_private(path.parent)
+    metadata = {
+        "format": str(FORMAT),
+        "key": node.key.hex(),
+        "parent": node.parent.hex(),
+        "root": root.hex(),
+        "start": str(node.start),
+        "ids": node.packed_ids.hex(),
+        "text": json.dumps(node.text),
+        "pending": node.pending.hex(),
+    }
+    metadata["checksum"] = checksum(arrays, metadata)
+    # mlx appends .safetensors to any other name, so the temporary name ends in it too.
+    temporary = path.with_name(f".{node.key.hex()}.{os.getpid()}.tmp.safetensors")
+    try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
+        mx.save_safetensors(str(temporary), dict(arrays), metadata)
+        if fsync:
+            sync(temporary)
+        os.replace(temporary, path)
+        if fsync:
+            sync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path.stat().st_size
+
+
+def read_block(folder: Path, key: bytes) -> tuple[Node, bytes, dict[str, mx.array]]:
+    """Return a block's node, its root and its evaluated arrays.
+
+    Raises FileNotFoundError when there is no such block and BlockCorrupt when the file is not what
+    its name, its metadata or its checksum promise.
+    """
+    path = block_path(folder, key)
+    if not path.exists():
+        raise FileNotFoundError(path)
+    try:
+        arrays, metadata = mx.load(str(path), return_metadata=True)
+        mx.eval(arrays)
+        node, root = node_of(metadata)
+    except Exception as error:
+        raise BlockCorrupt(f"{path.name}: cannot be read: {error}") from error
+    if metadata.get("checksum") != checksum(arrays, metadata):
+        raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
+    if node.key != key:
+        raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
+    return node, root, arrays
+
+
+def node_of(metadata: Mapping[str, str]) -> tuple[Node, bytes]:
+    """Return the node and the root that a file's metadata describe.
+
+    Raises BlockCorrupt when they are incomplete or contradict themselves.
+    """
+    try:
+        node = Node(
+            key=bytes.fromhex(metadata["key"]),
+            parent=bytes.fromhex(metadata["parent"]),
+            start=int(metadata["start"]),
+            packed_ids=bytes.fromhex(metadata["ids"]),
+            text=json.loads(metadata["text"]),
+            pending=bytes.fromhex(metadata["pending"]),
+        )
+        root = bytes.fromhex(metadata["root"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise BlockCorrupt(f"block metadata cannot be read: {error!r}") from error
+    if block_key(node.parent, node.packed_ids) != node.key:
+        raise BlockCorrupt(f"block {node.key.hex()}: its ids do not hash to its key")
+    return node, root
+
+
+def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
+    """Return the XXH3-128 of arrays (names, dtypes, shapes, bytes) and metadata, as hex."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(arrays):
+        array = arrays[name]
+        digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
+        # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
+        plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        digest.update(memoryview(plain))
+    for name in sorted(metadata):
+        if name != "checksum":
+            digest.update(f"{name}={metadata[name]}\0".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and its missing parents; what is new is for its owner alone."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a safetensors file without reading its arrays.
+
+    Source of the format: https://github.com/huggingface/safetensors (8 bytes of length, JSON).
+    """
+    with path.open("rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        if n_bytes > path.stat().st_size:
+            raise BlockCorrupt(f"{path.name}: its header is cut off")
+        try:
+            header: dict[str, Any] = json.loads(file.read(n_bytes))
+            metadata: dict[str, Any] = header.get("__metadata__", {})
+        except (ValueError, AttributeError) as error:
+            raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
+        return metadata

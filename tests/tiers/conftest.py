@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.tiers.index import Leaf
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
+
+ROOT = b"\1" * 16
+
+
+def chain(*blocks: list[int], parent: bytes = ROOT) -> list[Node]:
+    """Return the nodes of a conversation, one per list of ids."""
+    nodes: list[Node] = []
+    start = 0
+    for ids in blocks:
+        packed = pack_ids(ids)
+        text = "".join(f"<{i}>" for i in ids)
+        node = Node(block_key(parent, packed), parent, start, packed, text)
+        nodes.append(node)
+        parent, start = node.key, node.stop
+    return nodes
+
+
+def arrays_of(node: Node) -> dict[str, mx.array]:
+    """Return arrays whose content belongs to this node alone."""
+    seed = int.from_bytes(node.key[:4], "little")
+    arrays = {
+        "0.k.weights": mx.random.randint(0, 1 << 30, (2, 1, node.n_tokens, 8), mx.uint32),
+        "0.k.scales": mx.random.normal((2, 1, node.n_tokens, 1), key=mx.random.key(seed)),
+    }
+    mx.eval(arrays)
+    return arrays
+
+
+def save_turn(
+    store: BlockStore, nodes: list[Node], name: str | None = None, **leaf: object
+) -> dict[bytes, dict[str, mx.array]]:
+    """Keep and write a whole turn; return the arrays by key."""
+    content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
+    store.keep([(n, content[n.key]) for n in nodes if n.key in content], pinned=True)
+    keys = tuple(node.key for node in nodes)
+    end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
+    store.submit(Turn(ROOT, tuple(nodes), end))
+    store.drain()
+    return content
+
+
+@pytest.fixture
+def limits() -> StoreLimits:
+    return StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=1 << 20)
+
+
+@pytest.fixture
+def store(tmp_path: Path, limits: StoreLimits) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path / "store", limits)
+    yield store
+    store.close()
