@@ -1,0 +1,210 @@
+"""The plugin: answers the server's hooks and wires the parts together. Only it knows them all."""
+
+from __future__ import annotations
+
+import logging
+from argparse import ArgumentParser, Namespace
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+from . import config
+from .errors import KVPersistError, ModelNotSupported
+from .host.hookspecs import hookimpl
+from .host.prompt import Prompt, RequestTokens
+from .kv.batch import BatchQuantizedKVCache
+from .kv.fingerprint import content_hash, model_fingerprint
+from .kv.quantized import SequenceQuantizedKVCache
+from .kv.spec import ModelCacheSpec
+from .match.text import TokenText
+from .serve.keep import keep
+from .serve.lookup import look_up
+from .serve.model import LoadedModel
+from .serve.replies import restore_replies
+from .serve.request import Kind, Outcome, RequestState
+from .serve.selftest import check_round_trip
+from .tiers.store import BlockStore, StoreLimits
+
+logger = logging.getLogger(__name__)
+
+
+class KVPersistPlugin:
+    """Gives the server's conversations a KV cache that outlives it."""
+
+    def __init__(self) -> None:
+        self._config: config.Config | None = None
+        self._store: BlockStore | None = None
+        self._loaded: LoadedModel | None = None
+        self._refused: set[str] = set()
+
+    # Startup and shutdown.
+
+    @hookimpl
+    def add_options(self, parser: ArgumentParser) -> None:
+        config.add_options(parser)
+
+    @hookimpl
+    def configure(self, args: Namespace) -> None:
+        self._config = config.from_args(args)
+        limits = StoreLimits(self._config.max_ram_bytes, self._config.max_disk_bytes)
+        self._store = BlockStore(self._config.folder, limits)
+        logger.info(
+            "kvpersist: %d blocks in %s (%.2f of %.2f GB)",
+            self._store.index.n_blocks(),
+            self._config.folder,
+            self._store.index.n_bytes() / 1e9,
+            limits.max_disk_bytes / 1e9,
+        )
+
+    @hookimpl
+    def self_test(self) -> None:
+        check_round_trip()
+
+    @hookimpl
+    def shutdown(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    # The model.
+
+    @hookimpl
+    def model_loaded(self, provider: Any) -> None:
+        self._loaded = None
+        try:
+            self._loaded = self._describe(provider)
+        except ModelNotSupported as error:
+            if provider.model_key[0] not in self._refused:
+                self._refused.add(provider.model_key[0])
+                logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
+
+    def _describe(self, provider: Any) -> LoadedModel:
+        assert self._config is not None
+        model_path, adapter_path, draft_path = provider.model_key
+        if draft_path is not None:
+            raise ModelNotSupported("a draft model is in use")
+        spec = ModelCacheSpec.probe(
+            provider.model, self._config.kv_bits, self._config.kv_group_size
+        )
+        fingerprint = model_fingerprint(
+            local_path(model_path),
+            Path(adapter_path) if adapter_path else None,
+            self._content_hash,
+        )
+        text = TokenText.of(provider.tokenizer)
+        if text is None:
+            logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
+        logger.info(
+            "kvpersist: %s keeps %.1f KB a token (%s)",
+            model_path,
+            spec.bytes_per_token / 1e3,
+            spec.precision,
+        )
+        return LoadedModel(provider.model, provider.tokenizer, spec, fingerprint, text)
+
+    def _content_hash(self, path: Path) -> str:
+        """Hash a file once: weights are gigabytes, and change as seldom as their stamp does."""
+        assert self._store is not None
+        stat = path.stat()
+        stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+        known = self._store.index.file_hash(str(path), stamp)
+        if known is None:
+            known = content_hash(path)
+            self._store.index.keep_file_hash(str(path), stamp, known)
+        return known
+
+    @hookimpl
+    def make_prompt_cache(self, model: Any) -> list[Any] | None:
+        if self._loaded is None or model is not self._loaded.model:
+            return None
+        return list(self._loaded.spec.make_cache())
+
+    @hookimpl
+    def merge_caches(self, caches: list[Any]) -> Any | None:
+        if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
+            return BatchQuantizedKVCache.merge(caches)
+        return None
+
+    # A request.
+
+    @hookimpl
+    def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
+        RequestState.of(request).session = headers.get("X-Session-ID") or None
+
+    @hookimpl
+    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
+        state, loaded, store = RequestState.of(request), self._loaded, self._store
+        if loaded is None or store is None:
+            return
+        assert self._config is not None
+        session = (state.session or "") if self._config.isolate_sessions else ""
+        state.root = loaded.root(state.namespace, session)
+        if request.request_type == "chat":
+            try:
+                state.conversation = restore_replies(request.messages, state.root, store, loaded)
+            except Exception:
+                logger.exception("kvpersist: replies could not be looked up")
+
+    @hookimpl
+    def prepare_prompt(
+        self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
+    ) -> Prompt | None:
+        state, loaded, store = RequestState.of(request), self._loaded, self._store
+        state.n_prompt = len(prompt.ids)
+        if loaded is None or store is None:
+            state.outcome = Outcome(Kind.STOCK, n_prompt=state.n_prompt)
+            return None
+        try:
+            prompt = look_up(state, prompt, store, loaded)
+        except Exception:
+            # A store that fails costs a restore, never a reply.
+            logger.exception("kvpersist: the prompt could not be looked up")
+            state.restored = None
+            state.outcome = Outcome(Kind.MISS, n_prompt=len(prompt.ids))
+        state.n_prompt = len(prompt.ids)
+        assert state.outcome is not None
+        logger.info("kvpersist: %s; session=%r", state.outcome.header, state.session)
+        return prompt
+
+    @hookimpl
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int]
+    ) -> tuple[list[Any] | None, list[int]] | None:
+        if self._loaded is None or not isinstance(tokens, RequestTokens):
+            return None
+        state = RequestState.of(tokens.request)
+        if state.restored is None:
+            return None, tokens
+        (caches, n_tokens), state.restored = state.restored, None
+        return caches, tokens[n_tokens:]
+
+    @hookimpl
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+    ) -> bool | None:
+        if self._loaded is None or self._store is None or not isinstance(tokens, RequestTokens):
+            return None
+        state = RequestState.of(tokens.request)
+        try:
+            keep(state, tokens, prompt_cache, self._store, self._loaded)
+        except Exception:
+            logger.exception("kvpersist: a turn could not be kept")
+        return True
+
+    @hookimpl
+    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+        outcome = RequestState.of(request).outcome
+        return [("X-KVPersist", outcome.header)] if outcome is not None else []
+
+
+def local_path(model: str) -> Path:
+    """Return the folder of a model that has been loaded: a path, or a repository in the cache."""
+    path = Path(model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception as error:
+        raise KVPersistError(f"the files of model {model} cannot be found: {error}") from error

@@ -1,0 +1,89 @@
+"""Keep what was computed: split a sequence's caches into blocks and hand the new ones to the store.
+
+Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
+out of the live cache, evaluate. Files and index are the writer's work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kv.blocks import BLOCK_TOKENS, split_blocks
+from ..match.keys import block_key, pack_ids
+from ..match.tree import Node
+from ..tiers.index import Leaf
+from ..tiers.store import BlockStore, Turn
+from .model import LoadedModel
+from .replies import reply_to_remember
+from .request import RequestState
+
+
+def keep(
+    state: RequestState,
+    tokens: list[int],
+    caches: list[Any],
+    store: BlockStore,
+    model: LoadedModel,
+) -> None:
+    """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer.
+
+    At the end of a turn everything is written and the session moves. Before it, at the end of the
+    system prompt or of the user's message, full blocks are written and the rest stays in RAM: if
+    the client goes away, what it waited for so far is not lost.
+    """
+    n_tokens = min(len(tokens), *(cache.size() for cache in caches))
+    if n_tokens == 0:
+        return
+    ended = n_tokens > state.n_prompt
+    chain = _chain(state.root, tokens[:n_tokens], store, model)
+    new = [node for node in chain if node.key not in store]
+    arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
+    whole = {node.key for node in chain if ended or node.n_tokens == BLOCK_TOKENS}
+    for node, block in zip(new, arrays, strict=True):
+        store.keep([(node, block)], pinned=node.key in whole)
+    replaced = _replaced_tails(new, store)
+    replies = []
+    if ended and state.conversation is not None:
+        reply = reply_to_remember(state.conversation, tokens[state.n_prompt : n_tokens], model)
+        replies = [reply] if reply else []
+    leaf = None
+    if ended:
+        keys = tuple(node.key for node in chain)
+        leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
+    written = tuple(node for node in chain if node.key in whole)
+    if written:
+        store.submit(Turn(state.root, written, leaf, tuple(replies)))
+
+
+def _chain(root: bytes, ids: list[int], store: BlockStore, model: LoadedModel) -> list[Node]:
+    """Cut ids into the blocks of a chain below `root`."""
+    chain: list[Node] = []
+    parent, pending = root, b""
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block_ids = ids[start : start + BLOCK_TOKENS]
+        packed = pack_ids(block_ids)
+        text = ""
+        if model.text is not None:
+            text, after = model.text.feed(block_ids, pending)
+        else:
+            after = b""
+        key = block_key(parent, packed)
+        chain.append(Node(key, parent, start, packed, text, after))
+        parent, pending = key, after
+    return chain
+
+
+def _replaced_tails(new: list[Node], store: BlockStore) -> list[tuple[bytes, bytes]]:
+    """Return partial blocks whose tokens all stand in a new block, with that block.
+
+    Only the first new block can have such siblings. One that was never to be written is dropped.
+    """
+    if not new:
+        return []
+    first = new[0]
+    replaced = []
+    for sibling in store.children(first.parent):
+        if sibling.key != first.key and first.packed_ids.startswith(sibling.packed_ids):
+            store.drop_unwritten(sibling.key)
+            replaced.append((sibling.key, first.key))
+    return replaced

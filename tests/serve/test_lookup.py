@@ -1,0 +1,159 @@
+"""Restored and recomputed agree: the one proof that a cache is right."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.request import Kind, Tier
+from mlx_lm_kvpersist.synthetic import synthetic_text
+from mlx_lm_kvpersist.tiers.files import block_path
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
+
+from .conftest import Conversations
+
+TOLERANCE = 2e-3
+"""Of logits of size 10, float32, 2 layers: what the order of summation makes of 4-bit KV."""
+
+
+def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]:
+    """Return the ids of text, then random ids, half characters among them, as from sampling."""
+    text = "Grüße 🎉 " + synthetic_text(n_tokens // 2)
+    canonical = list(loaded.tokenizer.encode(text))[: n_tokens // 2]
+    rng = random.Random(seed)
+    return canonical + [rng.randrange(300, 590) for _ in range(n_tokens - len(canonical))]
+
+
+def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n: int) -> None:
+    restored = talk.forward(ids[n:], caches)
+    recomputed = talk.forward(ids, talk.loaded.spec.make_cache())
+    difference = mx.abs(restored - recomputed).max().item()
+    assert difference < TOLERANCE, f"logits differ by {difference} after {n} of {len(ids)} tokens"
+
+
+@pytest.fixture(scope="module")
+def stored(loaded: LoadedModel) -> Any:
+    """700 tokens of one conversation, on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
+        talk = Conversations(loaded, store)
+        ids = sampled_turn(loaded, 700)
+        talk.remember(ids, n_prompt=350)
+        yield talk, ids
+        store.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_cut_of_a_prompt(stored: Any, data: Any) -> None:
+    """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 700 tokens."""
+    talk, ids = stored
+    text = talk.loaded.text.decode(ids)
+    cut = data.draw(st.integers(0, len(text)))
+    asked = text[:cut] + data.draw(st.sampled_from(["", " and more", "ü🎉", "\n\nNew", "\ufffd"]))
+    if data.draw(st.booleans()):
+        talk.forget_hot_blocks()
+    prompt = list(talk.loaded.tokenizer.encode(asked.removeprefix(bos_of(talk.loaded))))
+    if len(prompt) < 2:
+        return
+    fed, caches, outcome = talk.ask(prompt)
+    assert talk.loaded.text.decode(fed) == talk.loaded.text.decode(prompt)
+    assert outcome.n_reused < len(fed)
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def bos_of(loaded: LoadedModel) -> str:
+    return loaded.tokenizer.bos_token or ""
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_cut_of_ids(stored: Any, data: Any) -> None:
+    """Without text, every token position is a cut."""
+    talk, ids = stored
+    talk = replace(talk, loaded=replace(talk.loaded, text=None))
+    cut = data.draw(st.integers(1, len(ids)))
+    other = [(ids[cut] + 1) % 290 if cut < len(ids) else 7, 11]
+    prompt = ids[:cut] + data.draw(st.sampled_from([[], other]))
+    if len(prompt) < 2:
+        return
+    fed, caches, outcome = talk.ask(prompt)
+    assert fed == prompt
+    assert outcome.n_reused == min(cut, len(prompt) - 1)
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def test_outcomes(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    eos = talk.loaded.tokenizer.eos_token_id
+    turn = [*ids, eos]
+    talk.remember(turn, n_prompt=150)
+    assert talk.ask(turn)[2].kind is Kind.EXACT
+    assert talk.ask(turn[:200])[2].kind in (Kind.EXACT, Kind.DIVERGE)
+    follow_up = [*turn, *talk.loaded.encode("next question")]
+    _, _, outcome = talk.ask(follow_up)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.EXTEND, 301, Tier.HOT)
+    edited = [*turn[:100], *talk.loaded.encode("!!! something else entirely")]
+    _, _, outcome = talk.ask(edited)
+    assert outcome.kind is Kind.DIVERGE and 90 < outcome.n_reused < len(edited)
+    unknown = [eos, *talk.loaded.encode("unknown")]
+    _, _, outcome = talk.ask(unknown)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.MISS, 0, Tier.COLD)
+    talk.forget_hot_blocks()
+    _, _, outcome = talk.ask(follow_up)
+    assert (outcome.n_reused, outcome.n_restored, outcome.tier) == (301, 301, Tier.WARM)
+
+
+def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 600)
+    talk.remember(ids[:300], n_prompt=200, session="s")
+    talk.remember(ids, n_prompt=500, session="s")
+    talk.store.drain()
+    # 300 tokens end in a block of 44, which the second turn's block of 256 replaces.
+    assert talk.store.index.n_blocks() == 3
+    assert len(talk.store.index.session_leaves(talk.root, "s")) == 1
+    _, _, outcome = talk.ask([*ids, 5])
+    assert outcome.n_reused == 600
+
+
+def test_a_prompt_without_a_reply_keeps_its_full_blocks_on_disk(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 600)
+    talk.remember(ids, n_prompt=601)
+    assert talk.ask([*ids, 5])[2].n_reused == 600
+    talk.forget_hot_blocks()
+    assert talk.ask([*ids, 5])[2].n_reused == 512
+
+
+def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 700)
+    talk.remember(ids, n_prompt=300)
+    talk.forget_hot_blocks()
+    (first,) = talk.store.children(talk.root)
+    (second,) = talk.store.children(first.key)
+    path = block_path(talk.store.folder, second.key)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    fed, caches, outcome = talk.ask([*ids, 5])
+    assert outcome.n_reused == 256
+    assert_same_logits(talk, fed, caches, 256)
+    # It is kept again, and then it is whole.
+    talk.remember(ids, n_prompt=300)
+    talk.forget_hot_blocks()
+    assert talk.ask([*ids, 5])[2].n_reused == 700
+
+
+def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    other = replace(talk, loaded=replace(talk.loaded, fingerprint="other"))
+    assert other.ask(ids)[2].kind is Kind.MISS
