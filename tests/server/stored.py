@@ -1,0 +1,35 @@
+"""Look into a store while, or after, a server writes it."""
+
+from __future__ import annotations
+
+import sqlite3
+from hashlib import sha256
+from pathlib import Path
+
+from tests.support import wait_until
+
+
+def n_tokens(store: Path, session: str) -> int:
+    """Return how many tokens of a session's longest branch are committed."""
+    path = store / "index.sqlite"
+    if not path.exists():
+        return 0
+    db = sqlite3.connect(path, timeout=30)
+    try:
+        rows = db.execute("SELECT max(n_tokens) FROM sessions WHERE name = ?", (session,))
+        return rows.fetchone()[0] or 0
+    finally:
+        db.close()
+
+
+def wait_for_commit(store: Path, session: str, tokens: int) -> None:
+    """Return when a session's last turn, of so many tokens in all, is committed."""
+    wait_until(lambda: n_tokens(store, session) == tokens, f"{tokens} tokens of {session!r}")
+
+
+def block_files(store: Path) -> dict[str, str]:
+    """Return the digest of every block file's bytes by its name."""
+    return {
+        path.name: sha256(path.read_bytes()).hexdigest()
+        for path in (store / "blocks").rglob("*.safetensors")
+    }

@@ -1,0 +1,195 @@
+"""A conversation survives kill -9 of the stock server: the proof of the whole."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import Message, StartServer, make_tiny_model, synthetic_text
+
+from .stored import block_files, wait_for_commit
+
+N_TURNS = 5
+QUESTIONS = [f"{n}. {synthetic_text(60, seed=n)}" for n in range(N_TURNS)]
+SYSTEM: Message = {"role": "system", "content": synthetic_text(150, seed=99)}
+
+
+class Talk:
+    """A conversation that sends back what it got."""
+
+    def __init__(self, session: str, store: Path) -> None:
+        self.session = session
+        self.store = store
+        self.messages: list[Message] = [SYSTEM]
+        self.replies: list[str] = []
+        self.cached: list[int] = []
+        self.totals: list[int] = []
+
+    def turn(self, server: ServerProcess, question: str, max_tokens: int = 40) -> None:
+        self.messages.append({"role": "user", "content": question})
+        reply = server.chat(self.messages, self.session, max_tokens=max_tokens, temperature=0.0)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.replies.append(reply.text)
+        self.cached.append(reply.cached_tokens)
+        self.totals.append(reply.prompt_tokens + reply.completion_tokens)
+        wait_for_commit(self.store, self.session, self.totals[-1])
+
+
+def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path) -> None:
+    """Same replies and the same bytes as a conversation that was never interrupted."""
+    talks = {}
+    for name in ("uninterrupted", "killed", "crowded"):
+        store = tmp_path / name
+        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+        with ServerProcess(tiny_model, *plugin, log_path=tmp_path / f"{name}.log") as server:
+            talk = talks[name] = Talk("main", store)
+            for n, question in enumerate(QUESTIONS):
+                if name == "killed" and n > 0:
+                    server.restart(kill=True)
+                if name == "crowded":
+                    with Crowd(server, seed=n):
+                        talk.turn(server, question)
+                else:
+                    talk.turn(server, question)
+    for name in ("killed", "crowded"):
+        assert talks[name].replies == talks["uninterrupted"].replies, name
+        assert talks[name].cached == talks["uninterrupted"].cached, name
+    assert len(set(talks["killed"].replies)) == N_TURNS
+    # Each turn reuses all that was there before it: prompt and reply of the last one.
+    for before, cached in zip(talks["killed"].totals, talks["killed"].cached[1:], strict=False):
+        assert cached >= before - 1
+    whole, killed = block_files(tmp_path / "uninterrupted"), block_files(tmp_path / "killed")
+    assert len(whole) >= 3
+    assert killed == whole
+
+
+class Crowd:
+    """Three other conversations that generate as long as the block lasts."""
+
+    def __init__(self, server: ServerProcess, seed: int) -> None:
+        self._server = server
+        self._seed = seed
+        self._stop = threading.Event()
+        self._started = threading.Barrier(4)
+        self._threads = [threading.Thread(target=self._talk, args=(n,)) for n in range(3)]
+        self.n_replies = 0
+
+    def __enter__(self) -> Crowd:
+        for thread in self._threads:
+            thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if error[0] is None:
+            assert self.n_replies >= 3
+
+    def _talk(self, n: int) -> None:
+        self._started.wait()
+        while True:
+            text = synthetic_text(40 + 70 * n, seed=1000 * self._seed + n)
+            self._server.chat(
+                [{"role": "user", "content": f"{n} {text}"}], f"other-{n}", max_tokens=25
+            )
+            self.n_replies += 1
+            if self._stop.is_set():
+                return
+
+
+def test_sampled_replies_are_found_again(
+    start_server: StartServer, models_dir: Path
+) -> None:
+    """At temperature 1 a reply is almost never the tokenizer's own choice of ids."""
+    model = make_tiny_model(models_dir / "any-bytes", whole_characters=False)
+    server = start_server.with_plugin(model)
+    talk: list[Message] = [SYSTEM]
+    before = 0
+    for n in range(6):
+        talk.append({"role": "user", "content": f"{n}. Grüße 🎉"})
+        reply = server.chat(talk, "sampled", max_tokens=50, temperature=1.0)
+        assert reply.cached_tokens >= before - 1, f"turn {n}"
+        talk.append({"role": "assistant", "content": reply.text})
+        before = reply.prompt_tokens + reply.completion_tokens
+        if n == 2:
+            wait_for_commit(start_server.store, "sampled", before)
+            server.restart(kill=True)
+
+
+def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(tiny_model)
+    talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
+    first = server.chat(talk, "s")
+    assert first.kvpersist["outcome"] == "MISS"
+    assert first.cached_tokens == int(first.kvpersist["reused"]) == 0
+    total = first.prompt_tokens + first.completion_tokens
+    talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Two?"}]
+    hot = server.chat(talk, "s", stream=True)
+    assert (hot.kvpersist["outcome"], hot.kvpersist["tier"]) == ("EXTEND", "hot")
+    assert hot.cached_tokens == int(hot.kvpersist["reused"]) == total
+    wait_for_commit(start_server.store, "s", hot.prompt_tokens + hot.completion_tokens)
+    server.restart(kill=True)
+    warm = server.chat(talk, "s")
+    assert (warm.kvpersist["outcome"], warm.kvpersist["tier"]) == ("EXACT", "warm")
+    assert warm.text == hot.text
+    assert int(warm.kvpersist["restored"]) == warm.cached_tokens == warm.prompt_tokens - 1
+    assert float(warm.kvpersist["restore_ms"]) > 0
+    anonymous = server.chat(talk)
+    assert anonymous.cached_tokens == warm.cached_tokens
+    edited: list[Message] = [SYSTEM, {"role": "user", "content": "Other?"}]
+    diverged = server.chat(edited)
+    assert diverged.kvpersist["outcome"] == "DIVERGE"
+    assert 0 < diverged.cached_tokens < diverged.prompt_tokens
+    log = server.log
+    assert log.count("outcome=") == 5
+
+
+def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-isolation", "session")
+    talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
+    assert server.chat(talk, "a").cached_tokens == 0
+    assert server.chat(talk, "b").cached_tokens == 0
+    assert server.chat(talk).cached_tokens == 0
+    again = server.chat(talk, "a")
+    assert again.cached_tokens == again.prompt_tokens - 1
+
+
+def test_seeded_requests_are_kept_too(start_server: StartServer, tiny_model: Path) -> None:
+    """A seed takes the server's other path, one request at a time."""
+    server = start_server.with_plugin(tiny_model)
+    talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
+    cold = server.chat(talk, "s", seed=3, temperature=1.0)
+    again = server.chat(talk, "s", seed=3, temperature=1.0)
+    assert again.text == cold.text
+    assert (cold.cached_tokens, again.cached_tokens) == (0, cold.prompt_tokens - 1)
+    assert again.kvpersist["outcome"] == "EXACT"
+
+
+def test_completions_without_a_chat(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(tiny_model)
+    first = server.complete("Once upon a time", max_tokens=10)
+    more = server.complete("Once upon a time" + first.text + " and then", max_tokens=10)
+    assert more.cached_tokens >= first.prompt_tokens
+
+
+def test_models_that_cannot_be_kept_are_served_as_stock(
+    start_server: StartServer, models_dir: Path
+) -> None:
+    model = make_tiny_model(
+        models_dir / "sliding",
+        model_type="gemma3_text",
+        config={"sliding_window": 64, "sliding_window_pattern": 2}
+    )
+    stock = start_server(model)
+    talk: list[Message] = [{"role": "user", "content": synthetic_text(30)}]
+    expected = stock.chat(talk)
+    stock.stop()
+    server = start_server.with_plugin(model)
+    reply = server.chat(talk)
+    assert reply.text == expected.text
+    assert reply.kvpersist["outcome"] == "STOCK"
+    server.chat(talk)
+    assert server.log.count("RotatingKVCache") == 1
