@@ -1,0 +1,99 @@
+"""Tell models apart by what decides their KV: config, weights, tokenizer, adapter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import ModelNotSupported
+
+__all__ = ["content_hash", "model_fingerprint"]
+
+_VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
+"""Keys of config.json that change with who saved the model, not with what it computes."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_READ_BYTES = 8 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def model_fingerprint(
+    model_path: Path, adapter_path: Path | None, hash_file: Callable[[Path], str]
+) -> str:
+    """Return a hex digest that two models share only if equal ids give them equal KV.
+
+    `hash_file` gives a file's content hash; pass `content_hash`, or one that remembers.
+
+    Raises:
+        ModelNotSupported: a folder has no config or no weights, or the config is not JSON.
+        OSError: a file cannot be read.
+    """
+    weights = sorted(model_path.glob("*.safetensors"))
+    if not weights:
+        raise ModelNotSupported(f"no *.safetensors weights in {model_path}")
+    parts: dict[str, Any] = {
+        "config": _config(model_path / "config.json"),
+        "weights": {path.name: hash_file(path) for path in weights},
+        "tokenizer": {
+            name: hash_file(model_path / name)
+            for name in _TOKENIZER_FILES
+            if (model_path / name).is_file()
+        },
+    }
+    if adapter_path is not None:
+        # The one file mlx-lm loads; beside it lie checkpoints of the training.
+        adapter = adapter_path / "adapters.safetensors"
+        if not adapter.is_file():
+            raise ModelNotSupported(f"no adapters.safetensors in {adapter_path}")
+        parts["adapter"] = {
+            "config": _config(adapter_path / "adapter_config.json"),
+            "weights": hash_file(adapter),
+        }
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def content_hash(path: Path) -> str:
+    """Return a hex hash of a file's content: its sha256 if a hub cache knows it, else xxh3_128.
+
+    A file of a Hugging Face hub cache is a link to `blobs/<sha256>`; then nothing is read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if path.is_symlink():
+        target = path.resolve(strict=True)
+        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+            return target.name
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _config(path: Path) -> Any:
+    try:
+        return _without_volatile_keys(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ModelNotSupported(f"no {path.name} in {path.parent}") from None
+    except ValueError as error:
+        raise ModelNotSupported(f"{path} is not JSON: {error}") from error
+
+
+def _without_volatile_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_volatile_keys(item)
+            for key, item in value.items()
+            if key not in _VOLATILE_KEYS
+        }
+    if isinstance(value, list):
+        return [_without_volatile_keys(item) for item in value]
+    return value

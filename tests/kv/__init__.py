@@ -1,0 +1,1 @@
+"""Tests of the KV arrays, on tiny random models in float32."""
