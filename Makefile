@@ -1,0 +1,67 @@
+# make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
+# make test    lint, types and the default tests
+# PYTHON=python3.12 chooses the interpreter that .venv is made with.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null)
+
+# MLX's backend on a Mac is Metal and comes with mlx; elsewhere it is an extra.
+ifeq ($(shell uname -s),Darwin)
+PACKAGE := .
+else
+PACKAGE := .[cpu]
+endif
+
+ifeq ($(UV),)
+MAKE_VENV := $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+INSTALL := $(BIN)/python -m pip install --quiet
+else
+MAKE_VENV := $(UV) venv --quiet --python $(PYTHON) $(VENV)
+INSTALL := $(UV) pip install --quiet --python $(BIN)/python
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format dev clean
+
+help:
+	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
+	@echo "make test       ruff, mypy and the default tests"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make lint       ruff and mypy only"
+	@echo "make format     let ruff rewrite the files"
+
+$(VENV)/pyvenv.cfg:
+	$(MAKE_VENV)
+
+$(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml mlx_lm_kvpersist.pth
+	$(INSTALL) --editable "$(PACKAGE)"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) --editable "$(PACKAGE)" --group dev
+	@touch $@
+
+dev: $(VENV)/.installed-dev
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m mlx_lm_kvpersist.demo
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,15 @@
+"""Tiny models and conversations for the demo, the tests and the benchmarks; no server, no KV."""
+
+from .conversation import Message, synthetic_conversation, synthetic_text
+from .model import TinyModelShape, make_tiny_model
+from .tokenizer import TokenizerKind, train_tokenizer
+
+__all__ = [
+    "Message",
+    "TinyModelShape",
+    "TokenizerKind",
+    "make_tiny_model",
+    "synthetic_conversation",
+    "synthetic_text",
+    "train_tokenizer",
+]

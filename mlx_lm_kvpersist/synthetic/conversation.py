@@ -1,0 +1,50 @@
+"""Text for conversations of any length, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CORPUS_PATH = Path(__file__).with_name("corpus.txt")
+
+Message = dict[str, Any]
+"""One message as the chat completions API takes it: `role`, `content`, and what else it allows."""
+
+
+@cache
+def corpus_lines() -> tuple[str, ...]:
+    """Return the lines of the corpus: prose in many languages, code, JSON, emoji."""
+    return tuple(CORPUS_PATH.read_text(encoding="utf-8").splitlines())
+
+
+def synthetic_text(n_chars: int, seed: int = 0) -> str:
+    """Return exactly `n_chars` characters of corpus sentences in a random order."""
+    rng = random.Random(seed)
+    prose = [line for line in corpus_lines() if len(line) > 60]
+    parts: list[str] = []
+    length = 0
+    while length < n_chars:
+        # A number keeps one passage from being a copy of another.
+        part = f"[{rng.randrange(1000)}] {rng.choice(prose)}\n"
+        parts.append(part)
+        length += len(part)
+    return "".join(parts)[:n_chars]
+
+
+def synthetic_conversation(n_turns: int, n_chars: int, seed: int = 0) -> list[Message]:
+    """Return a system message and `n_turns` user messages with replies between them.
+
+    `n_chars` is the length of all contents together, about. The last message is the user's, so
+    the list can be sent as it is; a reply and a further user message make the next turn.
+    """
+    n_parts = 2 * n_turns
+    share = max(1, n_chars // n_parts)
+    system = "You are a careful assistant.\n"
+    messages: list[Message] = [{"role": "system", "content": system + synthetic_text(share, seed)}]
+    for part in range(1, n_parts):
+        role = "user" if part % 2 else "assistant"
+        content = synthetic_text(share, seed * 1009 + part)
+        messages.append({"role": role, "content": content})
+    return messages

@@ -1,0 +1,144 @@
+"""What the server answers, whole or as a stream of events, as one value."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+
+OUTCOME_HEADER = "x-kvpersist"
+
+
+class ServerError(Exception):
+    """The server did not start, died, or answered with an error; the message shows its log."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the server, whether it came whole or as a stream."""
+
+    text: str
+    finish_reason: str | None
+    usage: dict[str, Any]
+    headers: dict[str, str]  # names in lower case
+    ttft_s: float  # from sending to the first text; to the whole reply where it was not streamed
+    total_s: float
+    raw: dict[str, Any]  # the reply, or the last chunk of a stream that had choices
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[dict[str, Any]] = field(default_factory=list)  # every chunk of a stream
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens", 0))
+
+    @property
+    def completion_tokens(self) -> int:
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens", 0))
+
+    @property
+    def kvpersist(self) -> dict[str, str]:
+        """The parts of the X-KVPersist header by name; empty where there is none."""
+        return parse_outcome(self.headers.get(OUTCOME_HEADER, ""))
+
+
+def parse_outcome(header: str) -> dict[str, str]:
+    """Split `outcome=EXTEND; tier=disk; reused=1234` into a dict.
+
+    >>> parse_outcome("outcome=EXTEND; reused=12")
+    {'outcome': 'EXTEND', 'reused': '12'}
+    """
+    parts = (part.partition("=") for part in header.split(";") if part.strip())
+    return {name.strip(): value.strip().strip('"') for name, _, value in parts}
+
+
+def response_headers(response: HTTPResponse) -> dict[str, str]:
+    """Return the headers with their names in lower case."""
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+def read_events(response: HTTPResponse) -> Iterator[tuple[str, str]]:
+    """Yield (event name, data) of server-sent events; comments are skipped."""
+    name, data = "message", []
+    for raw_line in response:
+        line = raw_line.decode().rstrip("\r\n")
+        if line.startswith("event:"):
+            name = line[6:].strip()
+        elif line.startswith("data:"):
+            data.append(line[5:].removeprefix(" "))
+        elif not line and data:
+            yield name, "\n".join(data)
+            name, data = "message", []
+
+
+def whole_reply(response: HTTPResponse, start: float) -> Reply:
+    """Read an answer that is not streamed; `start` is time.perf_counter() at sending."""
+    raw = json.loads(response.read())
+    total_s = time.perf_counter() - start
+    choice = raw["choices"][0]
+    message = choice.get("message", choice)
+    return Reply(
+        text=message.get("content", choice.get("text")) or "",
+        finish_reason=choice["finish_reason"],
+        usage=raw["usage"],
+        headers=response_headers(response),
+        ttft_s=total_s,
+        total_s=total_s,
+        raw=raw,
+        reasoning=message.get("reasoning") or "",
+        tool_calls=message.get("tool_calls") or [],
+    )
+
+
+def streamed_reply(response: HTTPResponse, start: float) -> Reply:
+    """Read a stream to its end; `start` is time.perf_counter() at sending."""
+    texts: list[str] = []
+    reasonings: list[str] = []
+    tool_calls: list[dict[str, Any]] = []
+    chunks: list[dict[str, Any]] = []
+    usage: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    ttft_s: float | None = None
+    for _, content in read_events(response):
+        if content == "[DONE]":
+            break
+        chunk = json.loads(content)
+        chunks.append(chunk)
+        usage = chunk.get("usage") or usage
+        if not chunk["choices"]:
+            continue
+        last = chunk
+        choice = chunk["choices"][0]
+        delta = choice.get("delta", choice)
+        text = delta.get("content", choice.get("text")) or ""
+        reasoning = delta.get("reasoning") or ""
+        calls = delta.get("tool_calls") or []
+        if ttft_s is None and (text or reasoning or calls):
+            ttft_s = time.perf_counter() - start
+        texts.append(text)
+        reasonings.append(reasoning)
+        tool_calls.extend(calls)
+    else:
+        raise ServerError("the stream ended before [DONE]")
+    total_s = time.perf_counter() - start
+    return Reply(
+        text="".join(texts),
+        finish_reason=last["choices"][0]["finish_reason"] if last else None,
+        usage=usage,
+        headers=response_headers(response),
+        ttft_s=total_s if ttft_s is None else ttft_s,
+        total_s=total_s,
+        raw=last,
+        reasoning="".join(reasonings),
+        tool_calls=tool_calls,
+        chunks=chunks,
+    )

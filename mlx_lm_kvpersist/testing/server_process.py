@@ -1,0 +1,316 @@
+"""The stock server as a subprocess, and a client for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .reply import (
+    Reply,
+    ServerError,
+    read_events,
+    response_headers,
+    streamed_reply,
+    whole_reply,
+)
+
+HOST = "127.0.0.1"
+_ADDRESS_IN_USE = "Address already in use"
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """The stock server as a subprocess, for a `with` block.
+
+    model: a model directory. extra: further arguments of the server, such as
+    ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
+    mlx_lm is run. log_path: where stdout and stderr go, appended across restarts; without it
+    a temporary file that `stop` removes. start_timeout_s: until /health must have answered.
+
+    Requests may be sent from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *extra: str,
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        cwd: Path | None = None,
+        log_path: Path | None = None,
+        port: int | None = None,
+        start_timeout_s: float = 120.0,
+        request_timeout_s: float = 300.0,
+    ) -> None:
+        self.model = str(model)
+        self.extra = list(extra)
+        self.env = dict(env or {})
+        self.python = python
+        self.cwd = cwd
+        self.port = port
+        self.start_timeout_s = start_timeout_s
+        self.request_timeout_s = request_timeout_s
+        self._fixed_port = port is not None
+        self._owns_log = log_path is None
+        if log_path is None:
+            descriptor, name = tempfile.mkstemp(prefix="mlx-lm-server-", suffix=".log")
+            os.close(descriptor)
+            log_path = Path(name)
+        self.log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # Life
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, ServerError):
+            error.__notes__ = [*getattr(error, "__notes__", []), self._log_report()]
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server that runs now."""
+        return self._running().pid
+
+    @property
+    def command(self) -> list[str]:
+        """The command line, as it is run."""
+        return [
+            *(self.python, "-m", "mlx_lm", "server"),
+            *("--model", self.model, "--host", HOST, "--port", str(self.port)),
+            *self.extra,
+        ]
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises ServerError with its log."""
+        for attempt in range(3):
+            try:
+                self._start_once()
+                return
+            except ServerError as error:
+                # Another process may take the port between free_port() and the server's bind.
+                if self._fixed_port or attempt == 2 or _ADDRESS_IN_USE not in str(error):
+                    raise
+                self.port = None
+
+    def stop(self) -> None:
+        """End the server, if it runs, and remove a temporary log."""
+        if self.alive:
+            self.terminate()
+        self._process = None
+        if self._owns_log:
+            self.log_path.unlink(missing_ok=True)
+
+    def terminate(self, timeout_s: float = 15.0) -> int:
+        """Send SIGTERM, and SIGKILL if that is not enough; return the exit status."""
+        return self._signal(signal.SIGTERM, timeout_s)
+
+    def kill9(self) -> int:
+        """Send SIGKILL and wait for the end: nothing of the server runs any more."""
+        return self._signal(signal.SIGKILL, 15.0)
+
+    def restart(self, *, kill: bool = False) -> None:
+        """End the server (with SIGKILL where `kill`) and start it again on the same port."""
+        if self.alive:
+            self._signal(signal.SIGKILL if kill else signal.SIGTERM, 15.0)
+        self.start()
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Wait for the server to end by itself; return the exit status."""
+        return self._running().wait(timeout_s)
+
+    @property
+    def log(self) -> str:
+        """What the server has printed so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    # Requests
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        session: str | None = None,
+        stream: bool = False,
+        *,
+        max_tokens: int = 32,
+        headers: Mapping[str, str] | None = None,
+        **params: Any,
+    ) -> Reply:
+        """Send a chat completion; `session` becomes X-Session-ID, `params` join the body."""
+        body = {"messages": list(messages), "max_tokens": max_tokens, **params}
+        return self._generate("/v1/chat/completions", body, session, stream, headers)
+
+    def complete(
+        self,
+        prompt: str,
+        session: str | None = None,
+        stream: bool = False,
+        *,
+        max_tokens: int = 32,
+        headers: Mapping[str, str] | None = None,
+        **params: Any,
+    ) -> Reply:
+        """Send a text completion."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, **params}
+        return self._generate("/v1/completions", body, session, stream, headers)
+
+    def warm_up(self) -> None:
+        """Generate one token, so that the model is loaded before anything is timed."""
+        self.complete("a", max_tokens=1)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send any request; return status, headers and body. A body is sent as JSON."""
+        with self._open(method, path, body, headers, timeout_s) as response:
+            return response.status, response_headers(response), response.read()
+
+    def events(
+        self, path: str, body: Any, headers: Mapping[str, str] | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """POST `body` and yield (event name, data) of every server-sent event."""
+        with self._open("POST", path, body, headers) as response:
+            if response.status != 200:
+                raise ServerError(self._refusal(path, response))
+            yield from read_events(response)
+
+    def healthy(self) -> bool:
+        """Say whether /health answers 200 within two seconds."""
+        return self._health() == 200
+
+    # Inside
+
+    def _start_once(self) -> None:
+        if self.alive:
+            raise ServerError("the server runs already")
+        if self.port is None:
+            self.port = free_port()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self.env}
+        log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.cwd,
+                env=environment,
+            )
+        deadline = time.monotonic() + self.start_timeout_s
+        while not self.healthy():
+            status = self._process.poll()
+            if status is not None:
+                raise ServerError(f"exit status {status}\n{self._log_report(log_start)}")
+            # A model that does not load ends the generation thread and leaves the process.
+            failed = "Traceback" in self.log_path.read_bytes()[log_start:].decode(errors="replace")
+            if (failed and self._health() == 503) or time.monotonic() > deadline:
+                self.kill9()
+                raise ServerError(f"no healthy answer\n{self._log_report(log_start)}")
+            time.sleep(0.05)
+
+    def _health(self) -> int | None:
+        """Return the status of /health, None where nobody answers."""
+        try:
+            return self.request("GET", "/health", timeout_s=2.0)[0]
+        except (OSError, HTTPException):
+            return None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServerError("the server was not started")
+        return self._process
+
+    def _signal(self, number: signal.Signals, timeout_s: float) -> int:
+        process = self._running()
+        process.send_signal(number)  # does nothing once the process has ended
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def _log_report(self, start: int = 0) -> str:
+        text = self.log_path.read_bytes()[start:].decode(errors="replace")
+        tail = "\n".join(text.splitlines()[-60:])
+        return f"--- {' '.join(self.command)}\n--- {self.log_path}\n{tail}"
+
+    def _refusal(self, path: str, response: HTTPResponse) -> str:
+        answer = response.read().decode(errors="replace")
+        return f"{path} answered {response.status}: {answer}\n{self._log_report()}"
+
+    @contextmanager
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str] | None,
+        timeout_s: float | None = None,
+    ) -> Iterator[HTTPResponse]:
+        payload = None if body is None else json.dumps(body).encode()
+        sent = {} if payload is None else {"Content-Type": "application/json"}
+        connection = HTTPConnection(HOST, self.port, timeout=timeout_s or self.request_timeout_s)
+        try:
+            connection.request(method, path, payload, {**sent, **(headers or {})})
+            # The connection forgets a response that says "close", so close both.
+            with connection.getresponse() as response:
+                yield response
+        finally:
+            connection.close()
+
+    def _generate(
+        self,
+        path: str,
+        body: dict[str, Any],
+        session: str | None,
+        stream: bool,
+        headers: Mapping[str, str] | None,
+    ) -> Reply:
+        sent = dict(headers or {})
+        if session is not None:
+            sent["X-Session-ID"] = session
+        if stream:
+            body = {"stream_options": {"include_usage": True}, **body, "stream": True}
+        start = time.perf_counter()
+        with self._open("POST", path, body, sent) as response:
+            if response.status != 200:
+                raise ServerError(self._refusal(path, response))
+            if stream:
+                return streamed_reply(response, start)
+            return whole_reply(response, start)

@@ -1,0 +1,51 @@
+"""Fixtures for every test folder: tiny models, made once, and servers, ended with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import StartServer, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this session's models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(models_dir: Path) -> Path:
+    """Llama, byte-level tokenizer, ChatML, no begin token."""
+    return make_tiny_model(models_dir / "byte-level")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_bos(models_dir: Path) -> Path:
+    """The same with a begin token, in encode() and in the template."""
+    return make_tiny_model(models_dir / "byte-level-bos", bos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_spm(models_dir: Path) -> Path:
+    """Llama-2's kind of tokenizer: dummy space, byte tokens, `<s>`, [INST]."""
+    return make_tiny_model(models_dir / "sentencepiece", tokenizer="sentencepiece", bos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_spm_legacy(models_dir: Path) -> Path:
+    """The same, where every stretch between special tokens gets its dummy space."""
+    path = models_dir / "sentencepiece-legacy"
+    return make_tiny_model(path, tokenizer="sentencepiece-legacy", bos=True)
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Start servers that end with the test: start_server(model) or .with_plugin(model)."""
+    start = StartServer(tmp_path)
+    try:
+        yield start
+    finally:
+        start.close()

@@ -1,0 +1,25 @@
+"""What several test folders use. The server process itself is `mlx_lm_kvpersist.testing`."""
+
+from mlx_lm_kvpersist.synthetic import (
+    Message,
+    make_tiny_model,
+    synthetic_conversation,
+    synthetic_text,
+)
+from mlx_lm_kvpersist.testing import Reply, ServerError, ServerProcess, parse_outcome
+
+from .servers import StartServer
+from .waiting import wait_until
+
+__all__ = [
+    "Message",
+    "Reply",
+    "ServerError",
+    "ServerProcess",
+    "StartServer",
+    "make_tiny_model",
+    "parse_outcome",
+    "synthetic_conversation",
+    "synthetic_text",
+    "wait_until",
+]

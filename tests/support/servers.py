@@ -1,0 +1,33 @@
+"""Servers that end with the test that started them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_kvpersist.testing import ServerProcess
+
+
+class StartServer:
+    """Start servers for one test; `close` ends them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"  # where `with_plugin` keeps its blocks
+        self._folder = folder
+        self._stack = ExitStack()
+        self._n_started = 0
+
+    def __call__(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
+        """Start the stock server with further arguments; `options` are ServerProcess's."""
+        self._n_started += 1
+        options.setdefault("log_path", self._folder / f"server-{self._n_started}.log")
+        return self._stack.enter_context(ServerProcess(model, *extra, **options))
+
+    def with_plugin(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
+        """Start the server with the plugin, on this test's own store."""
+        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(self.store))
+        return self(model, *plugin, *extra, **options)
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,89 @@
+"""The client reads the same reply from a stream as from a whole answer; failures show the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ServerError, ServerProcess, StartServer, parse_outcome
+
+MESSAGES = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "How high is the bridge? 🙂"},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log_path = tmp_path_factory.mktemp("stock") / "server.log"
+    with ServerProcess(tiny_model, log_path=log_path) as process:
+        yield process
+
+
+def test_stream_and_whole_reply_agree(server: ServerProcess) -> None:
+    whole = server.chat(MESSAGES, max_tokens=24)
+    stream = server.chat(MESSAGES, stream=True, max_tokens=24)
+    assert whole.text
+    assert (stream.text, stream.finish_reason) == (whole.text, whole.finish_reason)
+    assert stream.finish_reason == "length"
+    assert (stream.prompt_tokens, stream.completion_tokens) == (whole.prompt_tokens, 24)
+    assert 0 < stream.ttft_s <= stream.total_s
+    assert stream.headers["content-type"] == "text/event-stream"
+    assert len(stream.chunks) > 2
+    # The second request finds the first in the stock server's own cache.
+    assert (whole.cached_tokens, stream.cached_tokens) == (0, whole.prompt_tokens - 1)
+
+
+def test_text_completion(server: ServerProcess) -> None:
+    whole = server.complete("The harbour master", max_tokens=8)
+    assert whole.text == server.complete("The harbour master", stream=True, max_tokens=8).text
+    assert whole.usage["total_tokens"] == whole.prompt_tokens + 8
+
+
+def test_logit_bias_ends_a_reply(server: ServerProcess) -> None:
+    im_end = 2
+    reply = server.chat(MESSAGES, logit_bias={im_end: 200.0})
+    assert (reply.text, reply.finish_reason) == ("", "stop")
+
+
+def test_request_returns_refusals_and_chat_raises_them(server: ServerProcess) -> None:
+    status, headers, body = server.request("GET", "/no/such/path")
+    assert (status, body) == (404, b"Not Found")
+    assert "content-type" in headers
+    with pytest.raises(ServerError, match="answered 400"):
+        server.chat(MESSAGES, temperature=-1.0)
+
+
+def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: StartServer) -> None:
+    server = start_server(tiny_model)
+    first, port = server.pid, server.port
+    text = server.chat(MESSAGES, max_tokens=8).text
+    assert server.kill9() == -9
+    assert not server.alive
+    assert not server.healthy()
+    server.restart()
+    assert (server.pid != first, server.port) == (True, port)
+    assert server.chat(MESSAGES, max_tokens=8).text == text
+
+
+def test_failed_start_shows_the_log(tiny_model: Path, tmp_path: Path) -> None:
+    server = ServerProcess(tiny_model, "--no-such-option", log_path=tmp_path / "log")
+    with pytest.raises(ServerError, match="unrecognized arguments: --no-such-option"):
+        server.start()
+    assert not server.alive
+
+
+def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, log_path=tmp_path / "log", start_timeout_s=60.0)
+    with pytest.raises(ServerError, match=r"config\.json"):
+        server.start()
+    assert not server.alive
+
+
+def test_parse_outcome() -> None:
+    header = "outcome=EXTEND; tier=disk; reused=1234; restore_ms=12.3"
+    parsed = {"outcome": "EXTEND", "tier": "disk", "reused": "1234", "restore_ms": "12.3"}
+    assert parse_outcome(header) == parsed
+    assert parse_outcome("") == {}
