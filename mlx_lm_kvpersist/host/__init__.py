@@ -1,1 +1,38 @@
-"""The seams of `mlx_lm.server`. Knows mlx_lm and no KV."""
+"""The seams of `mlx_lm.server`. Knows mlx_lm and no KV.
+
+Importing this package costs nothing and touches nothing: `install` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["install", "uninstall"]
+
+
+def install(names: Sequence[str]) -> None:
+    """Load the named plugins and patch `mlx_lm.server`, all or nothing.
+
+    Raises UnsupportedVersion, PluginNotFound, a PatchError, or whatever a plugin raises while it
+    is loaded; the server is then as it was before.
+    """
+    from . import manager, versions
+    from .patch import PATCH_SET
+    from .patches import PATCHES, PatchChecks
+
+    if PATCH_SET.is_applied:
+        return
+    versions.check()
+    plugins = manager.load_plugins(names)
+    plugins.register(PatchChecks(), name="patches")
+    PATCH_SET.apply(PATCHES)
+    manager.set_current(plugins)
+
+
+def uninstall() -> None:
+    """Give `mlx_lm.server` back its own functions and classes, and forget the plugins."""
+    from . import manager
+    from .patch import PATCH_SET
+
+    PATCH_SET.undo()
+    manager.set_current(manager.make_manager())

@@ -67,9 +67,7 @@ def prepare_prompt(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> P
 
 
 @hookspec(firstresult=True)
-def fetch_nearest_cache(
-    model: Any, tokens: list[int]
-) -> tuple[list[Any] | None, list[int]] | None:
+def fetch_nearest_cache(model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]] | None:
     """Return a prompt cache and the tokens it does not hold, at least one. Generation thread."""
 
 
@@ -81,7 +79,7 @@ def insert_cache(
 
 
 @hookspec
-def response_headers(request: Any) -> list[tuple[str, str]]:
+def response_headers(request: Any) -> list[tuple[str, str]]:  # type: ignore[empty-body]
     """Return headers to add to the reply. HTTP thread."""
 
 
@@ -93,7 +91,7 @@ def reply_sent(
 
 
 @hookspec
-def routes() -> list[Route]:
+def routes() -> list[Route]:  # type: ignore[empty-body]
     """Return HTTP routes to serve beside the stock ones."""
 
 

@@ -1,0 +1,199 @@
+"""Prepares `mlx_lm.server` while it is imported; standard library only, since the .pth runs it.
+
+`install` puts a finder in front of `sys.meta_path` that lets the real finders find
+`mlx_lm.server`, executes it with its real loader, and then hands it to `host.install`.
+No other module is touched. Everything that goes wrong ends the process with one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+TARGET = "mlx_lm.server"
+
+
+def install(*, asked: bool = False) -> None:
+    """Prepare `mlx_lm.server` as soon as it is imported.
+
+    asked: True when the caller is sure that this process is the server. Otherwise the command
+        line decides, since other programs have a `--plugin` too and may import mlx_lm.
+
+    Safe to call twice: virtual environments can execute a .pth file twice.
+    """
+    if not asked and not is_server_command(sys.orig_argv):
+        return
+    if any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, ServerFinder())
+    if (module := sys.modules.get(TARGET)) is not None:
+        prepare(module)
+
+
+def is_server_command(argv: Sequence[str]) -> bool:
+    """Tell whether a command line starts the server.
+
+    `mlx_lm.server …`, `mlx_lm server …` and their `python -m` forms do, under a debugger,
+    a launcher or through a symbolic link too.
+    """
+    for i, arg in enumerate(argv):
+        if arg.startswith("--plugin"):
+            break
+        names = {arg.removeprefix("-m"), *(os.path.basename(p) for p in (arg, resolved(arg)))}
+        if TARGET in names or ("mlx_lm" in names and "server" in argv[i + 1 :]):
+            return True
+    return False
+
+
+def resolved(path: str) -> str:
+    """Return where a symbolic link leads; names that are no files lead to themselves."""
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def requested_plugins(argv: Sequence[str]) -> list[str]:
+    """Return the names given with `--plugin`, in order, each once.
+
+    Plugins add options, so they must be known before the options are parsed. A `--plugin`
+    without a name is left for argparse to complain about.
+    """
+    names: list[str] = []
+    for arg, following in zip(argv, [*argv[1:], "-"], strict=False):
+        if arg.startswith("--plugin="):
+            names.append(arg.removeprefix("--plugin="))
+        elif arg == "--plugin" and not following.startswith("-"):
+            names.append(following)
+    return list(dict.fromkeys(names))
+
+
+def prepare(module: ModuleType) -> None:
+    """Load the plugins that were asked for and patch the server, or end the process."""
+    try:
+        from .host import install as install_host
+
+        install_host(requested_plugins(sys.argv[1:]))
+    except Exception as error:
+        stop(error)
+
+
+def stop(error: BaseException) -> NoReturn:
+    """End the process with one line on stderr."""
+    report(error)
+    raise SystemExit(1) from error
+
+
+def report(error: BaseException) -> None:
+    """Print one line on stderr; with `--log-level DEBUG`, a traceback before it."""
+    if wants_traceback(sys.argv):
+        traceback.print_exception(error)
+    print(one_line(error, requested_plugins(sys.argv[1:])), file=sys.stderr, flush=True)
+
+
+def one_line(error: BaseException, plugins: Sequence[str]) -> str:
+    """Return what stops the server as one line."""
+    from .errors import KVPersistError
+
+    message = " ".join(str(error).split())
+    if not isinstance(error, KVPersistError):
+        message = (
+            f"stopped by an unexpected {type(error).__name__}: {message} "
+            "(--log-level DEBUG shows the traceback)"
+        )
+    options = "".join(f" --plugin {name}" for name in plugins)
+    return f"{TARGET}{options}: {message}"
+
+
+def wants_traceback(argv: Sequence[str]) -> bool:
+    """Tell whether `--log-level DEBUG` was given; options may not be parsed yet."""
+    pairs = itertools.pairwise(argv)
+    return "--log-level=DEBUG" in argv or ("--log-level", "DEBUG") in pairs
+
+
+class ServerFinder(MetaPathFinder):
+    """Finds `mlx_lm.server` as the other finders do, and wraps its loader."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != TARGET:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, ServerFinder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = ServerLoader(spec.loader)
+                return spec
+        return None
+
+
+class ServerLoader(Loader):
+    """Executes a module with its real loader, then prepares it."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self.real.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on nothing that looks at the module needs to know that we were here.
+        module.__loader__ = self.real
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.real
+        self.real.exec_module(module)
+        prepare(module)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what `python -m mlx_lm.server` runs.
+
+        runpy asks the loader for code and executes it as `__main__`, a second copy that no
+        import hook sees. So `__main__` gets the names of the imported, patched module and runs
+        only the stock module's own `if __name__ == "__main__":` block.
+        """
+        tree = ast.parse(
+            f"import importlib as _importlib\n"
+            f"globals().update({{k: v for k, v in"
+            f" vars(_importlib.import_module({fullname!r})).items() if not k.startswith('__')}})\n"
+        )
+        block = main_block(self.real, fullname)
+        tree.body += block or ast.parse("main()").body
+        get_filename = getattr(self.real, "get_filename", None)
+        return compile(tree, get_filename(fullname) if get_filename else fullname, "exec")
+
+
+def main_block(loader: Any, fullname: str) -> list[ast.stmt]:
+    """Return a module's `if __name__ == "__main__":` statement, or nothing without a source."""
+    get_source = getattr(loader, "get_source", None)
+    source = get_source(fullname) if get_source else None
+    if source is None:
+        return []
+    return [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+    ]
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Run `mlx_lm.server` with plugins in this process; needs no .pth file."""
+    sys.argv = [TARGET, *argv]
+    install(asked=True)
+    try:
+        server = importlib.import_module(TARGET)
+    except ImportError as error:
+        stop(error)
+    server.main()

@@ -1,0 +1,50 @@
+"""The server's batch generator: plugins may merge the caches of several sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import manager
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import BatchGenerator as Stock
+else:
+    Stock = object
+
+
+class PluginBatchGenerator(Stock):  # type: ignore[misc]
+    """Merges as stock does, after asking the plugins. Generation thread.
+
+    To merge one layer's caches of several sequences mlx-lm asks the cache of the first sequence
+    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter
+    until the batch is made; nothing of `_make_batch` is written again here.
+    """
+
+    def _make_batch(self, n: int) -> Any:
+        if n > 0 and manager.is_implemented("merge_caches"):
+            queue = self._unprocessed_sequences
+            queue[0] = (*queue[0][:3], adapted(queue[0][3]), *queue[0][4:])
+        return super()._make_batch(n)
+
+
+class MergeAdapter:
+    """One layer's cache of the first sequence of a batch, while the batch is made."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def merge(self, row_caches: Sequence[Any]) -> Any:
+        """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
+        caches = [self.cache, *row_caches[1:]]
+        merged = manager.ask_safely("merge_caches", caches=caches)
+        if merged is not None:
+            return merged
+        if not hasattr(self.cache, "merge"):
+            raise ValueError(f"{type(self.cache)} does not yet support batching with history")
+        return self.cache.merge(caches)
+
+
+def adapted(caches: Sequence[Any]) -> list[MergeAdapter]:
+    """Return adapters of one sequence's caches."""
+    return [MergeAdapter(cache) for cache in caches]

@@ -1,0 +1,203 @@
+"""The server's HTTP side: plugins see requests and replies, add headers and answer paths."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from . import manager
+from .routes import Route
+
+if TYPE_CHECKING:
+    from mlx_lm.server import APIHandler as Stock
+else:
+    Stock = object
+
+logger = logging.getLogger(__name__)
+
+
+class PluginAPIHandler(Stock):  # type: ignore[misc]
+    """Answers as stock does, and tells the plugins. One object a connection, on its own thread.
+
+    A connection can carry several requests, and only some are completions. What belongs to one
+    request is forgotten when the next begins.
+    """
+
+    plugin_routes: Mapping[tuple[str, str], Route]
+    # http.server can refuse a request before it is parsed, and before `_begin_request`.
+    _completion: Any = None
+    _is_ok = False
+
+    def _begin_request(self) -> None:
+        self._completion = None
+        self._is_ok = False
+        self._has_replied = False
+        self._reply_is_whole = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._tool_calls: list[dict[str, Any]] = []
+
+    def parse_request(self) -> bool:
+        self._begin_request()
+        parsed: bool = super().parse_request()
+        # http.server looks up do_DELETE and the like by name; stock has GET, POST and OPTIONS.
+        if parsed and self._route() is not None and not hasattr(self, f"do_{self.command}"):
+            setattr(self, f"do_{self.command}", self._answer_route)
+        return parsed
+
+    def _route(self) -> Route | None:
+        return self.plugin_routes.get((self.command, self.path.partition("?")[0]))
+
+    def _answer_route(self) -> None:
+        route = self._route()
+        if route is None:
+            self.send_error(501, f"Unsupported method ({self.command!r})")
+            return
+        try:
+            route.handle(self)
+        except ConnectionError:
+            raise
+        except Exception:
+            logger.exception("%s %s failed", route.method, route.path)
+            self.close_connection = True
+            if not self._has_replied:
+                self.send_error(500)
+
+    def do_GET(self) -> None:
+        self._answer_route() if self._route() is not None else super().do_GET()
+
+    def do_POST(self) -> None:
+        self._answer_route() if self._route() is not None else super().do_POST()
+
+    def do_OPTIONS(self) -> None:
+        self._answer_route() if self._route() is not None else super().do_OPTIONS()
+
+    def handle_chat_completions(self) -> Any:
+        return self._received(super().handle_chat_completions())
+
+    def handle_text_completions(self) -> Any:
+        return self._received(super().handle_text_completions())
+
+    def _received(self, request: Any) -> Any:
+        self._begin_request()
+        self._completion = request
+        manager.ask_safely(
+            "request_received", request=request, headers=self.headers, body=self.body
+        )
+        return request
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        super()._set_completion_headers(status_code)
+        self._is_ok = status_code == 200
+
+    def _set_stream_headers(self, status_code: int = 200) -> None:
+        super()._set_stream_headers(status_code)
+        self._is_ok = status_code == 200
+
+    def end_headers(self) -> None:
+        """Add the plugins' headers at the last moment: without streaming, the reply is known."""
+        if self._completion is not None and self._is_ok:
+            self._is_ok = False
+            answers = manager.ask_safely("response_headers", request=self._completion) or []
+            for name, value in (header for answer in answers for header in answer):
+                if is_header(name, value):
+                    self.send_header(name, value)
+                else:
+                    logger.error("header %r: %r cannot be sent", name, value)
+        self._has_replied = True
+        super().end_headers()
+
+    def generate_response(
+        self,
+        text: str,
+        finish_reason: str | None,
+        prompt_token_count: int | None = None,
+        completion_token_count: int | None = None,
+        prompt_cache_count: int | None = None,
+        token_logprobs: list[float] | None = None,
+        top_tokens: list[tuple[dict[str, Any]]] | None = None,
+        tokens: list[int] | None = None,
+        tool_calls: list[Any] | None = None,
+        reasoning_text: str | None = None,
+    ) -> dict[str, Any]:
+        response: dict[str, Any] = super().generate_response(
+            text,
+            finish_reason,
+            prompt_token_count,
+            completion_token_count,
+            prompt_cache_count,
+            token_logprobs=token_logprobs,
+            top_tokens=top_tokens,
+            tokens=tokens,
+            tool_calls=tool_calls,
+            reasoning_text=reasoning_text,
+        )
+        self._content.append(text or "")
+        self._reasoning.append(reasoning_text or "")
+        self._tool_calls += tool_calls or []
+        if finish_reason is not None and self._completion is not None and not self._reply_is_whole:
+            self._reply_is_whole = True
+            manager.ask_safely(
+                "reply_sent",
+                request=self._completion,
+                content="".join(self._content),
+                reasoning="".join(self._reasoning),
+                tool_calls=self._tool_calls,
+            )
+        return response
+
+
+def is_header(name: str, value: str) -> bool:
+    """Tell whether a header can be sent and ends where it should."""
+    is_plain = all(text.isascii() and text.isprintable() for text in (name, value))
+    return is_plain and bool(name) and not set(name) & set(" :")
+
+
+def plugin_routes() -> dict[tuple[str, str], Route]:
+    """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
+    routes: dict[tuple[str, str], Route] = {}
+    for answer in manager.ask("routes"):
+        for route in answer:
+            if (route.method, route.path) in routes:
+                raise ConfigError(
+                    f"two plugins answer {route.method} {route.path}; leave one of them out"
+                )
+            routes[route.method, route.path] = route
+    return routes
+
+
+def handler_with(stock: type[Any], routes: Mapping[tuple[str, str], Route]) -> type[Any]:
+    """Return a handler class that is `stock` and tells the plugins."""
+    return type(
+        PluginAPIHandler.__name__, (PluginAPIHandler, stock), {"plugin_routes": dict(routes)}
+    )
+
+
+def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
+    """Return `_run_http_server` with our handler class.
+
+    `run` ignores its handler_class, and `_run_http_server` holds stock's as a default argument:
+    replacing the name APIHandler would change nothing.
+    """
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def run_http_server(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        try:
+            call.arguments["handler_class"] = handler_with(
+                call.arguments["handler_class"], plugin_routes()
+            )
+            stock(*call.args, **call.kwargs)
+        except BaseException:
+            # A port in use, a signal before the server listens: stock would leave the generation
+            # thread running, and the process would never end.
+            call.arguments["response_generator"].stop_and_join()
+            raise
+
+    return run_http_server

@@ -1,0 +1,195 @@
+"""What a patch of the host is, and applying a table of them all or nothing."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ..errors import PatchNotEffective, SignatureChanged, TargetMissing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The host has `name`, and its parameters are written as one of `known`.
+
+    name: dotted, inside the target's module. known: parameter names and defaults, without
+    annotations; a default that is no literal is written `...`.
+    """
+
+    name: str
+    known: tuple[str, ...]
+
+    def check(self, module: ModuleType) -> None:
+        found = written_signature(look_up(module, self.name))
+        if found not in self.known:
+            raise SignatureChanged(
+                f"{module.__name__}:{self.name} is {found} in this mlx-lm, expected "
+                f"{' or '.join(self.known)}; update mlx-lm-kvpersist, or install a version of "
+                "mlx-lm that it knows (mlx-lm-kvpersist doctor lists them)"
+            )
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The host's function `name` looks up the module global `uses` when it runs.
+
+    Otherwise replacing the global would change nothing.
+    """
+
+    name: str
+    uses: str
+
+    def check(self, module: ModuleType) -> None:
+        function = look_up(module, self.name)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is None or self.uses not in names_in(code):
+            raise SignatureChanged(
+                f"{module.__name__}:{self.name} no longer uses {self.uses}; update "
+                "mlx-lm-kvpersist, or install a version of mlx-lm that it knows "
+                "(mlx-lm-kvpersist doctor lists them)"
+            )
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement of a global of the host.
+
+    target: "module:name". why: what it is for, in a sentence for users.
+    expect: what must be true of the unpatched host. replace: takes the original, returns what
+    stands in for it. verify: takes the host's module and raises PatchNotEffective unless the
+    server behaves as patched.
+    """
+
+    name: str
+    target: str
+    why: str
+    expect: tuple[Signature | Uses, ...]
+    replace: Callable[[Any], Any]
+    verify: Callable[[ModuleType], None]
+
+    @property
+    def module(self) -> ModuleType:
+        return importlib.import_module(self.target.partition(":")[0])
+
+    @property
+    def attribute(self) -> str:
+        return self.target.partition(":")[2]
+
+    def check_host(self) -> None:
+        """Raise TargetMissing or SignatureChanged unless the host looks as expected."""
+        look_up(self.module, self.attribute)
+        for expectation in self.expect:
+            expectation.check(self.module)
+
+    def check(self) -> None:
+        """Raise PatchNotEffective unless the server behaves as patched."""
+        try:
+            self.verify(self.module)
+        except PatchNotEffective as error:
+            raise PatchNotEffective(
+                f"patch {self.name} of {self.target} has no effect: {error}; "
+                "report it with the output of mlx-lm-kvpersist selftest"
+            ) from error
+        except Exception as error:
+            raise PatchNotEffective(
+                f"patch {self.name} of {self.target} could not be verified: "
+                f"{type(error).__name__}: {error}; "
+                "report it with the output of mlx-lm-kvpersist selftest"
+            ) from error
+
+    def apply(self) -> Applied:
+        """Replace the target, after checking the host."""
+        self.check_host()
+        module = self.module
+        original = getattr(module, self.attribute)
+        replacement = self.replace(original)
+        setattr(module, self.attribute, replacement)
+        logger.debug("patched %s: %s", self.target, self.why)
+        return Applied(self, module, original)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A patch in place, and what stood there before."""
+
+    patch: Patch
+    module: ModuleType
+    original: Any
+
+    def undo(self) -> None:
+        setattr(self.module, self.patch.attribute, self.original)
+
+
+class PatchSet:
+    """The patches in place in this process."""
+
+    def __init__(self) -> None:
+        self._applied: list[Applied] = []
+
+    @property
+    def is_applied(self) -> bool:
+        return bool(self._applied)
+
+    def apply(self, patches: Sequence[Patch]) -> None:
+        """Apply all patches, or none: the first that fails undoes those before it."""
+        try:
+            # The whole host is checked as it was shipped, before the first patch changes it.
+            for patch in patches:
+                patch.check_host()
+            for patch in patches:
+                self._applied.append(patch.apply())
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Put back what the patches replaced, last first."""
+        while self._applied:
+            self._applied.pop().undo()
+
+
+PATCH_SET = PatchSet()
+
+
+def look_up(module: ModuleType, name: str) -> Any:
+    """Return `module.name` for a dotted name; raises TargetMissing where a part is missing."""
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise TargetMissing(
+                f"{module.__name__}:{name} is missing in this mlx-lm; update mlx-lm-kvpersist, "
+                "or install a version of mlx-lm that it knows (mlx-lm-kvpersist doctor lists them)"
+            ) from None
+    return found
+
+
+def written_signature(function: Any) -> str:
+    """Return a function's parameters as text that does not depend on the Python version."""
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and not isinstance(
+            default, (int, float, str, type(None))
+        ):
+            # repr of a class holds its module, of an object its address.
+            parameter = parameter.replace(default=Ellipsis)
+        parameters.append(parameter.replace(annotation=parameter.empty))
+    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
+
+
+def names_in(code: Any) -> set[str]:
+    """Return the names that a function and the functions inside it look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            names |= names_in(constant)
+    return names

@@ -1,0 +1,146 @@
+"""Everything that this package changes in mlx-lm: one table.
+
+All targets are globals of `mlx_lm.server`, and the stock objects behind them stay as they are:
+other users of mlx_lm in the process notice nothing. docs/plugins.md shows the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from . import probes
+from .batch_generator import PluginBatchGenerator
+from .hookspecs import hookimpl
+from .http_server import plugin_run_http_server
+from .model_provider import PluginModelProvider
+from .options import plugin_argparse
+from .patch import Patch, Signature, Uses
+from .prompt_cache import PluginPromptCache
+from .response_generator import PluginResponseGenerator
+from .run import plugin_run
+
+__all__ = ["PATCHES", "PatchChecks"]
+
+
+def subclass(first: type[Any]) -> Callable[[type[Any]], type[Any]]:
+    """Return a function that puts the methods of `first` before those of a stock class."""
+    return partial(_subclass, first)
+
+
+def _subclass(first: type[Any], stock: type[Any]) -> type[Any]:
+    return type(first.__name__, (first, stock), {"__doc__": first.__doc__})
+
+
+_SERVER_ARGUMENTS = "server_class=..., handler_class=..."
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="options",
+        target="mlx_lm.server:argparse",
+        why="The stock server has no --plugin, and plugins have options.",
+        expect=(Signature("main", ("()",)), Uses("main", "argparse")),
+        replace=plugin_argparse,
+        verify=probes.options_reach_plugins,
+    ),
+    Patch(
+        name="model_provider",
+        target="mlx_lm.server:ModelProvider",
+        why="Plugins prepare for a model when it is loaded, and make the caches of this model.",
+        expect=(
+            Signature(
+                "ModelProvider._load",
+                ("(self, model_path, adapter_path=None, draft_model_path=None)",),
+            ),
+            Signature("ModelProvider.load_default", ("(self)",)),
+            Signature("make_prompt_cache", ("(model, max_kv_size=None)",)),
+            Uses("main", "ModelProvider"),
+        ),
+        replace=subclass(PluginModelProvider),
+        verify=probes.loaded_models_make_plugin_caches,
+    ),
+    Patch(
+        name="response_generator",
+        target="mlx_lm.server:ResponseGenerator",
+        why="Plugins see messages before and ids after tokenizing; ids remember their request.",
+        expect=(
+            Signature("ResponseGenerator._tokenize", ("(self, tokenizer, request, args)",)),
+            Uses("run", "ResponseGenerator"),
+        ),
+        replace=subclass(PluginResponseGenerator),
+        verify=probes.prompts_know_their_request,
+    ),
+    Patch(
+        name="prompt_cache",
+        target="mlx_lm.server:LRUPromptCache",
+        why="Plugins fetch and keep prompt caches; a fetch that leaves no token kills the server.",
+        expect=(
+            Signature("LRUPromptCache.fetch_nearest_cache", ("(self, model, tokens)",)),
+            Signature(
+                "LRUPromptCache.insert_cache",
+                ("(self, model, tokens, prompt_cache, *, cache_type='assistant')",),
+            ),
+            Uses("run", "LRUPromptCache"),
+        ),
+        replace=subclass(PluginPromptCache),
+        verify=probes.prompt_cache_asks_plugins,
+    ),
+    Patch(
+        name="batch_generator",
+        target="mlx_lm.server:BatchGenerator",
+        why="Plugins merge the caches of several sequences; stock asks the first cache only.",
+        expect=(
+            Signature("BatchGenerator._make_batch", ("(self, n)",)),
+            Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
+            Uses("ResponseGenerator._generate", "BatchGenerator"),
+        ),
+        replace=subclass(PluginBatchGenerator),
+        verify=probes.batches_merge_through_plugins,
+    ),
+    Patch(
+        name="http_server",
+        target="mlx_lm.server:_run_http_server",
+        why="Plugins see requests and replies, add headers and answer paths of their own.",
+        expect=(
+            Signature(
+                "_run_http_server", (f"(host, port, response_generator, {_SERVER_ARGUMENTS})",)
+            ),
+            Signature("APIHandler.handle_chat_completions", ("(self)",)),
+            Signature("APIHandler.handle_text_completions", ("(self)",)),
+            Signature("APIHandler._set_completion_headers", ("(self, status_code=200)",)),
+            Signature("APIHandler._set_stream_headers", ("(self, status_code=200)",)),
+            Signature(
+                "APIHandler.generate_response",
+                (
+                    "(self, text, finish_reason, prompt_token_count=None, "
+                    "completion_token_count=None, prompt_cache_count=None, token_logprobs=None, "
+                    "top_tokens=None, tokens=None, tool_calls=None, reasoning_text=None)",
+                ),
+            ),
+            Uses("run", "_run_http_server"),
+        ),
+        replace=plugin_run_http_server,
+        verify=probes.http_reaches_plugins,
+    ),
+    Patch(
+        name="run",
+        target="mlx_lm.server:run",
+        why="Plugins are configured and tested before the server listens, and end with it.",
+        expect=(
+            Signature("run", (f"(host, port, model_provider, {_SERVER_ARGUMENTS})",)),
+            Uses("main", "run"),
+        ),
+        replace=plugin_run,
+        verify=probes.run_starts_and_stops_plugins,
+    ),
+)
+
+
+class PatchChecks:
+    """A plugin of our own: proves every patch before the other plugins test themselves."""
+
+    @hookimpl(tryfirst=True)
+    def self_test(self) -> None:
+        for patch in PATCHES:
+            patch.check()

@@ -1,0 +1,343 @@
+"""Proofs that the patches took effect: each drives the server's own code and looks at the result.
+
+A probe runs before the server listens, with a plugin manager of its own, so that no real plugin
+sees its made-up models and requests. It raises PatchNotEffective on an unpatched server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from email.message import Message
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from ..errors import PatchNotEffective
+from . import manager
+from .hookspecs import hookimpl
+from .prompt import Prompt, RequestTokens
+from .routes import Route
+
+ARGS = Namespace(
+    model="probe",
+    adapter_path=None,
+    draft_model=None,
+    pipeline=False,
+    trust_remote_code=False,
+    chat_template="",
+    use_default_chat_template=False,
+    chat_template_args={},
+    prompt_cache_size=10,
+    prompt_cache_bytes=None,
+    allowed_origins=["*"],
+    num_draft_tokens=3,
+    max_tokens=4,
+    temp=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    kv_bits=None,
+)
+"""What the server's objects read of its options, on every supported version."""
+
+
+class ProbeCache:
+    """A cache that mlx-lm takes for one that can be batched."""
+
+    nbytes = 0
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def merge(self, caches: Sequence[Any]) -> str:
+        return "merged by the cache"
+
+
+class ProbePlugin:
+    """Answers every hook, and remembers which were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.reply: dict[str, Any] = {}
+
+    @hookimpl
+    def add_options(self, parser: ArgumentParser) -> None:
+        parser.add_argument_group("probe").add_argument("--probe-option", type=int)
+
+    @hookimpl
+    def configure(self, args: Namespace) -> None:
+        self.asked.append("configure")
+
+    @hookimpl
+    def self_test(self) -> None:
+        self.asked.append("self_test")
+
+    @hookimpl
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
+
+    @hookimpl
+    def model_loaded(self, provider: Any) -> None:
+        self.asked.append("model_loaded")
+
+    @hookimpl
+    def make_prompt_cache(self, model: Any) -> list[Any]:
+        return [ProbeCache()]
+
+    @hookimpl
+    def merge_caches(self, caches: Sequence[Any]) -> str:
+        return f"{len(caches)} merged by the plugin"
+
+    @hookimpl
+    def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
+        self.asked.append(f"request_received {body['prompt']} {headers['X-Probe']}")
+
+    @hookimpl
+    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
+        request.messages[0]["content"] += "!"
+
+    @hookimpl
+    def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
+        return Prompt([*prompt.ids, 0], [prompt.ids, [0]], ["user", "assistant"])
+
+    @hookimpl
+    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any], list[int]]:
+        self.asked.append("fetch_nearest_cache")
+        # The rest is what the server must survive: nothing to feed for an odd prompt.
+        return [ProbeCache()], tokens[len(tokens) if len(tokens) % 2 else 1 :]
+
+    @hookimpl
+    def insert_cache(
+        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+    ) -> bool:
+        self.asked.append(f"insert_cache {cache_type}")
+        return True
+
+    @hookimpl
+    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+        return [("X-Probe-Reply", "yes"), ("X-Bad", "a\r\nb: c")]
+
+    @hookimpl
+    def reply_sent(
+        self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
+    ) -> None:
+        self.asked.append(f"reply_sent {content}")
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/probe", lambda handler: handler.send_error(418))]
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[ProbePlugin]:
+    """Ask a ProbePlugin, and nobody else, inside the block; keep the host quiet meanwhile."""
+    plugin = ProbePlugin()
+    plugins = manager.make_manager()
+    plugins.register(plugin, name="probe")
+    logging_was_disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            manager.using(plugins),
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield plugin
+    finally:
+        logging.disable(logging_was_disabled)
+
+
+def expect(what: str, found: Any, expected: Any) -> None:
+    """Raise PatchNotEffective unless the probe saw what it expected."""
+    if found != expected:
+        raise PatchNotEffective(f"{what}: found {found!r}, expected {expected!r}")
+
+
+def options_reach_plugins(server: ModuleType) -> None:
+    """A parser made as `main` makes its own takes --plugin and a plugin's option."""
+    with probing():
+        parser = server.argparse.ArgumentParser(description="probe")
+        parser.add_argument("--stock", type=int)
+        args, unknown = parser.parse_known_args(
+            ["--stock", "1", "--plugin", "a", "--plugin=b", "--probe-option", "2"]
+        )
+    expect("unknown options", unknown, [])
+    expect("options", (args.stock, args.plugin, args.probe_option), (1, ["a", "b"], 2))
+
+
+def loaded_models_make_plugin_caches(server: ModuleType) -> None:
+    """A provider made as `main` makes its own, given a model, tells plugins and asks for caches."""
+
+    def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
+        return (model, tokenizer, {}) if return_config else (model, tokenizer)
+
+    with probing() as plugin, mock.patch.object(server, "load", load):
+        provider = server.ModelProvider(ARGS)
+        provider.load_default()
+        caches = server.make_prompt_cache(provider.model)
+    expect("hooks asked", plugin.asked, ["model_loaded"])
+    expect("caches of the model", [type(cache) for cache in caches], [ProbeCache])
+    expect("batching", provider.is_batchable, True)
+
+
+class ProbeModel:
+    """As much of a model as is needed to make its caches: stock makes two that cannot batch."""
+
+    layers = (None, None)
+
+    def make_cache(self) -> list[object]:
+        return [object(), object()]
+
+
+def prompts_know_their_request(server: ModuleType) -> None:
+    """A tokenized chat shows what both hooks did, and ids and their slices know the request."""
+    request = server.CompletionRequest("chat", "", [{"role": "user", "content": "x"}], None, None)
+    tokenizer = SimpleNamespace(
+        has_chat_template=False, encode=lambda text: [ord(c) for c in text if c in "x!"]
+    )
+    with probing():
+        generator = object.__new__(server.ResponseGenerator)  # __init__ would start a thread
+        generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
+        ids, segments, types, *_ = generator._tokenize(tokenizer, request, None)
+    expect("ids", list(ids), [ord("x"), ord("!"), 0])
+    expect("segments", (segments, types), ([[ord("x"), ord("!")], [0]], ["user", "assistant"]))
+    expect("type of a slice of the ids", type(ids[:1]), RequestTokens)
+    expect("request of the ids", ids[:].request is request, True)
+
+
+def prompt_cache_asks_plugins(server: ModuleType) -> None:
+    """A cache made as `run` makes its own fetches from a plugin, leaves a token, and inserts."""
+    with probing() as plugin:
+        cache = server.LRUPromptCache(ARGS.prompt_cache_size)
+        found, rest = cache.fetch_nearest_cache("model", [1, 2])
+        guarded = cache.fetch_nearest_cache("model", [1, 2, 3])
+        cache.insert_cache("model", [1, 2], [ProbeCache()], cache_type="user")
+    expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
+    expect("fetch that leaves no token", guarded, (None, [1, 2, 3]))
+    expect("hooks asked", plugin.asked, ["fetch_nearest_cache"] * 2 + ["insert_cache user"])
+    expect("sequences kept by stock", len(cache), 0)
+
+
+def batches_merge_through_plugins(server: ModuleType) -> None:
+    """A batch generator made as the server makes its own lets a plugin merge two sequences."""
+    core = importlib.import_module("mlx.core")
+    with probing():
+        generator = server.BatchGenerator(
+            ProbeModel(),
+            completion_batch_size=2,
+            prefill_batch_size=2,
+            prefill_step_size=8,
+            stream=core.default_stream(core.default_device()),
+        )
+        try:
+            generator.insert_segments(
+                segments=[[[1, 2]], [[3, 4]]], caches=[[ProbeCache()], [ProbeCache()]]
+            )
+            batch = generator._make_batch(2)
+        finally:
+            generator.close()
+    expect("batch cache", batch.prompt_cache, ["2 merged by the plugin"])
+
+
+def http_reaches_plugins(server: ModuleType) -> None:
+    """A server started as `run` starts it answers a completion and a plugin's path."""
+    body = json.dumps({"prompt": "ping"}).encode()
+    completion = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
+    with probing() as plugin:
+        reply = answer(server, completion)
+        health = answer(server, b"GET /health HTTP/1.1\r\n\r\n")
+        route = answer(server, b"GET /probe?a=b HTTP/1.1\r\n\r\n")
+    head, _, payload = reply.partition("\r\n\r\n")
+    expect("header of the reply", "\r\nX-Probe-Reply: yes" in head, True)
+    expect("header with a line break", "X-Bad" in head, False)
+    expect("reply", json.loads(payload)["choices"][0]["text"], "pong")
+    expect("hooks asked", plugin.asked, ["request_received ping 1", "reply_sent pong"])
+    expect("header of another reply", "X-Probe-Reply" in health, False)
+    expect("status of a plugin's path", " 418 " in route.partition("\r\n")[0], True)
+
+
+def answer(server: ModuleType, request: bytes) -> str:
+    """Return what the server writes to one connection, without a socket or a model."""
+    connection = ProbeConnection(request)
+
+    class OneConnection:
+        """Stands for http.server's class: handles one connection instead of listening."""
+
+        def __init__(self, address: Any, make_handler: Any) -> None:
+            self.make_handler = make_handler
+
+        def serve_forever(self) -> None:
+            self.make_handler(connection, ("127.0.0.1", 0), self)
+
+    # From 0.32.0 a state machine over text, before that a state in every response.
+    text_states = {}
+    if hasattr(server, "TextStateMachine"):
+        text_states["text_sm"] = server.TextStateMachine({"normal": []})
+    context = SimpleNamespace(
+        has_tool_calling=False,
+        has_thinking=False,
+        tool_parser=None,
+        initial_state="normal",
+        prompt=[1],
+        prompt_cache_count=0,
+        stop=lambda: None,
+        **text_states,
+    )
+    response = SimpleNamespace(
+        text="pong",
+        token=1,
+        logprob=0.0,
+        finish_reason="length",
+        top_tokens=(),
+        state="normal",
+        match=None,
+    )
+    generator = SimpleNamespace(
+        cli_args=ARGS,
+        is_healthy=True,
+        generate=lambda *args, **kwargs: (context, iter([response])),
+        stop_and_join=lambda: None,
+    )
+    server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
+    return connection.written.getvalue().decode()
+
+
+class ProbeConnection:
+    """A socket as far as http.server uses one."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.written = io.BytesIO()
+
+    def makefile(self, mode: str, buffering: int = -1) -> io.BytesIO:
+        return io.BytesIO(self.request)
+
+    def sendall(self, data: bytes) -> None:
+        self.written.write(data)
+
+
+def run_starts_and_stops_plugins(server: ModuleType) -> None:
+    """`run`, called as `main` calls it, asks configure, self_test and shutdown around stock's."""
+    with probing() as plugin:
+
+        def serve(*args: Any, **kwargs: Any) -> None:
+            plugin.asked.append("serve")
+
+        with (
+            mock.patch.object(server, "ResponseGenerator", lambda *args: None),
+            mock.patch.object(server, "_run_http_server", serve),
+        ):
+            server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
+    expect("order", plugin.asked, ["configure", "self_test", "serve", "shutdown"])

@@ -1,0 +1,97 @@
+"""Which mlx-lm and mlx work together, measured; see docs/plugins.md.
+
+Outside the measured pairs: older is refused, because such pairs hang or do not start; newer is
+tried, because every patch checks the host before it is applied and proves itself after.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from ..errors import UnsupportedVersion
+
+Version = tuple[int, int, int]
+
+FLOOR: Version = (0, 31, 3)
+CEILING: Version = (0, 33, 0)
+"""The first version that is refused."""
+NEWEST_MLX: Version = (0, 32, 4)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An mlx-lm and the mlx versions, both ends included, with which it was seen to serve."""
+
+    mlx_lm: Version
+    oldest_mlx: Version
+    newest_mlx: Version = NEWEST_MLX
+
+    def __str__(self) -> str:
+        return (
+            f"mlx-lm {text(self.mlx_lm)} with mlx {text(self.oldest_mlx)} "
+            f"to {text(self.newest_mlx)}"
+        )
+
+
+PAIRS = (
+    Pair((0, 31, 3), oldest_mlx=(0, 31, 2)),
+    Pair((0, 32, 0), oldest_mlx=(0, 31, 2)),
+    Pair((0, 32, 1), oldest_mlx=(0, 32, 0)),
+    Pair((0, 32, 2), oldest_mlx=(0, 32, 2)),
+)
+
+
+def check() -> None:
+    """Raise UnsupportedVersion unless the installed mlx-lm and mlx can serve together."""
+    check_pair(installed("mlx-lm"), installed("mlx"))
+
+
+def check_pair(mlx_lm: str, mlx: str) -> None:
+    """Raise UnsupportedVersion for an mlx-lm out of range, or an mlx too old for it."""
+    found_lm, found_mlx = parse(mlx_lm), parse(mlx)
+    if not FLOOR <= found_lm < CEILING:
+        raise UnsupportedVersion(
+            f"found mlx-lm {mlx_lm}, supported are {text(FLOOR)} up to, not including, "
+            f"{text(CEILING)}; install one: pip install 'mlx-lm>={text(FLOOR)},<{text(CEILING)}'"
+        )
+    # A newer mlx-lm than any here needs at least what the newest one needs.
+    pair = [pair for pair in PAIRS if pair.mlx_lm <= found_lm][-1]
+    if found_mlx < pair.oldest_mlx:
+        raise UnsupportedVersion(
+            f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(pair.oldest_mlx)} or "
+            f"newer: the pair does not serve; install one: "
+            f"pip install 'mlx>={text(pair.oldest_mlx)}'"
+        )
+
+
+def is_known(mlx_lm: str, mlx: str) -> bool:
+    """Tell whether this pair was measured."""
+    return any(
+        pair.mlx_lm == parse(mlx_lm) and pair.oldest_mlx <= parse(mlx) <= pair.newest_mlx
+        for pair in PAIRS
+    )
+
+
+def installed(distribution: str) -> str:
+    """Return an installed version; raises UnsupportedVersion where there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise UnsupportedVersion(
+            f"{distribution} is not installed in this environment; "
+            f"install it: pip install {distribution}"
+        ) from None
+
+
+def parse(version: str) -> Version:
+    """Return the first three numbers of a version; what follows them does not matter here."""
+    numbers = [int(n) for n in re.findall(r"\d+", version)[:3]]
+    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    return major, minor, patch
+
+
+def text(version: Version) -> str:
+    """Return a version as people write it."""
+    return ".".join(str(n) for n in version)

@@ -1,0 +1,1 @@
+"""Checks the patch table against the installed mlx-lm; CI runs it for many versions."""

@@ -1,0 +1,67 @@
+"""Merging: a plugin merges one layer's caches, or stock does, whatever the plugin does."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.probes import ProbeModel
+
+from .conftest import plugged
+
+
+class Merges:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.seen: list[list[Any]] = []
+
+    @hookimpl
+    def merge_caches(self, caches: list[Any]) -> Any:
+        self.seen.append(list(caches))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def make_batch(server: ModuleType, caches: list[list[Any]]) -> Any:
+    """Return the prompt batch that the server's generator makes of sequences of these caches."""
+    stream = mx.default_stream(mx.default_device())
+    generator = server.BatchGenerator(ProbeModel(), stream=stream)
+    generator.insert_segments(segments=[[[1, 2]] for _ in caches], caches=caches)
+    batch = generator._make_batch(len(caches))
+    assert generator.prompt_cache_nbytes == 0
+    generator.close()
+    return batch
+
+
+def test_a_plugin_sees_each_layer_of_all_sequences(patched_server: ModuleType) -> None:
+    caches = [[KVCache(), KVCache()] for _ in range(3)]
+    with plugged(merges := Merges("merged")):
+        batch = make_batch(patched_server, caches)
+    assert batch.prompt_cache == ["merged", "merged"]
+    assert merges.seen == [[row[layer] for row in caches] for layer in range(2)]
+
+
+@pytest.mark.parametrize("answer", [None, RuntimeError("bug")])
+def test_otherwise_stock_merges(patched_server: ModuleType, answer: Any) -> None:
+    with plugged(Merges(answer)):
+        batch = make_batch(patched_server, [[KVCache()], [KVCache()]])
+    assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
+
+
+def test_without_a_merging_plugin_nothing_is_adapted(patched_server: ModuleType) -> None:
+    batch = make_batch(patched_server, [[KVCache()]])
+    assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
+
+
+def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -> None:
+    class Alone:
+        nbytes = 0
+
+    with plugged(Merges(None)), pytest.raises(ValueError, match="does not yet support batching"):
+        make_batch(patched_server, [[Alone()]])

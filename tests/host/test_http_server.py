@@ -1,0 +1,227 @@
+"""Requests and replies as plugins see them; headers go where they belong, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.http_server import handler_with, is_header, plugin_routes
+from mlx_lm_kvpersist.host.probes import ARGS, ProbeConnection, answer
+from mlx_lm_kvpersist.host.routes import Route
+
+from .conftest import plugged
+from .plugins import Echo
+
+HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
+
+
+def completion(body: Any = None, path: str = "/v1/completions") -> bytes:
+    payload = json.dumps(body or {"prompt": "ping"}).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nX-Session-ID: s\r\nContent-Length: {len(payload)}\r\n\r\n"
+    ).encode() + payload
+
+
+@pytest.fixture
+def keep_alive(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A server that answers several requests on one connection, as stock one day may."""
+    monkeypatch.setattr(patched_server.APIHandler, "protocol_version", "HTTP/1.1")
+    return patched_server
+
+
+def heads(answered: str) -> list[str]:
+    """Return the head of each reply on a connection."""
+    return [f"HTTP/1.1{part}".partition("\r\n\r\n")[0] for part in answered.split("HTTP/1.1")[1:]]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_headers_stay_with_their_request(keep_alive: ModuleType) -> None:
+    bad = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\n{bad"
+    requests = (completion(), HEALTH, completion(), b"OPTIONS /v1/models HTTP/1.1\r\n\r\n", bad)
+    with plugged(Echo()):
+        replies = heads(answer(keep_alive, b"".join(requests)))
+    assert [head.split()[1] for head in replies] == ["200", "200", "200", "204", "400"]
+    assert ["X-Echo" in head for head in replies] == [True, False, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_refused_generation_gets_no_header(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock answers 404 with the error's text; the outcome of a request that failed is no one's."""
+    captured: list[Any] = []
+
+    class OneConnection:
+        def __init__(self, address: Any, make_handler: Any) -> None:
+            captured.append(make_handler)
+
+        def serve_forever(self) -> None:
+            captured[0](connection, ("127.0.0.1", 0), self)
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such agent")
+
+    connection = ProbeConnection(completion())
+    generator = SimpleNamespace(cli_args=ARGS, generate=generate, stop_and_join=lambda: None)
+    with plugged(echo := Echo()):
+        patched_server._run_http_server("127.0.0.1", 0, generator, OneConnection)
+    reply = connection.written.getvalue().decode()
+    assert " 404 " in reply.splitlines()[0]
+    assert "X-Echo" not in reply
+    assert "no such agent" in reply
+    assert echo.calls == [["request_received", "s", False]]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_is_told_once_and_before_its_last_part(
+    patched_server: ModuleType, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections: list[ProbeConnection] = []
+    stock_init = ProbeConnection.__init__
+
+    def init(self: ProbeConnection, request: bytes) -> None:
+        stock_init(self, request)
+        connections.append(self)
+
+    monkeypatch.setattr(ProbeConnection, "__init__", init)
+
+    class Notes(Echo):
+        @hookimpl
+        def reply_sent(
+            self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
+        ) -> None:
+            sent = connections[0].written.getvalue().decode()
+            self.record("reply_sent", content, '"finish_reason": "length"' in sent)
+
+    with plugged(notes := Notes()):
+        answered = answer(patched_server, completion({"prompt": "ping", "stream": stream}))
+    assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
+    assert answered.count('"finish_reason": "length"') == 1
+    # Without streaming the headers wait for the reply, and can tell of it.
+    assert ("X-Echo: 1" if stream else "X-Echo: 2") in answered
+
+
+def test_a_reply_is_told_once(server: ModuleType) -> None:
+    """Whoever asks for the last part twice, the reply is one."""
+    handler = object.__new__(handler_with(server.APIHandler, {}))
+    handler.stream, handler.object_type = True, "chat.completion.chunk"
+    handler.requested_model = handler.system_fingerprint = handler.request_id = "probe"
+    handler.created = 0
+    handler._begin_request()
+    handler._completion = object()
+    with plugged(echo := Echo()):
+        handler.generate_response("a", None)
+        handler.generate_response("b", "stop", reasoning_text="r", tool_calls=[{"id": "1"}])
+        handler.generate_response("", "stop")
+    assert echo.calls == [["reply_sent", "ab"]]
+
+
+class Broken:
+    """Fails in every hook of the HTTP thread."""
+
+    @hookimpl
+    def request_received(self, request: Any, headers: Any, body: Any) -> None:
+        raise RuntimeError("request_received")
+
+    @hookimpl
+    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+        raise RuntimeError("response_headers")
+
+    @hookimpl
+    def reply_sent(self, request: Any, content: Any, reasoning: Any, tool_calls: Any) -> None:
+        raise RuntimeError("reply_sent")
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_failing_hooks_do_not_break_the_reply(
+    patched_server: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(Broken()):
+        answered = answer(patched_server, completion())
+    assert '"text": "pong"' in answered
+    failed = [record.getMessage().split()[1] for record in caplog.records if record.exc_info]
+    assert sorted(failed) == ["reply_sent", "request_received", "response_headers"]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_plugins_answer_paths_of_any_method(keep_alive: ModuleType) -> None:
+    with plugged(echo := Echo()):
+        echo.record("something")
+        requests = (
+            b"GET /echo?format=json HTTP/1.1\r\n\r\n",
+            b"DELETE /echo HTTP/1.1\r\n\r\n",
+            b"GET /echo HTTP/1.1\r\n\r\n",
+            b"DELETE /health HTTP/1.1\r\n\r\n",
+        )
+        answered = answer(keep_alive, b"".join(requests))
+    assert [head.split()[1] for head in heads(answered)] == ["200", "204", "200", "501"]
+    assert '[["something"]]' in answered
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_that_fails_is_a_500(
+    patched_server: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(Echo()):
+        answered = answer(patched_server, b"GET /echo/broken HTTP/1.1\r\n\r\n")
+    assert " 500 " in answered.splitlines()[0]
+    assert "GET /echo/broken failed" in caplog.text
+
+
+def test_two_plugins_cannot_answer_one_path() -> None:
+    with (
+        plugged(Echo(), Echo()),
+        pytest.raises(ConfigError, match="two plugins answer GET /echo"),
+    ):
+        plugin_routes()
+
+
+def test_a_server_that_cannot_listen_ends_its_generation_thread(
+    patched_server: ModuleType,
+) -> None:
+    """A port in use: stock raises and leaves the thread, and the process never ends."""
+    stopped: list[bool] = []
+    generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
+
+    def refuse(*args: Any) -> Any:
+        raise OSError("Address already in use")
+
+    with pytest.raises(OSError, match="already in use"):
+        patched_server._run_http_server(
+            "127.0.0.1", 0, generator, type("S", (), {"__new__": refuse})
+        )
+    assert stopped == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_sent"),
+    [
+        ("X-A", "b; c=d", True),
+        ("X-A", "", True),
+        ("", "b", False),
+        ("X A", "b", False),
+        ("X-A", "b\r\nSet-Cookie: c", False),
+        ("X-A:", "b", False),
+        ("X-A", "é", False),
+    ],
+)
+def test_only_headers_that_end_where_they_should_are_sent(
+    name: str, value: str, is_sent: bool
+) -> None:
+    assert is_header(name, value) is is_sent
+
+
+def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
+    class Own(server.APIHandler):  # type: ignore[misc, name-defined]
+        pass
+
+    route = Route("GET", "/x", lambda handler: None)
+    handler = handler_with(Own, {("GET", "/x"): route})
+    assert issubclass(handler, Own)
+    assert handler.plugin_routes == {("GET", "/x"): route}

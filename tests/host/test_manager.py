@@ -1,0 +1,86 @@
+"""Plugins by name, and hooks that fail."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pluggy
+import pytest
+
+from mlx_lm_kvpersist.errors import PluginNotFound
+from mlx_lm_kvpersist.host import hookspecs, manager
+
+from . import plugins
+
+
+@pytest.fixture
+def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The plugins that are installed, as name and value."""
+    installed = {
+        "echo": "tests.host.plugins:Echo",
+        "module": "tests.host.plugins",
+        "misspelt": "tests.host.plugins:Misspelt",
+        "wrong": "tests.host.plugins:WrongArguments",
+    }
+
+    def found(group: str, name: str | None = None) -> list[EntryPoint]:
+        assert group == "mlx_lm.server.plugins"
+        return [EntryPoint(n, v, group) for n, v in installed.items() if name in (None, n)]
+
+    monkeypatch.setattr(manager, "entry_points", found)
+    return installed
+
+
+def test_a_class_is_instantiated_and_a_module_is_taken_as_it_is(
+    entry_points: dict[str, str],
+) -> None:
+    loaded = manager.load_plugins(["echo", "module"])
+    assert isinstance(loaded.get_plugin("echo"), plugins.Echo)
+    assert loaded.get_plugin("module") is plugins
+
+
+def test_an_unknown_name_is_told_with_the_known_ones(entry_points: dict[str, str]) -> None:
+    with pytest.raises(PluginNotFound, match=r"'kv' .* installed: echo, misspelt, module, wrong"):
+        manager.load_plugins(["echo", "kv"])
+    entry_points.clear()
+    with pytest.raises(PluginNotFound, match="installed: none"):
+        manager.load_plugins(["kv"])
+
+
+@pytest.mark.parametrize("name", ["misspelt", "wrong"])
+def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: str) -> None:
+    with pytest.raises(pluggy.PluginValidationError):
+        manager.load_plugins([name])
+
+
+def test_every_hook_is_asked_by_the_host() -> None:
+    """A hook in the specification that nothing calls would be a promise that nobody keeps."""
+    folder = Path(hookspecs.__file__).parent
+    sources = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "probes.py")
+    hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
+    assert len(hooks) == 15
+    for name in hooks:
+        asked = (f'ask("{name}"', f'ask_safely("{name}"', f'ask_safely(\n        "{name}"')
+        text = sources.replace("    ", "").replace("(\n", "(")
+        assert any(call in text for call in asked), name
+
+
+def is_hook(value: Any) -> bool:
+    return hasattr(value, f"{hookspecs.PROJECT}_spec")
+
+
+def test_the_first_answer_wins_and_none_is_no_answer() -> None:
+    made = manager.make_manager()
+    answers = iter([None, ["caches"]])
+    for name in ("a", "b"):
+        plugin = SimpleNamespace(
+            make_prompt_cache=hookspecs.hookimpl(lambda model: next(answers)),
+        )
+        made.register(plugin, name=name)
+    with manager.using(made):
+        assert manager.ask("make_prompt_cache", model=None) == ["caches"]
+        assert manager.is_implemented("make_prompt_cache")
+    assert not manager.is_implemented("make_prompt_cache")

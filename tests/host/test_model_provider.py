@@ -1,0 +1,150 @@
+"""A loaded model makes the plugins' caches, and a failure is never a silent stock server."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.probes import ARGS
+
+from .conftest import plugged
+
+
+class Model:
+    """As much of a model as makes caches."""
+
+    layers = (None, None, None)
+
+
+class ModelWithCaches(Model):
+    def make_cache(self) -> list[str]:
+        return ["own", "caches"]
+
+
+class Batchable:
+    def merge(self, caches: Any) -> None: ...
+
+
+class Makes:
+    """Makes these caches; an exception is raised at the calls after the first."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.providers: list[Any] = []
+
+    @hookimpl
+    def model_loaded(self, provider: Any) -> None:
+        self.providers.append(provider.model)
+        if isinstance(self.answers[0], Exception):
+            raise self.answers[0]
+
+    @hookimpl
+    def make_prompt_cache(self, model: Any) -> Any:
+        answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def provider(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A provider whose models are made, not read."""
+
+    def load(path: Any, *args: Any, return_config: bool = False, **kwargs: Any) -> Any:
+        model = ModelWithCaches() if path == "own" else Model()
+        tokenizer = SimpleNamespace(chat_template=None, vocab_size=1)
+        return (model, tokenizer, {}) if return_config else (model, tokenizer)
+
+    monkeypatch.setattr(patched_server, "load", load)
+    return patched_server.ModelProvider(ARGS)
+
+
+def test_without_an_answer_the_model_is_left_alone(provider: Any) -> None:
+    with plugged(Makes(None)) as _:
+        provider.load("plain")
+    assert "make_cache" not in vars(provider.model)
+    assert provider.is_batchable
+
+
+def test_caches_come_from_the_plugin(patched_server: ModuleType, provider: Any) -> None:
+    with plugged(Makes([object()])):
+        provider.load("plain")
+        assert not provider.is_batchable
+        provider.load("own")
+        assert not provider.is_batchable
+    with plugged(makes := Makes([Batchable()])):
+        provider.load("plain")
+        assert provider.is_batchable
+        assert [type(c) for c in patched_server.make_prompt_cache(provider.model)] == [Batchable]
+        assert makes.providers == [provider.model]
+        provider._load("plain", draft_model_path="draft")
+        assert not provider.is_batchable
+
+
+@pytest.mark.parametrize("later", [None, RuntimeError("later")])
+@pytest.mark.parametrize(("path", "expected"), [("own", ["own", "caches"]), ("plain", 3)])
+def test_later_a_silent_or_failing_plugin_leaves_the_models_own_way(
+    provider: Any, later: Any, path: str, expected: Any
+) -> None:
+    with plugged(Makes([Batchable()], [Batchable()], later)):
+        provider.load(path)
+        caches = provider.model.make_cache()
+    assert caches == expected or [type(cache) for cache in caches] == [KVCache] * expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such store"), KeyError("x")])
+def test_a_failure_reaches_the_caller_and_the_next_request_tries_again(
+    provider: Any, error: Exception
+) -> None:
+    for _ in range(2):
+        with plugged(Makes(error)), pytest.raises(type(error)):
+            provider.load("plain")
+        assert provider.model is None and provider.model_key is None
+        # A later model's failure is its client's; only the default model stops the server.
+        assert provider.startup_error is None
+    with plugged(Makes([Batchable()])):
+        provider.load("plain")
+    assert provider.is_batchable
+
+
+def test_a_failure_of_the_default_model_ends_the_thread_and_interrupts_the_server(
+    provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupts: list[int] = []
+    monkeypatch.setattr("_thread.interrupt_main", interrupts.append)
+    error = RuntimeError("no such store")
+    with plugged(Makes(error)), pytest.raises(SystemExit):
+        provider.load_default()
+    assert len(interrupts) == 1
+    assert provider.startup_error is error
+
+
+def test_a_model_that_stock_cannot_load_stays_stocks_error(
+    provider: Any, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError("no model")
+
+    monkeypatch.setattr(patched_server, "load", load)
+    with plugged(Makes(None)), pytest.raises(FileNotFoundError):
+        provider.load_default()
+    assert provider.startup_error is None
+
+
+def test_a_model_is_freed_without_the_garbage_collector(provider: Any) -> None:
+    with plugged(makes := Makes([Batchable()])):
+        provider.load("plain")
+    model = weakref.ref(provider.model)
+    makes.providers.clear()
+    gc.disable()
+    try:
+        provider.model = None
+        assert model() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,189 @@
+"""Every patch proves itself, says what it needs, and can be taken back."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import (
+    PatchError,
+    PatchNotEffective,
+    SelfTestFailed,
+    SignatureChanged,
+    TargetMissing,
+)
+from mlx_lm_kvpersist.host import install, manager, uninstall, versions
+from mlx_lm_kvpersist.host.patch import PATCH_SET, Patch, Signature, Uses, written_signature
+from mlx_lm_kvpersist.host.patches import PATCHES, PatchChecks
+from mlx_lm_kvpersist.host.selftest import check_patch
+
+from .conftest import plugged
+from .plugins import Echo
+
+each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+
+
+@each_patch
+def test_probe_fails_on_the_unpatched_host(patch: Patch, server: ModuleType) -> None:
+    # "has no effect", not "could not be verified": the probe saw a stock server work.
+    with pytest.raises(PatchNotEffective, match="has no effect"):
+        patch.check()
+
+
+@each_patch
+def test_probe_passes_with_its_patch_alone_and_fails_after_undo(
+    patch: Patch, server: ModuleType
+) -> None:
+    stock = getattr(server, patch.attribute)
+    applied = patch.apply()
+    try:
+        assert getattr(server, patch.attribute) is not stock
+        patch.check()
+    finally:
+        applied.undo()
+    assert getattr(server, patch.attribute) is stock
+    with pytest.raises(PatchNotEffective, match="has no effect"):
+        patch.check()
+
+
+@each_patch
+def test_probe_passes_with_all_patches_and_asks_no_real_plugin(
+    patch: Patch, patched_server: ModuleType
+) -> None:
+    echo = Echo()
+    with plugged(echo):
+        patch.check()
+    assert echo.calls == []
+
+
+@each_patch
+def test_missing_target_is_named_and_nothing_stays_patched(
+    patch: Patch, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(server))
+    with monkeypatch.context() as doctored:
+        doctored.delattr(server, patch.attribute)
+        with pytest.raises(TargetMissing, match=patch.attribute):
+            PATCH_SET.apply(PATCHES)
+        assert not PATCH_SET.is_applied
+    assert vars(server) == before
+
+
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [(patch, e.name) for patch in PATCHES for e in patch.expect if isinstance(e, Signature)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_changed_signature_is_named(
+    patch: Patch, name: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_name, _, attribute = name.rpartition(".")
+    owner = getattr(server, owner_name) if owner_name else server
+
+    def changed(self: Any, /, surprise: int = 3) -> None: ...
+
+    monkeypatch.setattr(owner, attribute, changed)
+    with pytest.raises(SignatureChanged, match=r"surprise=3.*expected \(.*update") as caught:
+        patch.check_host()
+    assert name in str(caught.value)
+    with pytest.raises(SignatureChanged):
+        PATCH_SET.apply(PATCHES)
+    assert not PATCH_SET.is_applied
+
+
+@pytest.mark.parametrize(
+    "expectation",
+    [e for patch in PATCHES for e in patch.expect if isinstance(e, Uses)],
+    ids=lambda e: f"{e.name}-{e.uses}",
+)
+def test_a_global_that_the_host_no_longer_uses_is_named(
+    expectation: Uses, server: ModuleType
+) -> None:
+    expectation.check(server)
+    with pytest.raises(SignatureChanged, match="no longer uses"):
+        Uses(expectation.name, "not_" + expectation.uses).check(server)
+
+
+def test_a_patch_that_fails_undoes_those_before_it(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stock: Any) -> Any:
+        raise RuntimeError("cannot be replaced")
+
+    last = PATCHES[-1]
+    broken = Patch(last.name, last.target, last.why, last.expect, refuse, last.verify)
+    before = dict(vars(server))
+    with pytest.raises(RuntimeError, match="cannot be replaced"):
+        PATCH_SET.apply((*PATCHES[:-1], broken))
+    assert vars(server) == before
+    assert not PATCH_SET.is_applied
+
+
+def test_nothing_leaks(server: ModuleType) -> None:
+    """Other users of mlx_lm in the process see what they saw before."""
+    names = ("mlx_lm", "mlx_lm.models.cache", "mlx_lm.generate", "mlx_lm.utils", "argparse")
+    modules = [importlib.import_module(name) for name in names]
+    before = [dict(vars(module)) for module in modules]
+    stock = {
+        cls: dict(vars(cls))
+        for cls in vars(server).values()
+        if isinstance(cls, type) and cls.__module__.startswith("mlx_lm")
+    }
+    server_before = dict(vars(server))
+    PATCH_SET.apply(PATCHES)
+    try:
+        changed = {k for k, v in vars(server).items() if server_before.get(k) is not v}
+        assert changed == {patch.attribute for patch in PATCHES}
+        for patch in PATCHES:
+            patch.check()
+        assert [dict(vars(module)) for module in modules] == before
+        assert {cls: dict(vars(cls)) for cls in stock} == stock
+    finally:
+        PATCH_SET.undo()
+    assert vars(server) == server_before
+
+
+def test_install_twice_patches_once(server: ModuleType) -> None:
+    install([])
+    try:
+        patched = server.run
+        install([])
+        assert server.run is patched
+    finally:
+        uninstall()
+    assert server.run is not patched
+
+
+def test_patches_are_probed_before_plugins_test_themselves(patched_server: ModuleType) -> None:
+    echo = Echo()
+    with plugged(echo, PatchChecks()):
+        PATCH_SET.undo()
+        with pytest.raises(PatchNotEffective):
+            manager.ask("self_test")
+        assert echo.calls == []
+        PATCH_SET.apply(PATCHES)
+        manager.ask("self_test")
+        assert echo.calls == [["self_test"]]
+
+
+def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:
+    patch = PATCHES[0]
+    blind = Patch(
+        patch.name, patch.target, patch.why, patch.expect, patch.replace, lambda server: None
+    )
+    with pytest.raises(SelfTestFailed, match="proves nothing"):
+        check_patch(blind)
+
+
+def test_every_supported_version_is_a_patch_error_away(server: ModuleType) -> None:
+    assert issubclass(TargetMissing, PatchError)
+    assert versions.is_known(versions.installed("mlx-lm"), versions.installed("mlx"))
+
+
+def test_signatures_are_written_alike_by_every_python() -> None:
+    def function(a: int, b: type = dict, *, c: str = "x", d: float | None = None) -> None: ...
+
+    assert written_signature(function) == "(a, b=..., *, c='x', d=None)"

@@ -1,0 +1,123 @@
+"""Tokenizing between two hooks: what may change a prompt, and what a failure costs."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.prompt import Prompt, RequestTokens
+from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
+
+from .conftest import plugged
+
+TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
+
+
+class Prepares:
+    """Prepares as the test says."""
+
+    def __init__(self, prompt: Any = None, messages: Any = None) -> None:
+        self.prompt, self.messages = prompt, messages
+        self.n_messages = 0
+
+    @hookimpl
+    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
+        self.n_messages += 1
+        if isinstance(self.messages, Exception):
+            raise self.messages
+
+    @hookimpl
+    def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Any:
+        if isinstance(self.prompt, Exception):
+            raise self.prompt
+        return self.prompt
+
+
+def tokenize(server: ModuleType, text: str = "abc", kind: str = "text") -> Any:
+    """Tokenize a request with the server's own code, as its generation thread does."""
+    generator = object.__new__(server.ResponseGenerator)
+    generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
+    messages = [{"role": "user", "content": text}] if kind == "chat" else []
+    request = server.CompletionRequest(kind, text, messages, None, None)
+    return request, generator._tokenize(TOKENIZER, request, None)
+
+
+def test_ids_and_their_slices_know_the_request(patched_server: ModuleType) -> None:
+    request, (ids, segments, types, *_) = tokenize(patched_server)
+    assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["assistant"])
+    key = ids[:2]
+    key += [1, 2]  # as the batch generator does
+    key.append(3)
+    assert key == [97, 98, 1, 2, 3]
+    assert isinstance(key, RequestTokens) and key[:].request is request
+
+
+def test_messages_are_prepared_for_chats_only(patched_server: ModuleType) -> None:
+    with plugged(prepares := Prepares()):
+        tokenize(patched_server, kind="text")
+        assert prepares.n_messages == 0
+        tokenize(patched_server, kind="chat")
+        assert prepares.n_messages == 1
+
+
+def test_a_refused_message_reaches_the_client(patched_server: ModuleType) -> None:
+    with (
+        plugged(Prepares(messages=ConfigError("no such agent"))),
+        pytest.raises(ConfigError, match="no such agent"),
+    ):
+        tokenize(patched_server, kind="chat")
+
+
+def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleType) -> None:
+    prompt = Prompt([7, 8, 9], [[7], [8, 9]], ["user", "assistant"])
+    with plugged(Prepares(prompt)):
+        _, (ids, segments, types, *_) = tokenize(patched_server)
+    segments.pop(0)
+    types.pop(0)
+    assert ids == [7, 8, 9]
+    assert prompt == Prompt([7, 8, 9], [[7], [8, 9]], ["user", "assistant"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ValueError("bug"),
+        Prompt([1, 2], [[1], [3]], ["user", "assistant"]),
+        Prompt([1, 2], [[1, 2], []], ["user", "assistant"]),
+        Prompt([1, 2], [[1, 2]], []),
+        Prompt([], [], []),
+    ],
+)
+def test_a_wrong_prompt_costs_speed_only(
+    patched_server: ModuleType, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(Prepares(answer)):
+        _, (ids, *_) = tokenize(patched_server)
+    assert ids == [97, 98, 99]
+    assert "hook prepare_prompt" in caplog.text
+
+
+def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: ModuleType) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        tokenize(patched_server, text="")
+
+
+def test_a_prompt_with_images_is_not_touched() -> None:
+    """From 0.32.1 stock returns the images last; their positions belong to these ids."""
+    vision = object()
+
+    class Stock:
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+            return [1, 2], [[1, 2]], ["assistant"], "normal", vision
+
+    generator = type("Patched", (PluginResponseGenerator, Stock), {})()
+    request = SimpleNamespace(request_type="chat", messages=[])
+    with plugged(Prepares(Prompt([9], [[9]], ["user"]))):
+        result = generator._tokenize(None, request, None)
+    assert result == ([1, 2], [[1, 2]], ["assistant"], "normal", vision)
+    assert type(result[0]) is list

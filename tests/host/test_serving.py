@@ -1,0 +1,203 @@
+"""The real server with the recording plugin: a request's journey, and how the server ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.testing import ServerError, ServerProcess
+from tests.support import wait_until
+
+from .conftest import Environment
+
+HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+
+
+@pytest.fixture(scope="module")
+def echo_server(
+    environment: Environment, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("echo")
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(folder / "calls.json")),
+        python=str(environment.python),
+        log_path=folder / "server.log",
+    ) as server:
+        yield server
+
+
+def calls(server: ServerProcess) -> list[list[Any]]:
+    """Return what the plugin was asked since the last time."""
+    status, _, body = server.request("GET", "/echo")
+    assert status == 200
+    server.request("DELETE", "/echo")
+    recorded: list[list[Any]] = json.loads(body)
+    return recorded
+
+
+def wait_for_insert(server: ServerProcess, n_calls: int = 1) -> list[list[Any]]:
+    """Return the plugin's calls up to the end of a turn, which comes after its reply."""
+    recorded: list[list[Any]] = []
+    for _ in range(200):
+        recorded += calls(server)
+        ends = [c for c in recorded if c[0] == "insert_cache" and c[-1] == "assistant"]
+        if len(ends) >= n_calls:
+            return recorded
+        time.sleep(0.05)
+    raise AssertionError(f"no insert in {recorded}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "single"])
+def test_a_request_is_known_from_header_to_cache(
+    echo_server: ServerProcess, stream: bool, seed: int | None
+) -> None:
+    calls(echo_server)
+    question = f"How far is it? {stream} {seed}"
+    messages = [*HELLO[:1], {"role": "user", "content": question}]
+    params: dict[str, Any] = {} if seed is None else {"seed": seed}
+    reply = echo_server.chat(messages, "session-1", stream, max_tokens=5, **params)
+    assert int(reply.headers["x-echo"]) > 0
+    recorded = wait_for_insert(echo_server)
+    hooks = [call[0] for call in recorded]
+    assert hooks[0] == "request_received" and recorded[0][1:] == ["session-1", stream]
+    assert ["prepare_messages", question] in recorded
+    assert ["reply_sent", reply.text] in recorded
+    assert hooks.index("prepare_prompt") < hooks.index("fetch_nearest_cache")
+    fetched = next(call for call in recorded if call[0] == "fetch_nearest_cache")
+    assert fetched == ["fetch_nearest_cache", question, reply.prompt_tokens]
+    # The ids that the cache is kept under still know their request, after the whole journey.
+    inserted = [call for call in recorded if call[0] == "insert_cache"]
+    assert {call[1] for call in inserted} == {question}
+    assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]
+
+
+def test_requests_in_one_batch_are_not_mixed_up(echo_server: ServerProcess) -> None:
+    calls(echo_server)
+    questions = [f"Question {n} {'long ' * n * 20}" for n in range(4)]
+
+    def ask(question: str) -> tuple[str, int]:
+        messages = [{"role": "user", "content": question}]
+        reply = echo_server.chat(messages, max_tokens=12)
+        return question, reply.prompt_tokens + 12
+
+    with ThreadPoolExecutor(4) as pool:
+        expected = dict(pool.map(ask, questions))
+    recorded = wait_for_insert(echo_server, 4)
+    ended = {c[1]: c[2] for c in recorded if c[0] == "insert_cache" and c[3] == "assistant"}
+    assert ended == expected
+
+
+def test_stock_paths_stay_stocks(echo_server: ServerProcess) -> None:
+    for method, path, expected in (("GET", "/health", 200), ("GET", "/nothing", 404)):
+        status, headers, _ = echo_server.request(method, path)
+        assert status == expected
+        assert "x-echo" not in headers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_cleanly(
+    environment: Environment, tiny_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    record = tmp_path / "calls.json"
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(record)),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+    ) as server:
+        server.chat(HELLO, max_tokens=2)
+        start = time.monotonic()
+        status = server._signal(number, 25.0)
+    assert (status, server.log.count("Traceback")) == (0, 0), server.log
+    assert time.monotonic() - start < 20
+    recorded = json.loads(record.read_text())
+    assert [call[0] for call in recorded[:2]] == ["configure", "self_test"]
+    assert [call for call in recorded if call[0] == "shutdown"] == recorded[-1:]
+
+
+def test_a_signal_ends_a_server_that_is_generating(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "calls.json"
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(record)),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+    ) as server:
+        events = server.events(
+            "/v1/chat/completions", {"messages": HELLO, "max_tokens": 100_000, "stream": True}
+        )
+        next(events)
+        assert server.terminate(25.0) == 0, server.log
+        events.close()  # type: ignore[attr-defined]
+    assert json.loads(record.read_text())[-1] == ["shutdown"]
+
+
+@pytest.mark.parametrize("log_level", ["INFO", "DEBUG"])
+def test_a_default_model_that_cannot_be_prepared_stops_the_server(
+    environment: Environment, tiny_model: Path, log_level: str
+) -> None:
+    """It is loaded on the generation thread, while the server already listens."""
+    done = environment.run(
+        *("mlx_lm.server", "--plugin", "failing", "--model", tiny_model),
+        *("--port", str(free_port()), "--log-level", log_level),
+        env={"FAIL_IN": "model_loaded"},
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "mlx_lm.server --plugin failing: stopped by an unexpected RuntimeError: a fault of the "
+        "plugin (--log-level DEBUG shows the traceback)"
+    )
+    assert done.stderr.count("Traceback") == (1 if log_level == "DEBUG" else 0)
+
+
+def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A model named by a request: the server goes on, and never serves it without the plugin."""
+    client = ServerProcess(tiny_model, log_path=tmp_path / "server.log", port=free_port())
+    with client.log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [environment.bin / "mlx_lm.server", "--plugin=failing", f"--port={client.port}"],
+            stdout=log,
+            stderr=log,
+            env={"FAIL_IN": "model_loaded", "HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        wait_until(client.healthy, "a healthy server", 60)
+        for _ in range(2):
+            with pytest.raises(ServerError, match="a fault of the plugin"):
+                client.chat(HELLO, model=str(tiny_model))
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        status = process.wait(25)
+    assert status == 0
+
+
+def test_a_port_in_use_ends_the_process(environment: Environment) -> None:
+    """Stock raises and goes on for ever, since its generation thread does."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = environment.run("mlx_lm.server", "--plugin", "echo", "--port", str(port))
+    assert done.returncode == 1
+    assert "Address already in use" in done.stderr
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,191 @@
+"""Activation: the forms in which the server is started, with and without --plugin."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+
+from mlx_lm_kvpersist import _startup
+
+from .conftest import PTH, Environment
+
+FORMS = {
+    "console script": ("mlx_lm.server",),
+    "mlx_lm server": ("mlx_lm", "server"),
+    "python -m mlx_lm server": ("python", "-m", "mlx_lm", "server"),
+    "python -m mlx_lm.server": ("python", "-m", "mlx_lm.server"),
+    "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
+}
+OURS = "import sys; print([m for m in sys.modules if m.startswith('mlx_lm_kvpersist')])"
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_shows_the_plugins_options(
+    environment: Environment, form: tuple[str, ...]
+) -> None:
+    done = environment.run(*form, "--plugin", "echo", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "\nplugins:\n  --plugin NAME" in done.stdout
+    assert "Installed: echo, failing, kvpersist, misspelt, wrong" in " ".join(done.stdout.split())
+    assert "\necho:\n  Records what it is asked.\n\n  --echo-file ECHO_FILE" in done.stdout
+    assert done.stdout.index("--prefill-step-size") < done.stdout.index("\nplugins:")
+
+
+def test_a_symbolic_link_to_the_script_works_as_the_script_does(environment: Environment) -> None:
+    link = environment.bin / "serve"
+    link.symlink_to(environment.bin / "mlx_lm.server")
+    done = environment.run(link, "--plugin", "echo", "--help")
+    link.unlink()
+    assert "--echo-file" in done.stdout, done.stderr
+
+
+def test_dash_m_keeps_stocks_own_main_block(environment: Environment) -> None:
+    done = environment.run("python", "-m", "mlx_lm.server", "--plugin=echo", "--help")
+    assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprecated.")
+
+
+@pytest.mark.parametrize("form", list(FORMS.values())[:4], ids=list(FORMS)[:4])
+def test_without_the_flag_the_help_is_stocks(
+    environment: Environment, stock_environment: Environment, form: tuple[str, ...]
+) -> None:
+    ours, stock = (env.run(*form, "--help") for env in (environment, stock_environment))
+    assert ours.returncode == stock.returncode == 0
+    assert ours.stdout == stock.stdout
+    assert "plugin" not in stock.stdout
+
+
+def test_without_the_flag_nothing_of_ours_is_imported(environment: Environment) -> None:
+    done = environment.run("python", "-c", f"import mlx_lm.server; {OURS}")
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_flag_of_another_program_changes_nothing(environment: Environment) -> None:
+    code = "import mlx_lm.server as s; print(s.run.__module__, type(s.argparse).__name__)"
+    done = environment.run("python", "-c", code, "--plugin", "echo")
+    assert done.stdout == "mlx_lm.server module\n", done.stderr
+
+
+def test_a_pth_executed_twice_installs_once(environment: Environment) -> None:
+    line = PTH.read_text().strip()
+    code = f"{line}\nimport sys\nprint(sum('Server' in type(f).__name__ for f in sys.meta_path))"
+    done = environment.run("python", "-c", code, "mlx_lm.server", "--plugin=echo")
+    assert done.stdout == "1\n", done.stderr
+
+
+def test_without_the_pth_the_flag_is_refused_and_the_module_form_works(
+    environment: Environment,
+) -> None:
+    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
+    try:
+        refused = environment.run("mlx_lm.server", "--plugin", "echo", "--help-me")
+        done = environment.run("python", "-m", "mlx_lm_kvpersist", "server", "--plugin=echo", "-h")
+    finally:
+        pth.with_suffix(".off").rename(pth)
+    assert refused.returncode == 2
+    assert "unrecognized arguments: --plugin" in refused.stderr
+    assert "--echo-file" in done.stdout
+
+
+def test_an_unknown_plugin_is_named_with_those_installed(environment: Environment) -> None:
+    done = environment.run("mlx_lm.server", "--plugin", "nothing", "--model", "m")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "mlx_lm.server --plugin nothing: no plugin named 'nothing' is installed in this "
+        "environment; installed: echo, failing, kvpersist, misspelt, wrong\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plugin", "says"),
+    [("misspelt", "unknown hook 'modle_loaded'"), ("wrong", "{'arguments'}")],
+)
+def test_a_plugin_with_a_wrong_hook_stops_the_start(
+    environment: Environment, plugin: str, says: str
+) -> None:
+    done = environment.run("mlx_lm.server", "--plugin", plugin, "--model", "m")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test"])
+def test_a_plugin_that_fails_stops_the_start_with_one_line(
+    environment: Environment, hook: str
+) -> None:
+    command = ("mlx_lm.server", "--plugin", "failing", "--port", "0", "--log-level", "ERROR")
+    done = environment.run(*command, env={"FAIL_IN": hook})
+    assert done.returncode == 1
+    assert done.stderr == (
+        "mlx_lm.server --plugin failing: stopped by an unexpected RuntimeError: a fault of the "
+        "plugin (--log-level DEBUG shows the traceback)\n"
+    )
+
+
+def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
+    env = {"FAIL_IN": "configure", "FAIL_WITH": "config"}
+    done = environment.run("mlx_lm.server", "--plugin", "failing", env=env)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "mlx_lm.server --plugin failing: found a bad option, expected a good one\n"
+    )
+
+
+def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> None:
+    command = ("mlx_lm.server", "--plugin", "failing", "--log-level", "DEBUG")
+    done = environment.run(*command, env={"FAIL_IN": "self_test"})
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("mlx_lm.server --plugin failing: stopped by")
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_server"),
+    [
+        (["python", "/env/bin/mlx_lm.server", "--plugin", "a"], True),
+        (["python", "/env/bin/mlx_lm", "server", "--plugin=a"], True),
+        (["python", "-m", "mlx_lm", "server", "--plugin", "a"], True),
+        (["python", "-X", "dev", "-mmlx_lm.server", "--plugin", "a"], True),
+        (["python", "-m", "pdb", "-m", "mlx_lm", "server", "--plugin", "a"], True),
+        (["python", "-m", "pytest", "--plugin", "a"], False),
+        (["python", "/env/bin/mlx_lm", "chat", "--plugin", "a"], False),
+        (["python", "other.py", "--plugin", "mlx_lm.server"], False),
+    ],
+)
+def test_server_commands_are_recognized(argv: list[str], is_server: bool) -> None:
+    assert _startup.is_server_command(argv) is is_server
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--plugin", "a", "--model", "m"], ["a"]),
+        (["--plugin=a", "--plugin", "b", "--plugin", "a"], ["a", "b"]),
+        (["--plugin"], []),
+        (["--plugin", "--model", "m"], []),
+        ([], []),
+    ],
+)
+def test_plugins_are_read_before_the_options_are(argv: list[str], names: list[str]) -> None:
+    assert _startup.requested_plugins(argv) == names
+
+
+def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = _startup.ServerFinder()
+    assert finder.find_spec("mlx_lm.generate", None) is None
+    spec = finder.find_spec("mlx_lm.server", sys.modules["mlx_lm"].__path__)
+    assert isinstance(spec, ModuleSpec)
+    assert isinstance(spec.loader, _startup.ServerLoader)
+    assert spec.origin is not None and spec.origin.endswith("server.py")
+    prepared: list[ModuleType] = []
+    monkeypatch.setattr(_startup, "prepare", prepared.append)
+    module = ModuleType("mlx_lm.server")
+    module.__package__ = "mlx_lm"
+    module.__spec__ = spec
+    monkeypatch.setitem(sys.modules, "mlx_lm.server", module)
+    spec.loader.exec_module(module)
+    assert prepared == [module]
+    # What looks at the module later finds the loader that really loaded it.
+    assert not isinstance(module.__loader__, _startup.ServerLoader)
+    assert not isinstance(module.__spec__.loader, _startup.ServerLoader)

@@ -1,0 +1,66 @@
+"""Pairs of mlx-lm and mlx: those measured pass, those that hang or do not start are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_lm_kvpersist.errors import UnsupportedVersion
+from mlx_lm_kvpersist.host import versions
+from patches_check.__main__ import matrix
+
+
+@pytest.mark.parametrize(
+    ("mlx_lm", "mlx"),
+    [
+        ("0.31.3", "0.31.2"),
+        ("0.31.3", "0.32.4"),
+        ("0.32.0", "0.31.2"),
+        ("0.32.1", "0.32.0"),
+        ("0.32.2", "0.32.2"),
+        ("0.32.2", "0.32.4"),
+    ],
+)
+def test_measured_pairs_are_known(mlx_lm: str, mlx: str) -> None:
+    versions.check_pair(mlx_lm, mlx)
+    assert versions.is_known(mlx_lm, mlx)
+
+
+@pytest.mark.parametrize(
+    ("mlx_lm", "mlx"),
+    [("0.32.9", "0.32.4"), ("0.32.2", "0.33.1"), ("0.32.2", "0.32.5.dev20261101+abc")],
+)
+def test_newer_than_measured_is_tried(mlx_lm: str, mlx: str) -> None:
+    versions.check_pair(mlx_lm, mlx)
+    assert not versions.is_known(mlx_lm, mlx)
+
+
+@pytest.mark.parametrize("mlx_lm", ["0.31.2", "0.30.7", "0.33.0", "1.0"])
+def test_mlx_lm_out_of_range_is_refused(mlx_lm: str) -> None:
+    with pytest.raises(UnsupportedVersion) as caught:
+        versions.check_pair(mlx_lm, "0.32.4")
+    assert str(caught.value) == (
+        f"found mlx-lm {mlx_lm}, supported are 0.31.3 up to, not including, 0.33.0; "
+        "install one: pip install 'mlx-lm>=0.31.3,<0.33.0'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mlx_lm", "mlx", "oldest"),
+    [
+        ("0.31.3", "0.31.1", "0.31.2"),
+        ("0.32.0", "0.31.1", "0.31.2"),
+        ("0.32.1", "0.31.2", "0.32.0"),
+        ("0.32.2", "0.32.1", "0.32.2"),
+        ("0.32.7", "0.32.1", "0.32.2"),
+    ],
+)
+def test_an_mlx_too_old_for_its_mlx_lm_is_refused(mlx_lm: str, mlx: str, oldest: str) -> None:
+    with pytest.raises(UnsupportedVersion, match=f"found mlx-lm {mlx_lm} with mlx {mlx}") as caught:
+        versions.check_pair(mlx_lm, mlx)
+    assert f"expected mlx {oldest} or newer" in str(caught.value)
+
+
+def test_the_matrix_spans_the_measured_pairs() -> None:
+    assert {"mlx-lm": "0.31.3", "mlx": "0.31.2"} in matrix()
+    assert {"mlx-lm": "0.32.2", "mlx": "0.32.4"} in matrix()
+    assert all(versions.is_known(pair["mlx-lm"], pair["mlx"]) for pair in matrix())
