@@ -12,21 +12,30 @@ from pathlib import Path
 import mlx.core as mx
 import platformdirs
 
+from .api.normalise import NORMALISATIONS
 from .errors import ConfigError
+from .tiers.budget import StoreLimits
 
 GIB = 1 << 30
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB, "t": 1 << 40}
+DEFAULT_MAX_DISK_BYTES = 64 * GIB
+DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _ISOLATION = ("shared", "session")
+_VERIFY = ("canary", "checksum", "off")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the plugin was asked to do. Sizes are in bytes."""
+    """What the plugin was asked to do."""
 
     folder: Path
-    max_ram_bytes: int
-    max_disk_bytes: int
+    limits: StoreLimits
+    canary: bool = True
+    store_text: bool = True
     isolate_sessions: bool = False
+    namespace_by_key: bool = False
+    session_header: str | None = None
+    normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     kv_bits: int = 4
     kv_group_size: int | None = None
     """None: the largest that the model's head sizes allow, 64 before 32."""
@@ -38,6 +47,18 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a size; write for example 8G or 512M")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the named normalisations: names with commas between, "all" or "none"."""
+    if text in ("all", "none"):
+        return tuple(NORMALISATIONS) if text == "all" else ()
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in NORMALISATIONS]
+    if unknown:
+        known = ", ".join((*NORMALISATIONS, "all", "none"))
+        raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; known are {known}")
+    return names
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -65,11 +86,59 @@ def add_options(parser: ArgumentParser) -> None:
         help="Most disk space for conversations (default: a tenth of the volume, at most 64G)",
     )
     group.add_argument(
+        "--kvpersist-min-free",
+        type=parse_size,
+        default=DEFAULT_MIN_FREE_BYTES,
+        metavar="SIZE",
+        help="Disk space to leave free on the volume (default: 10G)",
+    )
+    group.add_argument(
+        "--kvpersist-max-writes-per-hour",
+        type=parse_size,
+        metavar="SIZE",
+        help="Most to write to the disk within an hour, to spare it (default: no limit)",
+    )
+    group.add_argument(
+        "--kvpersist-fsync",
+        action="store_true",
+        help="Flush every file to the device; without it a power loss may cost the last turns",
+    )
+    group.add_argument(
+        "--kvpersist-verify",
+        choices=_VERIFY,
+        default="canary",
+        help="What is checked when a conversation is restored from disk: the checksum of every "
+        "file, and with canary that its last tokens, computed again, agree (default: canary)",
+    )
+    group.add_argument(
+        "--kvpersist-no-text",
+        action="store_true",
+        help="Store token ids only, no text; conversations are then found by their ids",
+    )
+    group.add_argument(
         "--kvpersist-isolation",
         choices=_ISOLATION,
         default="shared",
         help="Whether equal beginnings are stored once for all sessions, or each session "
         "finds only what it stored itself (default: shared)",
+    )
+    group.add_argument(
+        "--kvpersist-session-header",
+        metavar="NAME",
+        help="A request header to read a conversation's name from before all others",
+    )
+    group.add_argument(
+        "--kvpersist-normalise",
+        type=parse_names,
+        default=tuple(NORMALISATIONS),
+        metavar="NAMES",
+        help="What to remove from requests because it changes and means nothing, of "
+        f"{','.join(NORMALISATIONS)}, or none (default: all)",
+    )
+    group.add_argument(
+        "--kvpersist-namespace-by-key",
+        action="store_true",
+        help="Share nothing between requests with different API keys",
     )
 
 
@@ -85,22 +154,38 @@ def from_args(args: Namespace) -> Config:
         if kv_bits not in (4, 8):
             raise ConfigError(f"--kv-bits {kv_bits} cannot be kept; choose 4 or 8")
         args.kv_bits = None
-    folder = args.kvpersist_dir or Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
-    folder = folder.expanduser().absolute()
+    folder = (args.kvpersist_dir or default_folder()).expanduser().absolute()
     ram = args.kvpersist_ram
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
     disk = args.kvpersist_disk
     if disk is None:
-        disk = min(volume_bytes(folder) // 10, 64 * GIB)
+        disk = min(volume_bytes(folder) // 10, DEFAULT_MAX_DISK_BYTES)
     return Config(
         folder=folder,
-        max_ram_bytes=ram,
-        max_disk_bytes=disk,
+        limits=StoreLimits(
+            max_ram_bytes=ram,
+            max_disk_bytes=disk,
+            min_free_bytes=args.kvpersist_min_free,
+            max_hourly_bytes=args.kvpersist_max_writes_per_hour,
+            max_queue_bytes=max(ram // 2, 256 << 20),
+            fsync=args.kvpersist_fsync,
+            verify=args.kvpersist_verify != "off",
+        ),
+        canary=args.kvpersist_verify == "canary",
+        store_text=not args.kvpersist_no_text,
+        normalise=args.kvpersist_normalise,
+        session_header=args.kvpersist_session_header,
+        namespace_by_key=args.kvpersist_namespace_by_key,
         isolate_sessions=args.kvpersist_isolation == "session",
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
     )
+
+
+def default_folder() -> Path:
+    """Return where conversations are kept unless --kvpersist-dir says otherwise."""
+    return Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
 
 
 def device_memory_bytes() -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import config
+from .api.normalise import normalise
+from .api.session_keys import namespace, session_key
 from .errors import KVPersistError, ModelNotSupported
 from .host.hookspecs import hookimpl
 from .host.prompt import Prompt, RequestTokens
@@ -16,6 +18,7 @@ from .kv.batch import BatchQuantizedKVCache
 from .kv.fingerprint import content_hash, model_fingerprint
 from .kv.quantized import SequenceQuantizedKVCache
 from .kv.spec import ModelCacheSpec
+from .match.keys import Root
 from .match.text import TokenText
 from .serve.keep import keep
 from .serve.lookup import look_up
@@ -23,7 +26,7 @@ from .serve.model import LoadedModel
 from .serve.replies import restore_replies
 from .serve.request import Kind, Outcome, RequestState
 from .serve.selftest import check_round_trip
-from .tiers.store import BlockStore, StoreLimits
+from .tiers.store import BlockStore
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +49,13 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
-        limits = StoreLimits(self._config.max_ram_bytes, self._config.max_disk_bytes)
-        self._store = BlockStore(self._config.folder, limits)
+        self._store = BlockStore(self._config.folder, self._config.limits)
         logger.info(
             "kvpersist: %d blocks in %s (%.2f of %.2f GB)",
             self._store.index.n_blocks(),
             self._config.folder,
             self._store.index.n_bytes() / 1e9,
-            limits.max_disk_bytes / 1e9,
+            self._config.limits.max_disk_bytes / 1e9,
         )
 
     @hookimpl
@@ -62,6 +64,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def shutdown(self) -> None:
+        self._loaded = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -91,7 +94,7 @@ class KVPersistPlugin:
             Path(adapter_path) if adapter_path else None,
             self._content_hash,
         )
-        text = TokenText.of(provider.tokenizer)
+        text = TokenText.of(provider.tokenizer) if self._config.store_text else None
         if text is None:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
         logger.info(
@@ -100,7 +103,9 @@ class KVPersistPlugin:
             spec.bytes_per_token / 1e3,
             spec.precision,
         )
-        return LoadedModel(provider.model, provider.tokenizer, spec, fingerprint, text)
+        return LoadedModel(
+            provider.model, provider.tokenizer, spec, fingerprint, text, name=str(model_path)
+        )
 
     def _content_hash(self, path: Path) -> str:
         """Hash a file once: weights are gigabytes, and change as seldom as their stamp does."""
@@ -129,21 +134,28 @@ class KVPersistPlugin:
 
     @hookimpl
     def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
-        RequestState.of(request).session = headers.get("X-Session-ID") or None
+        assert self._config is not None
+        state = RequestState.of(request)
+        state.session = session_key(headers, body, self._config.session_header)
+        state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
+        normalise(request.messages, request.tools, self._config.normalise)
 
     @hookimpl
     def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
         state, loaded, store = RequestState.of(request), self._loaded, self._store
         if loaded is None or store is None:
             return
-        assert self._config is not None
-        session = (state.session or "") if self._config.isolate_sessions else ""
-        state.root = loaded.root(state.namespace, session)
+        state.root = self._root(state, loaded)
         if request.request_type == "chat":
             try:
                 state.conversation = restore_replies(request.messages, state.root, store, loaded)
             except Exception:
                 logger.exception("kvpersist: replies could not be looked up")
+
+    def _root(self, state: RequestState, loaded: LoadedModel) -> Root:
+        assert self._config is not None
+        session = (state.session or "") if self._config.isolate_sessions else ""
+        return loaded.root(state.namespace, session)
 
     @hookimpl
     def prepare_prompt(
@@ -154,8 +166,10 @@ class KVPersistPlugin:
         if loaded is None or store is None:
             state.outcome = Outcome(Kind.STOCK, n_prompt=state.n_prompt)
             return None
+        assert self._config is not None
+        state.root = self._root(state, loaded)
         try:
-            prompt = look_up(state, prompt, store, loaded)
+            prompt = look_up(state, prompt, store, loaded, canary=self._config.canary)
         except Exception:
             # A store that fails costs a restore, never a reply.
             logger.exception("kvpersist: the prompt could not be looked up")

@@ -1,0 +1,126 @@
+"""Where clients put the name of a conversation, and which tenant a request belongs to.
+
+A key is a hint about what belongs together. What is reused is decided by the text alone, so a
+wrong key costs nothing and a missing one little. Names of people (`user`, `safety_identifier`, a
+whole `metadata.user_id`) are never keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.message import Message
+from hashlib import sha256
+from typing import Any
+
+NAMESPACE_HEADER = "X-KVPersist-Namespace"
+
+_VENDOR_SESSION = re.compile(r"x-[a-z0-9-]+-session-id", re.IGNORECASE)
+_USER_ID_SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
+_CODEX_HEADERS = ("thread-id", "session-id", "session_id", "conversation_id")
+
+Find = Callable[[Message, Mapping[str, Any]], str | None]
+
+
+@dataclass(frozen=True)
+class SessionKeySource:
+    """One place where a session key may stand; `find` gets the request's headers and body."""
+
+    name: str
+    find: Find
+
+
+def _header(name: str) -> SessionKeySource:
+    return SessionKeySource(f"header {name}", lambda headers, body: headers.get(name))
+
+
+def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
+    session = headers.get("x-claude-code-session-id")
+    if not session:
+        return None
+    return f"{session}/{headers.get('x-claude-code-agent-id') or 'main'}"
+
+
+def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
+    """Codex's header names are too common to be trusted from anyone else."""
+    said = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
+    if "codex" not in said:
+        return None
+    return next((value for name in _CODEX_HEADERS if (value := headers.get(name))), None)
+
+
+def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
+    names = sorted(name for name in headers if _VENDOR_SESSION.fullmatch(name))
+    names = [name for name in names if "parent" not in name.lower()]
+    return headers.get(names[0]) if names else None
+
+
+def _metadata_session(headers: Message, body: Mapping[str, Any]) -> str | None:
+    return _text(_metadata(body).get("session_id"))
+
+
+def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
+    """Claude Code hides a session in `metadata.user_id`, as JSON or behind `_session_`."""
+    user_id = _text(_metadata(body).get("user_id"))
+    if user_id is None:
+        return None
+    try:
+        decoded = json.loads(user_id)
+    except ValueError:
+        found = _USER_ID_SESSION.search(user_id)
+        return found[1] if found else None
+    return _text(decoded.get("session_id")) if isinstance(decoded, dict) else None
+
+
+SOURCES: tuple[SessionKeySource, ...] = (
+    _header("X-Session-ID"),
+    SessionKeySource("Claude Code's session and agent headers", _claude_code),
+    SessionKeySource("Codex's thread or session header", _codex),
+    _header("X-OpenWebUI-Chat-Id"),
+    _header("x-litellm-session-id"),
+    _header("x-session-affinity"),
+    SessionKeySource("header x-<vendor>-session-id", _vendor),
+    SessionKeySource("body prompt_cache_key", lambda h, body: _text(body.get("prompt_cache_key"))),
+    SessionKeySource("body session_id", lambda h, body: _text(body.get("session_id"))),
+    SessionKeySource("body metadata.session_id", _metadata_session),
+    SessionKeySource("body metadata.user_id", _user_id_session),
+)
+"""In the order in which they are tried."""
+
+
+def session_key(
+    headers: Message, body: Mapping[str, Any], first_header: str | None = None
+) -> str | None:
+    """Return what the client calls its conversation, or None when it is anonymous.
+
+    `first_header` is a header to look at before all others.
+    """
+    sources = (_header(first_header), *SOURCES) if first_header else SOURCES
+    for source in sources:
+        key = source.find(headers, body)
+        if key:
+            return key
+    return None
+
+
+def namespace(headers: Message, *, by_key: bool) -> str:
+    """Return the tenant of a request: the one it names, else with `by_key` a hash of its API key.
+
+    Nothing is shared between namespaces; most requests are in the nameless one.
+    """
+    named: str | None = headers.get(NAMESPACE_HEADER)
+    if named or not by_key:
+        return named or ""
+    key = headers.get("x-api-key") or headers.get("Authorization") or ""
+    return f"key-{sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
+
+
+def _metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = body.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.api.normalise import NORMALISATIONS, normalise
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.128; cch=a3f12;"
+ALL = tuple(NORMALISATIONS)
+
+
+def normalised(
+    messages: list[dict[str, Any]], tools: list[Any] | None = None, names: tuple[str, ...] = ALL
+) -> Any:
+    messages, tools = copy.deepcopy((messages, tools))
+    normalise(messages, tools, names)
+    return messages if tools is None else (messages, tools)
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+def test_the_billing_line_goes() -> None:
+    user = {"role": "user", "content": "hi"}
+    as_string = {"role": "system", "content": f"{LINE}\nYou are a tool."}
+    assert normalised([as_string, user])[0]["content"] == "You are a tool."
+    as_parts = {"role": "system", "content": [text(LINE), text("You are"), text(" a tool.")]}
+    assert normalised([as_parts, user])[0]["content"] == [text("You are"), text(" a tool.")]
+    other = {"role": "system", "content": [text(LINE.replace("a3f12", "00000")), text("You are")]}
+    assert normalised([other])[0]["content"] == "You are"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": f"{LINE}\nWhat is this line?"},
+        {"role": "system", "content": f"Our logs say:\n{LINE}"},
+        {"role": "system", "content": [text("Our logs:"), text(LINE)]},
+        {"role": "system", "content": "cch=a3f12; is a checksum"},
+        {"role": "system", "content": "Today is 2026-11-20.  \n cwd: /tmp "},
+        {"role": "user", "content": "<system-reminder>be brief</system-reminder>  "},
+        {"role": "user", "content": [text("a "), text(" b")]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{}"}}]},
+    ],
+)
+def test_what_somebody_wrote_stays(message: dict[str, Any]) -> None:
+    assert normalised([message]) == [message]
+    # Nor does it go when a system message comes first.
+    system = {"role": "system", "content": "s"}
+    assert normalised([system, message]) == [system, message]
+
+
+def test_cache_control_goes_where_the_api_has_it() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [text("a", **mark), text("b")]},
+        {"role": "user", "content": "c", **mark},
+    ]
+    schema = {"properties": {"cache_control": {"type": "string"}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": schema, **mark}, **mark},
+        {"name": "g", "input_schema": schema, **mark},
+    ]
+    plain = [
+        {"type": "function", "function": {"name": "f", "parameters": schema}},
+        {"name": "g", "input_schema": schema},
+    ]
+    assert normalised(messages, tools) == (
+        [{"role": "user", "content": [text("a"), text("b")]}, {"role": "user", "content": "c"}],
+        plain,
+    )
+
+
+def test_a_single_text_part_is_that_text() -> None:
+    assert normalised([{"role": "user", "content": [text(" a ")]}]) == [
+        {"role": "user", "content": " a "}
+    ]
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    assert normalised([{"role": "user", "content": [image]}])[0]["content"] == [image]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_can_be_left_out(name: str) -> None:
+    messages = [
+        {"role": "system", "content": [text(LINE), text("a", cache_control={}), text("b")]},
+        {"role": "user", "content": [text("c")]},
+    ]
+    others = tuple(other for other in ALL if other != name)
+    assert normalised(messages, names=others) != normalised(messages)
+    assert normalised(messages, names=()) == messages

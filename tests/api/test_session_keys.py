@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from email.message import Message
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.api.session_keys import namespace, session_key
+
+UUID = "0f3a2b1c-9d8e-4f70-8a6b-5c4d3e2f1a0b"
+
+
+def headers(values: dict[str, str]) -> Message:
+    message = Message()
+    for name, value in values.items():
+        message[name] = value
+    return message
+
+
+CASES: dict[str, tuple[dict[str, str], dict[str, Any], str | None]] = {
+    "nothing": ({}, {"messages": []}, None),
+    "own header": ({"X-Session-ID": "../../etc/passwd"}, {}, "../../etc/passwd"),
+    "empty header": ({"X-Session-ID": ""}, {}, None),
+    "claude code": ({"X-Claude-Code-Session-Id": "s"}, {}, "s/main"),
+    "claude code agent": (
+        {"X-Claude-Code-Session-Id": "s", "x-claude-code-agent-id": "a"},
+        {},
+        "s/a",
+    ),
+    "codex": ({"User-Agent": "codex_cli_rs/0.169", "session_id": "c"}, {}, "c"),
+    "codex by originator": ({"originator": "codex_exec", "thread-id": "t"}, {}, "t"),
+    "session_id header of another client": ({"session_id": "x"}, {}, None),
+    "open webui": ({"X-OpenWebUI-Chat-Id": "w"}, {}, "w"),
+    "litellm": ({"x-litellm-session-id": "l"}, {}, "l"),
+    "affinity": ({"x-session-affinity": "f"}, {}, "f"),
+    "other vendor": ({"X-Acme-Session-Id": "v"}, {}, "v"),
+    "parent is lineage only": ({"x-parent-session-id": "p"}, {}, None),
+    "prompt_cache_key": ({}, {"prompt_cache_key": "k", "session_id": "n"}, "k"),
+    "body session_id": ({}, {"session_id": "n"}, "n"),
+    "metadata session_id": ({}, {"metadata": {"session_id": "m"}}, "m"),
+    "user_id as json": ({}, {"metadata": {"user_id": '{"session_id": "j", "u": 1}'}}, "j"),
+    "user_id with suffix": ({}, {"metadata": {"user_id": f"user_1_account__session_{UUID}"}}, UUID),
+    "a person": (
+        {},
+        {"user": "ada", "safety_identifier": "ada", "metadata": {"user_id": "a"}},
+        None,
+    ),
+    "not text": ({}, {"prompt_cache_key": 7, "session_id": ["x"], "metadata": "m"}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sources(case: str) -> None:
+    sent, body, expected = CASES[case]
+    assert session_key(headers(sent), body) == expected
+
+
+def test_order() -> None:
+    """Leaving out the source that wins leaves the next one to win."""
+    sent = {
+        "X-Session-ID": "1",
+        "X-Claude-Code-Session-Id": "2",
+        "originator": "codex",
+        "thread-id": "3",
+        "X-OpenWebUI-Chat-Id": "4",
+        "x-litellm-session-id": "5",
+        "x-session-affinity": "6",
+        "x-acme-session-id": "7",
+    }
+    body: dict[str, Any] = {
+        "prompt_cache_key": "8",
+        "session_id": "9",
+        "metadata": {"session_id": "10", "user_id": '{"session_id": "11"}'},
+    }
+    seen = []
+    for name in [*sent]:
+        seen.append(session_key(headers(sent), body))
+        del sent[name]
+    seen.append(session_key(headers(sent), body))
+    del body["prompt_cache_key"]
+    seen.append(session_key(headers({}), body))
+    del body["session_id"]
+    seen.append(session_key(headers({}), body))
+    del body["metadata"]["session_id"]
+    seen.append(session_key(headers({}), body))
+    assert list(dict.fromkeys(seen)) == ["1", "2/main", "3", *map(str, range(4, 12))]
+
+
+def test_a_header_of_the_operators_choice_comes_first() -> None:
+    sent = headers({"X-Session-ID": "1", "X-Tenant-Chat": "0"})
+    assert session_key(sent, {}, first_header="X-Tenant-Chat") == "0"
+    assert session_key(headers({"X-Session-ID": "1"}), {}, first_header="X-Tenant-Chat") == "1"
+
+
+def test_namespaces() -> None:
+    assert namespace(headers({}), by_key=False) == ""
+    assert namespace(headers({"Authorization": "Bearer a"}), by_key=False) == ""
+    assert namespace(headers({"X-KVPersist-Namespace": "team"}), by_key=True) == "team"
+    sent = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
+    by_key = {namespace(headers(values), by_key=True) for values in sent}
+    assert len(by_key) == 4
+    assert all("Bearer" not in name and name.startswith("key-") for name in by_key)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist import config
+from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
+from mlx_lm_kvpersist.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def options() -> ArgumentParser:
+    parser = ArgumentParser()
+    config.add_options(parser)
+    return parser
+
+
+def parsed(*arguments: str, **stock: object) -> Namespace:
+    args = options().parse_args(arguments)
+    for name, value in stock.items():
+        setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("8G", 8 << 30),
+        ("1.5 MB", 3 << 19),
+        ("2k", 2048),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert config.parse_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="write for example 8G"):
+        config.parse_size(text)
+
+
+def test_defaults_come_from_the_device(tmp_path: Path) -> None:
+    made = config.from_args(parsed("--kvpersist-dir", str(tmp_path / "new" / "store")))
+    assert made.limits.max_ram_bytes == config.device_memory_bytes() // 8
+    assert 0 < made.limits.max_disk_bytes <= config.DEFAULT_MAX_DISK_BYTES
+    assert made.limits.max_disk_bytes <= config.volume_bytes(tmp_path) // 10
+    assert made.limits.min_free_bytes == config.DEFAULT_MIN_FREE_BYTES
+    assert (made.kv_bits, made.canary, made.limits.verify, made.store_text) == (4, True, True, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> None:
+    args = parsed("--kvpersist-dir", str(tmp_path), prompt_cache_bytes=123)
+    assert config.from_args(args).limits.max_ram_bytes == 123
+    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-ram", "1K", prompt_cache_bytes=123)
+    assert config.from_args(args).limits.max_ram_bytes == 1024
+
+
+def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
+    """Stock's own way of quantizing would turn batching off."""
+    args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
+    made = config.from_args(args)
+    assert (made.kv_bits, made.kv_group_size, args.kv_bits) == (8, 32, None)
+    with pytest.raises(ConfigError, match="choose 4 or 8"):
+        config.from_args(parsed("--kvpersist-dir", str(tmp_path), kv_bits=3, kv_group_size=64))
+
+
+@pytest.mark.parametrize(
+    ("choice", "canary", "verify"),
+    [("canary", True, True), ("checksum", False, True), ("off", False, False)],
+)
+def test_verification(tmp_path: Path, choice: str, canary: bool, verify: bool) -> None:
+    made = config.from_args(parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-verify", choice))
+    assert (made.canary, made.limits.verify) == (canary, verify)
+
+
+def test_normalisations_are_chosen_by_name(tmp_path: Path) -> None:
+    def chosen(*arguments: str) -> tuple[str, ...]:
+        return config.from_args(parsed("--kvpersist-dir", str(tmp_path), *arguments)).normalise
+
+    assert chosen() == chosen("--kvpersist-normalise", "all") == tuple(NORMALISATIONS)
+    assert chosen("--kvpersist-normalise", "none") == ()
+    assert chosen("--kvpersist-normalise", "content, billing-line") == ("content", "billing-line")
+    with pytest.raises(ArgumentTypeError, match=r"unknown: dates; known are billing-line"):
+        config.parse_names("content,dates")
+
+
+def test_every_option_stands_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    actions = options()._actions
+    names = [name for action in actions for name in action.option_strings if "kvpersist" in name]
+    assert len(names) >= 10
+    missing = [name for name in names if f"`{name}" not in readme]
+    assert missing == []

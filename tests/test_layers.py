@@ -1,0 +1,76 @@
+"""Imports point one way: each part may use those listed for it, and no other."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "mlx_lm_kvpersist"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "_startup": {"host", "errors"},
+    "__main__": {"cli"},
+    "cli": {"_startup", "errors"},
+    "commands": {"config", "errors", "match", "tiers"},
+    "plugin": {"api", "config", "errors", "host", "kv", "match", "serve", "tiers"},
+    "config": {"api", "errors", "tiers"},
+    "host": {"_startup", "errors"},
+    "api": {"errors"},
+    "serve": {"errors", "host", "kv", "match", "tiers"},
+    "tiers": {"config", "errors", "match"},
+    "kv": {"errors"},
+    "match": {"errors"},
+    "errors": set(),
+    "synthetic": {"errors"},
+    "testing": {"errors"},
+    "demo": {"errors", "synthetic", "testing"},
+}
+NO_MLX = {"_startup", "cli", "match", "errors", "testing"}
+
+
+def parts() -> dict[str, list[Path]]:
+    """Return the modules of each part: a folder, or a module beside them."""
+    found: dict[str, list[Path]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if name != "__init__":
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Return what a module imports, absolute names throughout."""
+    module = ("mlx_lm_kvpersist", *path.relative_to(PACKAGE).with_suffix("").parts)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(module[: -node.level]) if node.level else ""
+            base = f"{base}.{node.module}".strip(".") if node.module else base
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_every_part_is_listed() -> None:
+    assert parts().keys() == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
+def test_imports_point_downward(part: str) -> None:
+    for path in parts()[part]:
+        for name in imported(path):
+            if not name.startswith("mlx_lm_kvpersist."):
+                continue
+            used = name.split(".")[1]
+            allowed = {*MAY_IMPORT[part], part, "__version__"}
+            assert used in allowed, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+@pytest.mark.parametrize("part", sorted(NO_MLX))
+def test_what_is_plain_python_stays_so(part: str) -> None:
+    for path in parts()[part]:
+        bad = {name for name in imported(path) if name.split(".")[0] in ("mlx", "mlx_lm")}
+        assert not bad, f"{path.relative_to(PACKAGE)} imports {bad}"
