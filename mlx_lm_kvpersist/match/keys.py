@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 
 KEY_BYTES = 16
 """128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
 
 
-def root_key(fingerprint: str, precision: str, namespace: str = "", session: str = "") -> bytes:
-    """Return the key above a tree's first blocks.
+@dataclass(frozen=True)
+class Root:
+    """What a tree of blocks is for. Nothing is shared between roots.
 
-    Nothing is shared between roots: `fingerprint` tells models apart, `precision` the way their
-    KV is quantized, `namespace` tenants, and `session` (with isolation) single sessions.
+    `fingerprint` tells models apart, `precision` the way their KV is quantized, `namespace`
+    tenants, and `session` (with isolation) single sessions. `with_text` says whether the blocks'
+    text is stored, too. `model` is for people to read.
     """
-    digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
-    for part in (fingerprint, precision, namespace, session):
-        encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.digest()
+
+    fingerprint: str
+    precision: str
+    namespace: str = ""
+    session: str = ""
+    with_text: bool = True
+    model: str = field(default="", compare=False)
+
+    @cached_property
+    def key(self) -> bytes:
+        """The key above the tree's first blocks."""
+        digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
+        text = "text" if self.with_text else "ids"
+        for part in (self.fingerprint, self.precision, self.namespace, self.session, text):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+        return digest.digest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Root:
+        """Read `to_json`. Raises ValueError or TypeError when it is something else."""
+        return cls(**json.loads(text))
 
 
 def block_key(parent: bytes, ids: bytes) -> bytes:

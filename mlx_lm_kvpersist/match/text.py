@@ -26,7 +26,7 @@ class TokenText:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
-        """Read the vocabulary of a Hugging Face fast tokenizer, mlx-lm's wrapper around it included.
+        """Read the vocabulary of a Hugging Face fast tokenizer, also in mlx-lm's wrapper.
 
         Byte-level BPE and SentencePiece-like decoders are understood; for any other this is None,
         and prompts are matched by ids instead of by text.
@@ -71,7 +71,7 @@ class TokenText:
         return text, decoder.getstate()[0]
 
     def ends(self, ids: Iterable[int], pending: bytes = b"") -> list[tuple[int, bool]]:
-        """Return, for each token, the characters complete at its end and whether bytes are pending."""
+        """Return each token's end: how many characters are complete, whether bytes are pending."""
         decoder = _decoder("replace")
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0

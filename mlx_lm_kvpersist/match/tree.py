@@ -146,7 +146,10 @@ def _steps(
     open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
+        n_tokens = before.node.stop if before else 0
         for node in source.children(parent):
+            if node.start != n_tokens:
+                continue  # its key does not cover where it stands; a damaged index may lie
             content = content_of(node)
             preferred = node.key in prefer or (before is not None and before.preferred)
             whole = prompt.startswith(content, position)

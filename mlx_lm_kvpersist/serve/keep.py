@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kv.blocks import BLOCK_TOKENS, split_blocks
-from ..match.keys import block_key, pack_ids
+from ..match.keys import Root, block_key, pack_ids
 from ..match.tree import Node
 from ..tiers.index import Leaf
 from ..tiers.store import BlockStore, Turn
@@ -32,16 +32,18 @@ def keep(
     the client goes away, what it waited for so far is not lost.
     """
     n_tokens = min(len(tokens), *(cache.size() for cache in caches))
-    if n_tokens == 0:
+    if n_tokens == 0 or state.root is None:
         return
     ended = n_tokens > state.n_prompt
     chain = _chain(state.root, tokens[:n_tokens], store, model)
     new = [node for node in chain if node.key not in store]
     arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
-    whole = {node.key for node in chain if ended or node.n_tokens == BLOCK_TOKENS}
-    for node, block in zip(new, arrays, strict=True):
-        store.keep([(node, block)], pinned=node.key in whole)
-    replaced = _replaced_tails(new, store)
+    blocks = list(zip(new, arrays, strict=True))
+    if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
+        tail = chain.pop()
+        store.keep(block for block in blocks if block[0] is tail)
+        blocks = [block for block in blocks if block[0] is not tail]
+    replaced = _replaced_tails(chain, state, store)
     replies = []
     if ended and state.conversation is not None:
         reply = reply_to_remember(state.conversation, tokens[state.n_prompt : n_tokens], model)
@@ -50,15 +52,14 @@ def keep(
     if ended:
         keys = tuple(node.key for node in chain)
         leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
-    written = tuple(node for node in chain if node.key in whole)
-    if written:
-        store.submit(Turn(state.root, written, leaf, tuple(replies)))
+    if chain:
+        store.keep_turn(Turn(state.root, tuple(chain), leaf, tuple(replies)), blocks)
 
 
-def _chain(root: bytes, ids: list[int], store: BlockStore, model: LoadedModel) -> list[Node]:
+def _chain(root: Root, ids: list[int], store: BlockStore, model: LoadedModel) -> list[Node]:
     """Cut ids into the blocks of a chain below `root`."""
     chain: list[Node] = []
-    parent, pending = root, b""
+    parent, pending = root.key, b""
     for start in range(0, len(ids), BLOCK_TOKENS):
         block_ids = ids[start : start + BLOCK_TOKENS]
         packed = pack_ids(block_ids)
@@ -73,17 +74,21 @@ def _chain(root: bytes, ids: list[int], store: BlockStore, model: LoadedModel) -
     return chain
 
 
-def _replaced_tails(new: list[Node], store: BlockStore) -> list[tuple[bytes, bytes]]:
-    """Return partial blocks whose tokens all stand in a new block, with that block.
+def _replaced_tails(
+    chain: list[Node], state: RequestState, store: BlockStore
+) -> list[tuple[bytes, bytes]]:
+    """Return partial blocks whose tokens all stand in a block of the chain, with that block.
 
-    Only the first new block can have such siblings. One that was never to be written is dropped.
+    Only blocks behind what was reused can have such siblings: the ends of this conversation's
+    earlier turns. One that is in RAM alone is dropped.
     """
-    if not new:
-        return []
-    first = new[0]
+    n_reused = state.outcome.n_reused if state.outcome else 0
     replaced = []
-    for sibling in store.children(first.parent):
-        if sibling.key != first.key and first.packed_ids.startswith(sibling.packed_ids):
-            store.drop_unwritten(sibling.key)
-            replaced.append((sibling.key, first.key))
+    for node in chain:
+        if node.stop <= n_reused:
+            continue
+        for sibling in store.children(node.parent):
+            if sibling.key != node.key and node.packed_ids.startswith(sibling.packed_ids):
+                store.drop_unwritten(sibling.key)
+                replaced.append((sibling.key, node.key))
     return replaced

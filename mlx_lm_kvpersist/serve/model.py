@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kv.spec import ModelCacheSpec
-from ..match.keys import root_key
+from ..match.keys import Root
 from ..match.text import TokenText
 
 
@@ -19,10 +19,20 @@ class LoadedModel:
     spec: ModelCacheSpec
     fingerprint: str
     text: TokenText | None
-    """None when this tokenizer can only be matched by ids."""
+    """None when prompts are matched by ids: text is not to be stored, or not understood."""
+    name: str = ""
+    """What people call the model."""
 
-    def root(self, namespace: str, session: str) -> bytes:
-        return root_key(self.fingerprint, str(self.spec.precision), namespace, session)
+    def root(self, namespace: str = "", session: str = "") -> Root:
+        """Return the root of this model's tree for a tenant and, with isolation, a session."""
+        return Root(
+            self.fingerprint,
+            str(self.spec.precision),
+            namespace,
+            session,
+            with_text=self.text is not None,
+            model=self.name,
+        )
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

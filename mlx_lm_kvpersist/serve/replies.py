@@ -12,7 +12,7 @@ import json
 from hashlib import blake2b
 from typing import Any
 
-from ..match.keys import pack_ids, unpack_ids
+from ..match.keys import Root, pack_ids, unpack_ids
 from ..tiers.index import StoredReply
 from ..tiers.store import BlockStore
 from .model import LoadedModel
@@ -47,7 +47,7 @@ def text_of(content: Any) -> Any:
 
 
 def restore_replies(
-    messages: list[dict[str, Any]], root: bytes, store: BlockStore, model: LoadedModel
+    messages: list[dict[str, Any]], root: Root, store: BlockStore, model: LoadedModel
 ) -> Conversation:
     """Put remembered replies back into `messages`, in place; return the conversation's hash."""
     conversation = Conversation()
@@ -55,7 +55,7 @@ def restore_replies(
         content = text_of(message.get("content"))
         original = dict(message)
         if model.text is not None and message.get("role") == "assistant" and _is_text(content):
-            packed = store.reply_ids(root, conversation.with_reply(content))
+            packed = store.reply_ids(root.key, conversation.with_reply(content))
             if packed is not None:
                 message["content"] = model.text.decode(unpack_ids(packed))
         conversation.add(original)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ..match.keys import Root
 from .replies import Conversation
 
 
@@ -63,7 +64,7 @@ class RequestState:
 
     session: str | None = None
     namespace: str = ""
-    root: bytes = b""
+    root: Root | None = None
     n_prompt: int = 0
     conversation: Conversation | None = field(default=None, repr=False)
     outcome: Outcome | None = None

@@ -1,4 +1,4 @@
-"""The end-to-end check at startup: a tiny model, batched in 4 bits, stored, dropped and restored."""
+"""The check at startup: a tiny model goes through a 4-bit batch, the store, and back."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _check(loaded: LoadedModel, store: BlockStore) -> None:
         alone = _generate(loaded, [list(prompt)], [None])[0][0]
         if tokens != alone:
             raise SelfTestFailed("a batched sequence gave other tokens than the same one alone")
-        state = RequestState(root=loaded.root("", ""), n_prompt=len(prompt))
+        state = RequestState(root=loaded.root(), n_prompt=len(prompt))
         keep(state, tokens, caches, store, loaded)
     store.drain()
     store.pool.clear()
     for tokens, _ in batch:
         ids = [*tokens, *_CONTINUATION]
-        state = RequestState(root=loaded.root("", ""))
+        state = RequestState(root=loaded.root())
         look_up(state, Prompt(ids, [ids], ["user"]), store, loaded)
         if state.outcome is None or state.outcome.kind is not Kind.EXTEND or not state.restored:
             raise SelfTestFailed(f"a stored sequence was not found again: {state.outcome}")
@@ -105,4 +105,3 @@ def _tiny_model() -> Any:
     model.load_weights(weights)
     mx.eval(model.parameters())
     return model
-

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import xxhash
 
-from ..errors import BlockCorrupt
-from ..match.keys import block_key
+from ..errors import BlockCorrupt, StoreFormatError
+from ..match.keys import Root, block_key
 from ..match.tree import Node
 
 FORMAT = 1
@@ -32,7 +32,7 @@ def block_path(folder: Path, key: bytes) -> Path:
     return folder / "blocks" / name[:2] / f"{name}.safetensors"
 
 
-def write_block(folder: Path, node: Node, root: bytes, arrays: Arrays, *, fsync: bool) -> int:
+def write_block(folder: Path, node: Node, root: Root, arrays: Arrays, *, fsync: bool) -> int:
     """Publish a block: a reader sees all of it or nothing. Return the file's size in bytes.
 
     The arrays must have been evaluated. Raises OSError or RuntimeError when the disk refuses.
@@ -41,16 +41,7 @@ def write_block(folder: Path, node: Node, root: bytes, arrays: Arrays, *, fsync:
     if path.exists():
         return path.stat().st_size
     make_private(path.parent)
-    metadata = {
-        "format": str(FORMAT),
-        "key": node.key.hex(),
-        "parent": node.parent.hex(),
-        "root": root.hex(),
-        "start": str(node.start),
-        "ids": node.packed_ids.hex(),
-        "text": json.dumps(node.text),
-        "pending": node.pending.hex(),
-    }
+    metadata = metadata_of(node, root)
     metadata["checksum"] = checksum(arrays, metadata)
     # mlx appends .safetensors to any other name, so the temporary name ends in it too.
     temporary = path.with_name(f".{node.key.hex()}.{os.getpid()}.tmp.safetensors")
@@ -68,8 +59,30 @@ def write_block(folder: Path, node: Node, root: bytes, arrays: Arrays, *, fsync:
     return path.stat().st_size
 
 
-def read_block(folder: Path, key: bytes) -> tuple[Node, bytes, dict[str, mx.array]]:
-    """Return a block's node, its root and its evaluated arrays.
+def metadata_of(node: Node, root: Root) -> dict[str, str]:
+    """Return what a block's file says of it, but for the checksum."""
+    return {
+        "format": str(FORMAT),
+        "key": node.key.hex(),
+        "parent": node.parent.hex(),
+        "root": root.to_json(),
+        "start": str(node.start),
+        "ids": node.packed_ids.hex(),
+        "text": json.dumps(node.text),
+        "pending": node.pending.hex(),
+    }
+
+
+def file_bytes(node: Node, arrays: Arrays) -> int:
+    """Return the most that a block's file can take, in bytes, before it is written."""
+    n_header = 2 * len(node.packed_ids) + 12 * len(node.text) + 4096
+    return sum(array.nbytes for array in arrays.values()) + n_header
+
+
+def read_block(
+    folder: Path, key: bytes, *, verify: bool = True
+) -> tuple[Node, Root, dict[str, mx.array]]:
+    """Return a block's node, its root and its evaluated arrays; `verify` checks the checksum.
 
     Raises FileNotFoundError when there is no such block and BlockCorrupt when the file is not what
     its name, its metadata or its checksum promise.
@@ -78,23 +91,31 @@ def read_block(folder: Path, key: bytes) -> tuple[Node, bytes, dict[str, mx.arra
     if not path.exists():
         raise FileNotFoundError(path)
     try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        arrays: dict[str, mx.array] = loaded[0]
+        metadata: dict[str, str] = loaded[1]
         mx.eval(arrays)
         node, root = node_of(metadata)
+    except StoreFormatError:
+        raise
     except Exception as error:
         raise BlockCorrupt(f"{path.name}: cannot be read: {error}") from error
-    if metadata.get("checksum") != checksum(arrays, metadata):
+    if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
     if node.key != key:
         raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
     return node, root, arrays
 
 
-def node_of(metadata: Mapping[str, str]) -> tuple[Node, bytes]:
+def node_of(metadata: Mapping[str, str]) -> tuple[Node, Root]:
     """Return the node and the root that a file's metadata describe.
 
-    Raises BlockCorrupt when they are incomplete or contradict themselves.
+    Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
+    when they were written by a newer version.
     """
+    version = metadata.get("format", "")
+    if version.isdecimal() and int(version) > FORMAT:
+        raise StoreFormatError(f"a block of format {version}; this version reads up to {FORMAT}")
     try:
         node = Node(
             key=bytes.fromhex(metadata["key"]),
@@ -104,7 +125,7 @@ def node_of(metadata: Mapping[str, str]) -> tuple[Node, bytes]:
             text=json.loads(metadata["text"]),
             pending=bytes.fromhex(metadata["pending"]),
         )
-        root = bytes.fromhex(metadata["root"])
+        root = Root.from_json(metadata["root"])
     except (KeyError, ValueError, TypeError) as error:
         raise BlockCorrupt(f"block metadata cannot be read: {error!r}") from error
     if block_key(node.parent, node.packed_ids) != node.key:
@@ -119,7 +140,7 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
         array = arrays[name]
         digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
         # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
-        plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+        plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
         digest.update(memoryview(plain))
     for name in sorted(metadata):
         if name != "checksum":
@@ -135,6 +156,7 @@ def make_private(folder: Path) -> None:
         folder = folder.parent
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
+        path.chmod(0o700)
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read; each gets a connection of its own. Only the writer thread writes.
+Any thread may read; each gets a connection of its own. Only the writer changes it, and only while
+it holds the store's lock. It can be rebuilt from the files: nothing stands in it alone.
 """
 
 from __future__ import annotations
@@ -8,15 +9,21 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StoreFormatError
+from ..match.keys import Root, block_key
 from ..match.tree import Node
 from .files import FORMAT
 
 _SCHEMA = """
+CREATE TABLE IF NOT EXISTS roots (
+    key BLOB PRIMARY KEY,
+    about TEXT NOT NULL
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS blocks (
     key BLOB PRIMARY KEY,
     parent BLOB NOT NULL,
@@ -31,11 +38,12 @@ CREATE TABLE IF NOT EXISTS blocks (
 CREATE INDEX IF NOT EXISTS blocks_by_parent ON blocks (parent);
 CREATE INDEX IF NOT EXISTS blocks_by_use ON blocks (used);
 CREATE TABLE IF NOT EXISTS sessions (
-    id INTEGER PRIMARY KEY,
+    id TEXT PRIMARY KEY,
     root BLOB NOT NULL,
     name TEXT,
     leaf BLOB NOT NULL,
     n_tokens INTEGER NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0,
     created REAL NOT NULL,
     used REAL NOT NULL
 );
@@ -55,6 +63,7 @@ CREATE TABLE IF NOT EXISTS file_hashes (
 );
 """
 _MAX_REPLIES = 10_000
+_SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,26 @@ class StoredReply:
     packed_ids: bytes
 
 
+@dataclass(frozen=True)
+class Session:
+    """A conversation on disk. `created` and `used` are seconds since the epoch."""
+
+    id: str
+    root: bytes
+    name: str | None
+    leaf: bytes
+    n_tokens: int
+    pinned: bool
+    created: float
+    used: float
+
+
 class Index:
-    """The SQLite file of a store."""
+    """The SQLite file of a store.
+
+    Opening makes it where it is missing. Raises StoreFormatError when a newer version wrote it
+    and sqlite3.DatabaseError when it is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,24 +117,41 @@ class Index:
         self._connections: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         path.touch(mode=0o600)
+        self._inode = path.stat().st_ino
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
         db = self._db
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > FORMAT:
             raise StoreFormatError(
-                f"{path} was written in format {version}; this version reads up to {FORMAT}. "
+                f"{self.path} was written in format {version}; this version reads up to {FORMAT}. "
                 "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
             )
-        with db:
-            db.executescript(_SCHEMA)
-            db.execute(f"PRAGMA user_version = {FORMAT}")
+        if version < FORMAT:
+            with db:
+                db.executescript(_SCHEMA)
+                db.execute(f"PRAGMA user_version = {FORMAT}")
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
 
     @property
     def _db(self) -> sqlite3.Connection:
         db: sqlite3.Connection | None = getattr(self._local, "db", None)
         if db is None:
             db = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
+            # A small log: it counts towards the disk budget like every other file.
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA wal_autocheckpoint = 64")
+            db.execute("PRAGMA journal_size_limit = 262144")
+            # What is removed is overwritten: a page may have held a conversation's text.
+            db.execute("PRAGMA secure_delete = ON")
             self._local.db = db
             with self._lock:
                 self._connections.append(db)
@@ -119,18 +163,115 @@ class Index:
                 db.close()
             self._connections.clear()
 
+    def checkpoint(self) -> None:
+        """Empty the log into the index, as far as other readers allow."""
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def is_current(self) -> bool:
+        """Say whether the file is still where it was opened."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
     # Reading.
 
     def children(self, parent: bytes) -> list[Node]:
+        """Return the blocks that continue `parent`; rows that contradict their key do not count."""
         rows = self._db.execute(
             "SELECT key, start, ids, text, pending FROM blocks WHERE parent = ?", (parent,)
         )
         return [
-            Node(key, parent, start, ids, text, pending) for key, start, ids, text, pending in rows
+            Node(key, parent, start, ids, text, pending)
+            for key, start, ids, text, pending in rows
+            if block_key(parent, ids) == key
         ]
 
     def __contains__(self, key: bytes) -> bool:
         return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
+
+    def chain(self, leaf: bytes) -> list[tuple[Node, int]]:
+        """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
+        chain: list[tuple[Node, int]] = []
+        key = leaf
+        while True:
+            row = self._db.execute(
+                "SELECT parent, root, start, ids, text, pending, n_bytes FROM blocks WHERE key = ?",
+                (key,),
+            ).fetchone()
+            if row is None:
+                return []
+            parent, root, start, ids, text, pending, n_bytes = row
+            if chain and start >= chain[-1][0].start:
+                return []  # a damaged index may go round in circles
+            chain.append((Node(key, parent, start, ids, text, pending), n_bytes))
+            if parent == root:
+                return chain[::-1]
+            key = parent
+
+    def chain_size(self, leaf: bytes) -> tuple[int, int]:
+        """Return how many blocks lead to `leaf`, itself included, and the bytes of their files."""
+        n_blocks, n_bytes = self._db.execute(
+            "WITH RECURSIVE chain(key) AS (VALUES (?) UNION "
+            "SELECT b.parent FROM blocks AS b JOIN chain ON b.key = chain.key) "
+            "SELECT count(*), coalesce(sum(b.n_bytes), 0) "
+            "FROM blocks AS b JOIN chain ON b.key = chain.key",
+            (leaf,),
+        ).fetchone()
+        return n_blocks, n_bytes
+
+    def block(self, key: bytes) -> tuple[Node, bytes, int] | None:
+        """Return what is known of a block: its node, its root's key, its file's size."""
+        row = self._db.execute(
+            "SELECT parent, root, start, ids, text, pending, n_bytes FROM blocks WHERE key = ?",
+            (key,),
+        ).fetchone()
+        if row is None:
+            return None
+        parent, root, start, ids, text, pending, n_bytes = row
+        return Node(key, parent, start, ids, text, pending), root, n_bytes
+
+    def roots(self) -> list[tuple[Root, int, int]]:
+        """Return every root that has blocks, with their number and the bytes of their files."""
+        rows = self._db.execute(
+            "SELECT r.about, count(*), sum(b.n_bytes) FROM roots AS r "
+            "JOIN blocks AS b ON b.root = r.key GROUP BY r.key ORDER BY sum(b.n_bytes) DESC"
+        )
+        return [(Root.from_json(about), count, n_bytes) for about, count, n_bytes in rows]
+
+    def format(self) -> int:
+        """Return the format of the store."""
+        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
+        return version
+
+    def copy_to(self, path: Path) -> None:
+        """Write a consistent copy, whatever others change meanwhile."""
+        with closing(sqlite3.connect(path)) as copy:
+            self._db.backup(copy)
+
+    def root(self, key: bytes) -> Root | None:
+        row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
+        return Root.from_json(row[0]) if row else None
+
+    def keys(self) -> set[bytes]:
+        """Return the keys of all blocks."""
+        return {key for (key,) in self._db.execute("SELECT key FROM blocks")}
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions, the most recently used first."""
+        rows = self._db.execute(f"SELECT {_SESSION_COLUMNS} FROM sessions ORDER BY used DESC")
+        return [_session(row) for row in rows]
+
+    def session(self, session_id: str) -> Session | None:
+        row = self._db.execute(
+            f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE id = ?", (session_id,)
+        ).fetchone()
+        return _session(row) if row else None
+
+    def sessions_at(self, leaf: bytes) -> list[Session]:
+        """Return the sessions that end in a block."""
+        rows = self._db.execute(f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE leaf = ?", (leaf,))
+        return [_session(row) for row in rows]
 
     def session_leaves(self, root: bytes, name: str) -> list[bytes]:
         rows = self._db.execute(
@@ -153,13 +294,17 @@ class Index:
         count: int = self._db.execute("SELECT count(*) FROM blocks").fetchone()[0]
         return count
 
-    def least_recently_used_leaf(self) -> tuple[bytes, int] | None:
-        """Return key and size of the leaf block that has been unused for the longest time."""
-        row: tuple[bytes, int] | None = self._db.execute(
-            "SELECT key, n_bytes FROM blocks AS leaf WHERE NOT EXISTS "
-            "(SELECT 1 FROM blocks WHERE parent = leaf.key) ORDER BY used LIMIT 1"
-        ).fetchone()
-        return row
+    def unused_leaves(self) -> Iterator[tuple[bytes, int]]:
+        """Yield key and size of leaf blocks that no pinned session ends in, the oldest first."""
+        with closing(
+            self._db.execute(
+                "SELECT key, n_bytes FROM blocks AS b "
+                "WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
+                "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
+                "ORDER BY used, start DESC"
+            )
+        ) as rows:
+            yield from rows
 
     def file_hash(self, path: str, stamp: str) -> str | None:
         row = self._db.execute(
@@ -169,81 +314,159 @@ class Index:
 
     # Writing.
 
+    def add_blocks(
+        self, root: Root, blocks: Sequence[tuple[Node, int]], used: float | None = None
+    ) -> None:
+        """Add blocks whose files are in place, with their sizes."""
+        with self._db as db:
+            self._add_blocks(db, root, blocks, time.time() if used is None else used)
+
     def commit_turn(
         self,
-        root: bytes,
+        root: Root,
         blocks: Sequence[tuple[Node, int]],
+        session: Session | None,
         leaf: Leaf | None,
         replies: Iterable[StoredReply] = (),
     ) -> None:
-        """Add blocks whose files are in place, with their sizes, and move the session: all or none.
+        """Add blocks whose files are in place, and move the session: all or none.
 
-        Without a leaf the blocks belong to a turn that has not ended.
+        Without session and leaf the blocks belong to a turn that has not ended.
         """
         now = time.time()
         with self._db as db:
-            db.executemany(
-                "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (n.key, n.parent, root, n.start, n.packed_ids, n.text, n.pending, size, now)
-                    for n, size in blocks
-                ],
-            )
+            self._add_blocks(db, root, blocks, now)
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
-                [(root, reply.digest, reply.packed_ids, now) for reply in replies],
+                [(root.key, reply.digest, reply.packed_ids, now) for reply in replies],
             )
             db.execute(
                 "DELETE FROM replies WHERE used <= "
                 "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
                 (_MAX_REPLIES,),
             )
-            if leaf is not None:
-                self._move_session(db, root, leaf, now)
+            if session is not None and leaf is not None:
+                self._put_session(db, session)
+                db.executemany(
+                    "UPDATE sessions SET leaf = ? WHERE leaf = ?",
+                    [(new, old) for old, new in leaf.replaced],
+                )
+                db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
 
-    def _move_session(self, db: sqlite3.Connection, root: bytes, leaf: Leaf, now: float) -> None:
-        ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
-        marks = ",".join("?" * len(ends))
-        row = db.execute(
-            f"SELECT id FROM sessions WHERE root = ? AND name IS ? AND leaf IN ({marks}) "
-            "ORDER BY n_tokens DESC LIMIT 1",
-            (root, leaf.name, *ends),
-        ).fetchone()
-        if row:
-            db.execute(
-                "UPDATE sessions SET leaf = ?, n_tokens = ?, used = ? WHERE id = ?",
-                (leaf.key, leaf.n_tokens, now, row[0]),
-            )
-        else:
-            db.execute(
-                "INSERT INTO sessions (root, name, leaf, n_tokens, created, used) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (root, leaf.name, leaf.key, leaf.n_tokens, now, now),
-            )
+    def _add_blocks(
+        self, db: sqlite3.Connection, root: Root, blocks: Sequence[tuple[Node, int]], used: float
+    ) -> None:
+        db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
         db.executemany(
-            "UPDATE sessions SET leaf = ? WHERE leaf = ?",
-            [(new, old) for old, new in leaf.replaced],
+            "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (n.key, n.parent, root.key, n.start, n.packed_ids, n.text, n.pending, size, used)
+                for n, size in blocks
+            ],
         )
-        db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
+
+    def session_at(self, root: Root, leaf: Leaf) -> Session | None:
+        """Return the session that this leaf continues: the one whose end lies on its chain."""
+        ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
+        found: list[Session] = []
+        for first in range(0, len(ends), 500):
+            part = ends[first : first + 500]
+            rows = self._db.execute(
+                f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE root = ? AND name IS ? "
+                f"AND leaf IN ({','.join('?' * len(part))})",
+                (root.key, leaf.name, *part),
+            )
+            found += map(_session, rows)
+        return max(found, key=lambda session: session.n_tokens, default=None)
+
+    def put_session(self, session: Session) -> None:
+        with self._db as db:
+            self._put_session(db, session)
+
+    def _put_session(self, db: sqlite3.Connection, session: Session) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                session.id,
+                session.root,
+                session.name,
+                session.leaf,
+                session.n_tokens,
+                session.pinned,
+                session.created,
+                session.used,
+            ),
+        )
+
+    def remove_session(self, session_id: str) -> None:
+        with self._db as db:
+            db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+
+    def take_over(self, path: Path) -> None:
+        """Replace what the files say by the content of the index at `path`, in one transaction.
+
+        What the files do not say is kept where it still applies: sessions that have neither name
+        nor pin, times of use, remembered replies. Others read the old content until it is done.
+        """
+        db = self._db
+        db.execute("ATTACH ? AS fresh", (str(path),))
+        try:
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                db.execute(
+                    "UPDATE fresh.blocks SET used = max(used, "
+                    "(SELECT old.used FROM main.blocks AS old WHERE old.key = blocks.key)) "
+                    "WHERE key IN (SELECT key FROM main.blocks)"
+                )
+                db.execute(
+                    "INSERT OR REPLACE INTO fresh.sessions SELECT * FROM main.sessions AS s "
+                    "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE key = s.leaf AND root = s.root)"
+                )
+                for table in ("roots", "blocks", "sessions"):
+                    db.execute(f"DELETE FROM main.{table}")
+                    db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
+        finally:
+            db.execute("DETACH fresh")
 
     def touch(self, key: bytes) -> None:
         """Mark a block as used now."""
         with self._db as db:
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (time.time(), key))
 
-    def forget_block(self, key: bytes) -> None:
-        """Remove a block and the sessions that end in it. Its parent is as recent as it was."""
+    def forget_block(self, key: bytes) -> list[str]:
+        """Remove a block and the sessions that end in it; return their ids.
+
+        Its parent is then as recent as it was.
+        """
         with self._db as db:
             db.execute(
                 "UPDATE blocks SET used = max(used, (SELECT used FROM blocks WHERE key = ?1)) "
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
                 (key,),
             )
+            ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
+        return [session_id for (session_id,) in ended]
+
+    def unreachable(self) -> list[bytes]:
+        """Return blocks whose parent is neither a root nor there, and all that follows them."""
+        rows = self._db.execute(
+            "WITH RECURSIVE lost(key) AS ("
+            "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
+            "(SELECT 1 FROM blocks WHERE key = b.parent) "
+            "UNION SELECT b.key FROM blocks AS b JOIN lost ON b.parent = lost.key) "
+            "SELECT key FROM lost"
+        )
+        return [key for (key,) in rows]
 
     def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         with self._db as db:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
+
+
+def _session(row: tuple[str, bytes, str | None, bytes, int, int, float, float]) -> Session:
+    session_id, root, name, leaf, n_tokens, pinned, created, used = row
+    return Session(session_id, root, name, leaf, n_tokens, bool(pinned), created, used)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -18,13 +18,14 @@ from ..match.tree import Node
 class KVBlock:
     """A block in RAM: what the tree knows of it, and its KV arrays (opaque to the pool).
 
-    `pinned` while it waits to be written: until then this is the only copy.
+    `pins` counts the turns that wait to be written with it: it must not go before they are.
     """
 
     node: Node
     arrays: Any
     n_bytes: int
-    pinned: bool = field(default=False)
+    on_disk: bool = False
+    pins: int = 0
 
 
 class BlockPool:
@@ -59,7 +60,7 @@ class BlockPool:
         with self._lock:
             present = self._blocks.get(block.node.key)
             if present is not None:
-                present.pinned |= block.pinned
+                present.pins += block.pins
                 self._blocks.move_to_end(block.node.key)
                 return
             self._blocks[block.node.key] = block
@@ -74,13 +75,22 @@ class BlockPool:
                 if key in self._blocks:
                     self._blocks.move_to_end(key)
 
-    def unpin(self, key: bytes) -> None:
-        """The block has been written, or never will be: it may go."""
+    def pin(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Hold those of these blocks that are here; return which."""
         with self._lock:
-            block = self._blocks.get(key)
-            if block is not None:
-                block.pinned = False
-                self._evict()
+            held = [key for key in keys if key in self._blocks]
+            for key in held:
+                self._blocks[key].pins += 1
+            return held
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Let go of blocks that have been written, or never will be."""
+        with self._lock:
+            for key in keys:
+                block = self._blocks.get(key)
+                if block is not None and block.pins:
+                    block.pins -= 1
+            self._evict()
 
     def drop(self, key: bytes) -> None:
         with self._lock:
@@ -104,7 +114,7 @@ class BlockPool:
     def _evict(self) -> None:
         if self._n_bytes <= self.max_bytes:
             return
-        for key in [key for key, block in self._blocks.items() if not block.pinned]:
+        for key in [key for key, block in self._blocks.items() if not block.pins]:
             self._remove(key)
             if self._n_bytes <= self.max_bytes:
                 return

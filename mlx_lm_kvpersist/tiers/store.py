@@ -1,33 +1,29 @@
-"""The block store: the pool in RAM, the files and the index on disk, and the writer between them."""
+"""The block store: a pool in RAM, a folder on disk, a writer between them."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..errors import BlockCorrupt, StoreError
+from ..match.keys import Root
 from ..match.tree import Node
-from .files import block_path, make_private, read_block, write_block
-from .index import Index, Leaf, StoredReply
+from .budget import StoreLimits
+from .disk import DiskStore, Turn
+from .files import Arrays, read_block
+from .index import Index
 from .pool import BlockPool, KVBlock
 from .writer import Writer
 
+__all__ = ["BlockStore", "Loaded", "StoreLimits", "Turn"]
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoreLimits:
-    """Budgets in bytes."""
-
-    max_ram_bytes: int
-    max_disk_bytes: int
-    fsync: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,90 +34,141 @@ class Loaded:
     from_disk: bool
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What one turn of a conversation puts on disk.
+@dataclass
+class StoreCounters:
+    """What has happened since the store was opened."""
 
-    `nodes` are the blocks of its chain, in order from the root; those that are not on disk yet
-    wait in the pool, pinned. Without a leaf the turn has not ended: no session moves.
-    """
-
-    root: bytes
-    nodes: tuple[Node, ...]
-    leaf: Leaf | None = None
-    replies: tuple[StoredReply, ...] = ()
+    turns_saved: int = 0
+    turns_not_saved: int = 0
+    blocks_quarantined: int = 0
+    failures: set[str] = field(default_factory=set)
+    """What keeps turns from being saved right now; each is logged once."""
 
 
 class BlockStore:
     """Blocks by key, wherever they are.
 
-    The generation thread reads and submits; a thread of the store's own writes. Opening takes the
-    folder into use (made 0700 when missing) and raises StoreError when that is not possible.
+    The generation thread reads and submits; a thread of the store's own changes the disk.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
-        self.folder = folder
         self.limits = limits
-        try:
-            make_private(folder)
-            self.index = Index(folder / "index.sqlite")
-        except OSError as error:
-            raise StoreError(
-                f"the store {folder} cannot be used: {error}. "
-                "Choose a writable folder with --kvpersist-dir."
-            ) from error
+        self.disk = DiskStore(folder, limits)
         self.pool = BlockPool(limits.max_ram_bytes)
-        self._writer = Writer()
+        self.counters = StoreCounters()
+        self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
+        self._writer = Writer(limits.max_queue_bytes)
+        self._writer.submit(self._sweep)
+
+    @property
+    def folder(self) -> Path:
+        return self.disk.folder
+
+    @property
+    def index(self) -> Index:
+        return self.disk.index
 
     def children(self, parent: bytes) -> list[Node]:
-        """Return the blocks that continue `parent`, in RAM or on disk."""
-        nodes = {node.key: node for node in self.index.children(parent)}
+        """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk."""
+        nodes: dict[bytes, Node] = {}
+        try:
+            nodes.update((node.key, node) for node in self.index.children(parent))
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
         nodes.update((node.key, node) for node in self.pool.children(parent))
         return list(nodes.values())
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self.pool or key in self.index
+        try:
+            return key in self.pool or key in self.index
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return False
 
-    def load(self, node: Node, root: bytes) -> Loaded | None:
+    def load(self, node: Node, root: Root) -> Loaded | None:
         """Return a block's evaluated arrays, or None when it is gone or must not be trusted."""
         block = self.pool.get(node.key)
         if block is not None:
             return Loaded(block.arrays, from_disk=False)
         try:
-            stored, stored_root, arrays = read_block(self.folder, node.key)
-            if stored.packed_ids != node.packed_ids or stored_root != root:
+            stored, stored_root, arrays = read_block(
+                self.folder, node.key, verify=self.limits.verify
+            )
+            if (stored.packed_ids, stored.start) != (node.packed_ids, node.start):
                 raise BlockCorrupt(f"block {node.key.hex()}: file and index disagree")
+            if stored_root.key != root.key:
+                raise BlockCorrupt(f"block {node.key.hex()} belongs to another model")
         except FileNotFoundError:
             logger.warning("block %s is no longer on disk", node.key.hex())
-            self._writer.submit(partial(self._forget, node.key))
+            self._writer.submit(partial(self.disk.forget, node.key))
             return None
-        except BlockCorrupt as error:
-            logger.warning("%s; it is dropped", error)
-            self._writer.submit(partial(self._forget, node.key))
+        except StoreError as error:
+            self.quarantine(node.key, str(error))
             return None
-        n_bytes = sum(array.nbytes for array in arrays.values())
-        self.pool.put(KVBlock(node, arrays, n_bytes))
+        block = _in_ram(node, arrays)
+        block.on_disk = True
+        self.pool.put(block)
         return Loaded(arrays, from_disk=True)
 
-    def keep(self, blocks: Sequence[tuple[Node, Mapping[str, mx.array]]], *, pinned: bool) -> None:
-        """Put blocks into the pool; pinned ones must be submitted to be written."""
+    def quarantine(self, key: bytes, reason: str) -> None:
+        """Take a block that failed a check out of use, in RAM now and on disk soon."""
+        logger.warning("block %s goes to quarantine: %s", key.hex(), reason)
+        self.counters.blocks_quarantined += 1
+        self.pool.drop(key)
+        self._writer.submit(partial(self.disk.quarantine, key, reason))
+
+    def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
+        """Keep blocks in RAM, for as long as there is room."""
         for node, arrays in blocks:
-            n_bytes = sum(array.nbytes for array in arrays.values())
-            self.pool.put(KVBlock(node, arrays, n_bytes, pinned))
+            self.pool.put(_in_ram(node, arrays))
+
+    def keep_turn(self, turn: Turn, new: Iterable[tuple[Node, Arrays]]) -> None:
+        """Keep a turn's new blocks in RAM and have it written in the background.
+
+        Until that is done, none of its blocks leaves RAM.
+        """
+        pinned = self.pool.pin(node.key for node in turn.nodes)
+        for node, arrays in new:
+            block = _in_ram(node, arrays)
+            block.pins = 1
+            self.pool.put(block)
+            pinned.append(node.key)
+        for reply in turn.replies:
+            self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
+        blocks = (self.pool.get(key) for key in pinned)
+        n_bytes = sum(block.n_bytes for block in blocks if block and not block.on_disk)
+        self._writer.submit_turn(
+            turn,
+            save=partial(self._save, turn, pinned),
+            abandon=partial(self._abandon, turn, pinned),
+            n_bytes=n_bytes,
+        )
 
     def drop_unwritten(self, key: bytes) -> None:
         """Drop a block that is in RAM alone and was not submitted to be written."""
         block = self.pool.get(key)
-        if block is not None and not block.pinned:
+        if block is not None and not block.pins and not block.on_disk:
             self.pool.drop(key)
 
-    def submit(self, turn: Turn) -> None:
-        """Have a turn written in the background."""
-        self._writer.submit(partial(self._save, turn))
+    def session_leaves(self, root: Root, name: str) -> list[bytes]:
+        """Return the last blocks of a session's branches; none if the index cannot be read."""
+        try:
+            return self.index.session_leaves(root.key, name)
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return []
+
+    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
+        """Return the packed ids of a remembered reply."""
+        try:
+            return self._unwritten_replies.get((root, digest)) or self.index.reply_ids(root, digest)
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return None
 
     def touch(self, key: bytes) -> None:
         """Mark a chain, given by its last block, as used."""
-        self._writer.submit(partial(self.index.touch, key))
+        self._writer.submit(partial(self._touch, key))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -132,47 +179,60 @@ class BlockStore:
         if not self._writer.close(timeout_s):
             logger.warning("not everything could be written within %.0f s", timeout_s)
             return
-        self.index.close()
+        self.disk.close()
         self.pool.clear()
 
-    def _save(self, turn: Turn) -> None:
-        """Files first, then the index. Writer thread."""
-        written: list[tuple[Node, int]] = []
-        try:
-            for node in turn.nodes:
-                if node.key in self.index:
-                    continue
-                block = self.pool.get(node.key)
-                if block is None:
-                    raise StoreError(f"block {node.key.hex()} went before it was written")
-                size = write_block(
-                    self.folder, node, turn.root, block.arrays, fsync=self.limits.fsync
-                )
-                written.append((node, size))
-            self.index.commit_turn(turn.root, written, turn.leaf, turn.replies)
-        finally:
-            for node in turn.nodes:
-                self.pool.unpin(node.key)
-        if turn.leaf is not None:
-            for replaced, _ in turn.leaf.replaced:
-                self.pool.drop(replaced)
-                self._forget(replaced)
-        self._collect()
+    # Writer thread.
 
-    def _collect(self) -> None:
-        """Remove least recently used leaves until the disk budget holds. Writer thread."""
-        n_bytes = self.index.n_bytes()
-        while n_bytes > self.limits.max_disk_bytes:
-            leaf = self.index.least_recently_used_leaf()
-            if leaf is None:
-                return
-            key, size = leaf
-            self._forget(key)
-            n_bytes -= size
-
-    def _forget(self, key: bytes) -> None:
-        self.index.forget_block(key)
+    def _save(self, turn: Turn, pinned: list[bytes]) -> None:
         try:
-            os.unlink(block_path(self.folder, key))
-        except FileNotFoundError:
-            pass
+            self.disk.save(turn, self._arrays_of)
+        except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
+            self._failed("save a turn", error)
+            self._abandon(turn, pinned)
+            return
+        self.counters.turns_saved += 1
+        self.counters.failures.clear()
+        for node in turn.nodes:
+            block = self.pool.get(node.key)
+            if block is not None:
+                block.on_disk = True
+        self._release(turn, pinned)
+        for replaced, _ in turn.leaf.replaced if turn.leaf else ():
+            self.pool.drop(replaced)
+
+    def _arrays_of(self, key: bytes) -> Arrays | None:
+        block = self.pool.get(key)
+        return None if block is None else block.arrays
+
+    def _abandon(self, turn: Turn, pinned: list[bytes]) -> None:
+        """A turn stays in memory only, where its blocks may now be evicted. Any thread."""
+        self.counters.turns_not_saved += 1
+        self._release(turn, pinned)
+
+    def _release(self, turn: Turn, pinned: list[bytes]) -> None:
+        self.pool.unpin(pinned)
+        for reply in turn.replies:
+            self._unwritten_replies.pop((turn.root.key, reply.digest), None)
+
+    def _touch(self, key: bytes) -> None:
+        try:
+            self.index.touch(key)
+        except sqlite3.Error as error:
+            self._failed("mark a block as used", error)
+
+    def _sweep(self) -> None:
+        n_swept = self.disk.sweep()
+        if n_swept:
+            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Say once what does not work, until something works again."""
+        kind = f"{what}: {type(error).__name__} {getattr(error, 'errno', '')}"
+        if kind not in self.counters.failures:
+            self.counters.failures.add(kind)
+            logger.error("cannot %s: %s; serving goes on from memory", what, error)
+
+
+def _in_ram(node: Node, arrays: Arrays) -> KVBlock:
+    return KVBlock(node, arrays, sum(array.nbytes for array in arrays.values()))

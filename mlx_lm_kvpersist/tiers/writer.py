@@ -3,42 +3,116 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from .disk import Turn
 
 logger = logging.getLogger(__name__)
 
 
-class Writer:
-    """Runs tasks in order on one long-lived thread."""
+@dataclass
+class _Task:
+    """Something to do. For a turn to be saved: what to do instead, and the bytes it holds."""
 
-    def __init__(self) -> None:
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+    run: Callable[[], None]
+    turn: Turn | None = None
+    abandon: Callable[[], None] = lambda: None
+    n_bytes: int = 0
+
+
+class Writer:
+    """Runs tasks in order on one long-lived thread.
+
+    At most `max_bytes` of turns wait. When more come, the oldest turn that a later one of the
+    same conversation contains is left out, and if there is none, the oldest turn: nobody waits.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._tasks: deque[_Task] = deque()
+        self._n_bytes = 0
+        self._closing = False
+        self._busy = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the turns that wait."""
+        return self._n_bytes
+
     def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
+        with self._changed:
+            self._tasks.append(_Task(task))
+            self._changed.notify_all()
+
+    def submit_turn(
+        self, turn: Turn, save: Callable[[], None], abandon: Callable[[], None], n_bytes: int
+    ) -> None:
+        """Have a turn saved, or abandoned when too much waits; it holds `n_bytes` in RAM."""
+        victims: list[_Task] = []
+        with self._changed:
+            self._tasks.append(_Task(save, turn, abandon, n_bytes))
+            self._n_bytes += n_bytes
+            while self._n_bytes > self.max_bytes:
+                victim = self._superseded() or self._oldest()
+                if victim is None or victim.turn is turn:
+                    break
+                self._tasks.remove(victim)
+                self._n_bytes -= victim.n_bytes
+                victims.append(victim)
+            self._changed.notify_all()
+        for victim in victims:
+            victim.abandon()
+
+    def _superseded(self) -> _Task | None:
+        """Return the oldest waiting turn whose end a later waiting turn goes beyond."""
+        passed: set[bytes] = set()
+        found = None
+        for task in reversed(self._tasks):
+            if task.turn is None:
+                continue
+            if task.turn.nodes and task.turn.nodes[-1].key in passed:
+                found = task
+            passed.update(node.key for node in task.turn.nodes)
+            if task.turn.leaf is not None:
+                passed.update(old for old, _ in task.turn.leaf.replaced)
+        return found
+
+    def _oldest(self) -> _Task | None:
+        return next((task for task in self._tasks if task.turn is not None), None)
 
     def drain(self) -> None:
         """Return when everything submitted so far has run."""
-        self._tasks.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tasks and not self._busy)
 
     def close(self, timeout_s: float) -> bool:
         """Run what is waiting and stop; False when that takes longer than `timeout_s`."""
-        self._tasks.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
-            task = self._tasks.get()
-            try:
-                if task is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closing)
+                if not self._tasks:
                     return
-                task()
+                task = self._tasks.popleft()
+                self._n_bytes -= task.n_bytes
+                self._busy = True
+            try:
+                task.run()
             except Exception:
                 logger.exception("the store could not be changed; serving goes on from memory")
             finally:
-                self._tasks.task_done()
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()

@@ -42,18 +42,19 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
     tokenizer: Any, token_text: TokenText
 ) -> None:
     """Spelling out a word gives other ids than encoding it: the stored ones are used."""
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
     word = "conversation"
-    spelled = [next(i for i in range(600) if token_text.piece(i) == bytes([c])) for c in word.encode()]
-    start = list(tokenizer.encode("Hi", add_special_tokens=False))
-    stored = [*start, *spelled, tokenizer.eos_token_id]
+    id_of = {token_text.piece(i): i for i in range(600)}
+    stored = [*encode("Hi"), *(id_of[bytes([c])] for c in word.encode()), tokenizer.eos_token_id]
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add(stored)
-    text = token_text.decode([*stored]) + "next"
-    prompt = [*start, *tokenizer.encode(word, add_special_tokens=False), tokenizer.eos_token_id]
-    prompt = list(tokenizer.encode("Hi" + word + tokenizer.eos_token + "next", add_special_tokens=False))
+    prompt = encode(f"Hi{word}{tokenizer.eos_token}next")
     text = token_text.decode(prompt)
     match = match_text(tree, ROOT, text, token_text)
-    result = splice(prompt, text, match, token_text, lambda part: list(tokenizer.encode(part, add_special_tokens=False)))
+    result = splice(prompt, text, match, token_text, encode)
     assert result is not None
     assert result.n_stored == len(stored)
     assert result.ids[: len(stored)] == stored

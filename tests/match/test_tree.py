@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.match.keys import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Match, common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import NO_MATCH, common_prefix, match_ids, match_text
 
 from .tree_in_memory import ROOT, MemoryTree
 
@@ -22,7 +23,8 @@ def sequences(tokenizer: Any) -> st.SearchStrategy[list[int]]:
     texts = st.lists(st.sampled_from(SENTENCES), max_size=4).map("".join)
     canonical = texts.map(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
     sampled = st.lists(st.integers(0, 599), max_size=12)
-    return st.lists(canonical | sampled, min_size=1, max_size=4).map(lambda parts: sum(parts, []))
+    parts = st.lists(canonical | sampled, min_size=1, max_size=4)
+    return parts.map(lambda ids: list(chain(*ids)))
 
 
 def longest_by_trying(stored: list[list[int]], text: str, tokens: TokenText) -> int:
@@ -72,7 +74,7 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
     assert match_text(tree, ROOT, text + " seven", token_text).at_end
     assert not match_text(tree, ROOT, text[:-3] + "!", token_text).at_end
     other = tokenizer.encode("nothing alike", add_special_tokens=False)
-    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text) == Match((), 0, 0, False)
+    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text) == NO_MATCH
 
 
 def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:

@@ -11,6 +11,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.serve.keep import keep
 from mlx_lm_kvpersist.serve.lookup import look_up
@@ -46,8 +47,8 @@ class Conversations:
     store: BlockStore
 
     @property
-    def root(self) -> bytes:
-        return self.loaded.root("", "")
+    def root(self) -> Root:
+        return self.loaded.root()
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
         """Feed ids; return the logits of the last one, [vocab]."""
@@ -56,10 +57,17 @@ class Conversations:
         return logits
 
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:
-        """Compute a turn of prompt and reply from nothing, and keep it."""
-        caches = self.loaded.spec.make_cache()
-        self.forward(ids, caches)
+        """Take a turn as the server does: look up, prefill, keep, reply, keep."""
         state = RequestState(session=session, root=self.root, n_prompt=n_prompt)
+        prompt = ids[:n_prompt]
+        fed = look_up(state, Prompt(prompt, [prompt], ["user"]), self.store, self.loaded).ids
+        assert fed == prompt
+        caches, n_reused = state.restored or (self.loaded.spec.make_cache(), 0)
+        if len(prompt) - 1 > n_reused:
+            self.forward(prompt[n_reused:-1], caches)
+            keep(state, prompt[:-1], caches, self.store, self.loaded)
+            n_reused = len(prompt) - 1
+        self.forward(ids[n_reused:], caches)
         keep(state, ids, caches, self.store, self.loaded)
 
     def forget_hot_blocks(self) -> None:

@@ -36,7 +36,7 @@ def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]
 def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n: int) -> None:
     restored = talk.forward(ids[n:], caches)
     recomputed = talk.forward(ids, talk.loaded.spec.make_cache())
-    difference = mx.abs(restored - recomputed).max().item()
+    difference = float(mx.abs(restored - recomputed).max())
     assert difference < TOLERANCE, f"logits differ by {difference} after {n} of {len(ids)} tokens"
 
 
@@ -48,6 +48,7 @@ def stored(loaded: LoadedModel) -> Any:
         talk = Conversations(loaded, store)
         ids = sampled_turn(loaded, 700)
         talk.remember(ids, n_prompt=350)
+        without_text(talk).remember(ids, n_prompt=350)
         yield talk, ids
         store.close()
 
@@ -71,6 +72,11 @@ def test_any_cut_of_a_prompt(stored: Any, data: Any) -> None:
     assert_same_logits(talk, fed, caches, outcome.n_reused)
 
 
+def without_text(talk: Conversations) -> Conversations:
+    """The same model, its prompts matched by ids."""
+    return replace(talk, loaded=replace(talk.loaded, text=None))
+
+
 def bos_of(loaded: LoadedModel) -> str:
     return loaded.tokenizer.bos_token or ""
 
@@ -80,7 +86,7 @@ def bos_of(loaded: LoadedModel) -> str:
 def test_any_cut_of_ids(stored: Any, data: Any) -> None:
     """Without text, every token position is a cut."""
     talk, ids = stored
-    talk = replace(talk, loaded=replace(talk.loaded, text=None))
+    talk = without_text(talk)
     cut = data.draw(st.integers(1, len(ids)))
     other = [(ids[cut] + 1) % 290 if cut < len(ids) else 7, 11]
     prompt = ids[:cut] + data.draw(st.sampled_from([[], other]))
@@ -120,7 +126,7 @@ def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
     talk.store.drain()
     # 300 tokens end in a block of 44, which the second turn's block of 256 replaces.
     assert talk.store.index.n_blocks() == 3
-    assert len(talk.store.index.session_leaves(talk.root, "s")) == 1
+    assert len(talk.store.index.session_leaves(talk.root.key, "s")) == 1
     _, _, outcome = talk.ask([*ids, 5])
     assert outcome.n_reused == 600
 
@@ -137,7 +143,7 @@ def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 700)
     talk.remember(ids, n_prompt=300)
     talk.forget_hot_blocks()
-    (first,) = talk.store.children(talk.root)
+    (first,) = talk.store.children(talk.root.key)
     (second,) = talk.store.children(first.key)
     path = block_path(talk.store.folder, second.key)
     content = bytearray(path.read_bytes())

@@ -18,7 +18,7 @@ def with_reply(talk: Conversations, ids: list[int]) -> str:
     eos = talk.loaded.tokenizer.eos_token_id
     reply = reply_to_remember(conversation, [*ids, eos], talk.loaded)
     if reply is not None:
-        talk.store.submit(Turn(talk.root, (), None, (reply,)))
+        talk.store.keep_turn(Turn(talk.root, (), None, (reply,)), [])
         talk.store.drain()
     detokenizer = talk.loaded.tokenizer.detokenizer
     for token_id in ids:

@@ -100,9 +100,7 @@ class Crowd:
                 return
 
 
-def test_sampled_replies_are_found_again(
-    start_server: StartServer, models_dir: Path
-) -> None:
+def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: Path) -> None:
     """At temperature 1 a reply is almost never the tokenizer's own choice of ids."""
     model = make_tiny_model(models_dir / "any-bytes", whole_characters=False)
     server = start_server.with_plugin(model)
@@ -181,7 +179,7 @@ def test_models_that_cannot_be_kept_are_served_as_stock(
     model = make_tiny_model(
         models_dir / "sliding",
         model_type="gemma3_text",
-        config={"sliding_window": 64, "sliding_window_pattern": 2}
+        config={"sliding_window": 64, "sliding_window_pattern": 2},
     )
     stock = start_server(model)
     talk: list[Message] = [{"role": "user", "content": synthetic_text(30)}]

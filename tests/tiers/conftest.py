@@ -6,15 +6,15 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.tiers.index import Leaf
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
 
-ROOT = b"\1" * 16
+ROOT = Root("fingerprint", "4b64")
 
 
-def chain(*blocks: list[int], parent: bytes = ROOT) -> list[Node]:
+def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Node]:
     """Return the nodes of a conversation, one per list of ids."""
     nodes: list[Node] = []
     start = 0
@@ -31,7 +31,7 @@ def arrays_of(node: Node) -> dict[str, mx.array]:
     """Return arrays whose content belongs to this node alone."""
     seed = int.from_bytes(node.key[:4], "little")
     arrays = {
-        "0.k.weights": mx.random.randint(0, 1 << 30, (2, 1, node.n_tokens, 8), mx.uint32),
+        "0.k.weights": mx.random.randint(0, 1 << 30, (2, 64, node.n_tokens, 128), mx.uint32),
         "0.k.scales": mx.random.normal((2, 1, node.n_tokens, 1), key=mx.random.key(seed)),
     }
     mx.eval(arrays)
@@ -43,17 +43,17 @@ def save_turn(
 ) -> dict[bytes, dict[str, mx.array]]:
     """Keep and write a whole turn; return the arrays by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
-    store.keep([(n, content[n.key]) for n in nodes if n.key in content], pinned=True)
+    new = [(node, content[node.key]) for node in nodes if node.key in content]
     keys = tuple(node.key for node in nodes)
     end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
-    store.submit(Turn(ROOT, tuple(nodes), end))
+    store.keep_turn(Turn(ROOT, tuple(nodes), end), new)
     store.drain()
     return content
 
 
 @pytest.fixture
 def limits() -> StoreLimits:
-    return StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=1 << 20)
+    return StoreLimits(max_ram_bytes=4 << 20, max_disk_bytes=4 << 20)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from .conftest import ROOT, arrays_of, chain
 
 NODE = Node(
     key=chain([1, 2, 3])[0].key,
-    parent=ROOT,
+    parent=ROOT.key,
     start=0,
     packed_ids=chain([1, 2, 3])[0].packed_ids,
     text='a "quoted" text\n\0 \ud800 🎉',

@@ -8,7 +8,7 @@ from .conftest import ROOT, chain
 
 def filled(pool: BlockPool, nodes: list[Node], *, pinned: bool = False) -> list[bytes]:
     for node in nodes:
-        pool.put(KVBlock(node, arrays=object(), n_bytes=10, pinned=pinned))
+        pool.put(KVBlock(node, arrays=object(), n_bytes=10, pins=int(pinned)))
     pool.touch(node.key for node in nodes)
     return [node.key for node in nodes]
 
@@ -37,10 +37,9 @@ def test_pinned_blocks_stay_until_written() -> None:
     pool = BlockPool(max_bytes=20)
     keys = filled(pool, chain([1], [2], [3], [4]), pinned=True)
     assert pool.n_bytes == 40
-    pool.unpin(keys[3])
+    pool.unpin([keys[3]])
     assert pool.n_bytes == 30 and keys[3] not in pool
-    for key in keys[:3]:
-        pool.unpin(key)
+    pool.unpin(keys[:3])
     assert pool.n_bytes == 20
 
 
@@ -49,8 +48,8 @@ def test_an_equal_block_is_kept_once() -> None:
     (node,) = chain([1])
     first = KVBlock(node, object(), 10)
     pool.put(first)
-    pool.put(KVBlock(node, object(), 10, pinned=True))
-    assert pool.get(node.key) is first and first.pinned
+    pool.put(KVBlock(node, object(), 10, pins=1))
+    assert pool.get(node.key) is first and first.pins == 1
     assert (len(pool), pool.n_bytes) == (1, 10)
     pool.drop(node.key)
-    assert (len(pool), pool.n_bytes, pool.children(ROOT)) == (0, 0, [])
+    assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])

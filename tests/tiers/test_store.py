@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
+from mlx_lm_kvpersist.tiers.disk import DiskStore
 from mlx_lm_kvpersist.tiers.files import FORMAT, block_path
 from mlx_lm_kvpersist.tiers.index import Index
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
@@ -23,9 +25,9 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     content = save_turn(store, nodes, name="s")
     again = reopened(store)
-    assert again.children(ROOT) == [nodes[0]]
+    assert again.children(ROOT.key) == [nodes[0]]
     assert again.children(nodes[0].key) == [nodes[1]]
-    assert again.index.session_leaves(ROOT, "s") == [nodes[1].key]
+    assert again.index.session_leaves(ROOT.key, "s") == [nodes[1].key]
     for node in nodes:
         loaded = again.load(node, ROOT)
         assert loaded is not None and loaded.from_disk
@@ -39,8 +41,8 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
 
 def test_unwritten_blocks_are_found_in_ram(store: BlockStore) -> None:
     (node,) = chain([1, 2, 3])
-    store.keep([(node, arrays_of(node))], pinned=False)
-    assert store.children(ROOT) == [node]
+    store.keep([(node, arrays_of(node))])
+    assert store.children(ROOT.key) == [node]
     assert node.key in store and node.key not in store.index
 
 
@@ -58,11 +60,11 @@ def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s")
-    assert store.index.session_leaves(ROOT, "s") == [longer[-1].key]
+    assert store.index.session_leaves(ROOT.key, "s") == [longer[-1].key]
     # A branch is a second leaf; the first stays.
     branch = chain([1], [9])
     save_turn(store, branch, "s")
-    assert set(store.index.session_leaves(ROOT, "s")) == {longer[-1].key, branch[-1].key}
+    assert set(store.index.session_leaves(ROOT.key, "s")) == {longer[-1].key, branch[-1].key}
 
 
 def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> None:
@@ -74,26 +76,24 @@ def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> No
     assert tail.key not in store
     assert not block_path(store.folder, tail.key).exists()
     for name in ("s", "other"):
-        assert store.index.session_leaves(ROOT, name) == [longer[1].key]
+        assert store.index.session_leaves(ROOT.key, name) == [longer[1].key]
 
 
-def test_least_recently_used_conversations_go_first(tmp_path: Path) -> None:
-    probe = BlockStore(tmp_path / "probe", StoreLimits(1 << 20, 1 << 20))
-    save_turn(probe, chain([0]))
-    size = probe.index.n_bytes()
-    probe.close()
-    store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, size * 6))
+def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     save_turn(store, chain([1], [2], [3]), "old")
     save_turn(store, chain([4], [5], [6]), "used")
     store.touch(chain([1], [2], [3])[-1].key)
-    save_turn(store, chain([7], [8]), "new")
-    assert store.index.n_bytes() <= size * 6
-    assert [n.key in store.index for n in chain([1], [2], [3])] == [True] * 3
-    assert [n.key in store.index for n in chain([4], [5], [6])] == [True, False, False]
-    assert store.index.session_leaves(ROOT, "used") == []
-    files = {path.stem for path in (store.folder / "blocks").rglob("*.safetensors")}
-    assert len(files) == store.index.n_blocks()
+    store.drain()
+    one_block = store.index.n_bytes() // 6
     store.close()
+    tight = DiskStore(store.folder, store.limits)
+    tight.limits = replace(tight.limits, max_disk_bytes=tight.used_bytes() - one_block * 2)
+    assert tight.make_room(0)
+    assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
+    assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
+    assert [session.name for session in tight.index.sessions()] == ["old"]
+    assert len(list((store.folder / "blocks").glob("*/*"))) == tight.index.n_blocks()
+    tight.close()
 
 
 def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
@@ -113,11 +113,10 @@ def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
 
 def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    store.keep([(node, arrays_of(node)) for node in nodes], pinned=True)
-    store.submit(Turn(ROOT, tuple(nodes)))
+    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
     assert store.index.n_blocks() == 2
-    assert store.index.session_leaves(ROOT, "s") == []
+    assert store.index.session_leaves(ROOT.key, "s") == []
 
 
 def test_a_failed_write_commits_nothing(
@@ -127,11 +126,11 @@ def test_a_failed_write_commits_nothing(
     (store.folder / "blocks").write_text("in the way")
     save_turn(store, nodes, "s")
     assert store.index.n_blocks() == 0
-    assert store.index.session_leaves(ROOT, "s") == []
-    assert "could not be changed" in caplog.text
+    assert store.index.session_leaves(ROOT.key, "s") == []
+    assert "cannot save a turn" in caplog.text
     # What could not be written is still served from RAM, and may go when RAM is needed.
     block = store.pool.get(nodes[0].key)
-    assert block is not None and not block.pinned
+    assert block is not None and not block.pins
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What the store may use: bytes on disk, free space to leave, bytes written an hour."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """Budgets in bytes."""
+
+    max_ram_bytes: int
+    max_disk_bytes: int
+    min_free_bytes: int = 0
+    """Free space to leave on the volume."""
+    max_hourly_bytes: int | None = None
+    """Most to write within an hour; None for no limit."""
+    max_queue_bytes: int = 1 << 30
+    """Most that may wait to be written."""
+    fsync: bool = False
+    verify: bool = True
+    """Whether to check the checksum of what is read."""
+
+
+class WriteMeter:
+    """Counts the bytes written within the last hour. Writer thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._written: deque[tuple[float, int]] = deque()
+        self._n_bytes = 0
+        self.total_bytes = 0
+
+    def add(self, n_bytes: int) -> None:
+        self._written.append((self._clock(), n_bytes))
+        self._n_bytes += n_bytes
+        self.total_bytes += n_bytes
+
+    def last_hour_bytes(self) -> int:
+        while self._written and self._written[0][0] < self._clock() - _HOUR_S:
+            self._n_bytes -= self._written.popleft()[1]
+        return self._n_bytes
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the volume that holds `folder`."""
+    return shutil.disk_usage(folder).free
+
+
+def tree_bytes(folder: Path) -> int:
+    """Return the size of all files below `folder`; what goes away meanwhile does not count."""
+    total = 0
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return 0
+    for entry in entries:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_bytes(Path(entry.path))
+            else:
+                total += entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue
+    return total

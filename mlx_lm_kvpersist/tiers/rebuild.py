@@ -1,0 +1,130 @@
+"""Rebuild a store's index from the metadata of its files.
+
+The new index is made aside and then takes effect at once: however a rebuild is interrupted, the
+next one finds the old index or none, never half of one, which a sweep would take at its word.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import BlockCorrupt, StoreFormatError
+from ..match.keys import Root
+from ..match.tree import Node
+from .files import block_path, make_private, node_of, read_metadata
+from .index import Index, Session
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 512
+_SUFFIXES = ("", "-wal", "-shm")
+
+
+def rebuild_index(
+    folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> int:
+    """Make the index of a store anew and put it in place; return the number of blocks.
+
+    An index that can still be read is replaced within, by one transaction, so that a server that
+    has it open goes on with it: SQLite forbids to move a file that is in use. Any other goes to
+    quarantine. The caller holds the store's lock. Raises StoreFormatError when index or blocks
+    were written by a newer version.
+    """
+    aside = folder / "quarantine"
+    make_private(aside)
+    fresh_path = aside / f"rebuild-{time.time_ns()}.sqlite"
+    fresh = Index(fresh_path)
+    try:
+        n_blocks = rebuild(folder, fresh, progress)
+        fresh.close()
+        if not _replaced_within(folder / "index.sqlite", fresh_path):
+            for suffix in _SUFFIXES:  # a log left behind would be read into the new index
+                path = folder / f"index.sqlite{suffix}"
+                if path.exists():
+                    path.rename(aside / f"index-{time.time_ns()}.sqlite{suffix}")
+            os.replace(fresh_path, folder / "index.sqlite")
+    finally:
+        fresh.close()
+        for suffix in _SUFFIXES:
+            Path(f"{fresh_path}{suffix}").unlink(missing_ok=True)
+    return n_blocks
+
+
+def _replaced_within(path: Path, fresh_path: Path) -> bool:
+    """Have the index at `path` take over a fresh one; False when it is missing or damaged."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    live: Index | None = None
+    try:
+        live = Index(path)
+        live.take_over(fresh_path)
+    except sqlite3.DatabaseError as error:
+        # A disk that is full or a lock that is held says nothing about the index.
+        if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
+            raise
+        logger.warning("the old index cannot be read (%s); it goes to quarantine", error)
+        return False
+    finally:
+        if live is not None:
+            live.close()
+    return True
+
+
+def rebuild(
+    folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
+) -> int:
+    """Add every readable block of the folder, and every session, to an empty index.
+
+    `progress` is told how many of how many files have been read. Returns the number of blocks.
+    The caller holds the store's lock.
+    """
+    paths = sorted((folder / "blocks").glob("*/[!.]*.safetensors"))
+    for first in range(0, len(paths), _BATCH):
+        by_root: dict[Root, list[tuple[Node, int]]] = {}
+        for path in paths[first : first + _BATCH]:
+            try:
+                node, root = node_of(read_metadata(path))
+                if block_path(folder, node.key) != path:
+                    raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
+                node.text.encode()
+                by_root.setdefault(root, []).append((node, path.stat().st_size))
+            except StoreFormatError as error:
+                raise StoreFormatError(f"{path}: {error}") from error
+            except (BlockCorrupt, OSError, ValueError, TypeError, AttributeError) as error:
+                logger.warning("not taken into the index: %s: %s", path.name, error)
+        for root, blocks in by_root.items():
+            for node, size in blocks:
+                used = block_path(folder, node.key).stat().st_mtime
+                index.add_blocks(root, [(node, size)], used)
+        progress(min(first + _BATCH, len(paths)), len(paths))
+    for path in sorted((folder / "sessions").glob("*.json")):
+        try:
+            session = read_session(path)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            logger.warning("not taken into the index: %s: %s", path.name, error)
+            continue
+        if session.leaf in index:
+            index.put_session(session)
+    return index.n_blocks()
+
+
+def read_session(path: Path) -> Session:
+    """Read the file of a session.
+
+    Raises ValueError, TypeError, KeyError or OSError when it is none, or another session's.
+    """
+    content = json.loads(path.read_text())
+    content["root"] = bytes.fromhex(content["root"])
+    content["leaf"] = bytes.fromhex(content["leaf"])
+    session = Session(**content)
+    if path.name != f"{session.id}.json":
+        raise ValueError(f"it holds session {session.id!r}")
+    if session.name is not None:
+        session.name.encode()
+    return session
