@@ -35,6 +35,7 @@ class Config:
     isolate_sessions: bool = False
     namespace_by_key: bool = False
     session_header: str | None = None
+    min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     kv_bits: int = 4
     kv_group_size: int | None = None
@@ -47,6 +48,17 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not a size; write for example 8G or 512M")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
+    return share
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -128,6 +140,13 @@ def add_options(parser: ArgumentParser) -> None:
         help="A request header to read a conversation's name from before all others",
     )
     group.add_argument(
+        "--kvpersist-min-reuse",
+        type=parse_share,
+        metavar="SHARE",
+        help="Reuse a conversation that the prompt parts from only if at least this share of its "
+        "text, such as 0.8, is of use (default: decided by measured speeds)",
+    )
+    group.add_argument(
         "--kvpersist-normalise",
         type=parse_names,
         default=tuple(NORMALISATIONS),
@@ -174,6 +193,7 @@ def from_args(args: Namespace) -> Config:
         ),
         canary=args.kvpersist_verify == "canary",
         store_text=not args.kvpersist_no_text,
+        min_reuse=args.kvpersist_min_reuse,
         normalise=args.kvpersist_normalise,
         session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import logging
+import time
 from argparse import ArgumentParser, Namespace
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 from . import config
+from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key
 from .errors import KVPersistError, ModelNotSupported
 from .host.hookspecs import hookimpl
 from .host.prompt import Prompt, RequestTokens
+from .host.routes import Route
 from .kv.batch import BatchQuantizedKVCache
 from .kv.fingerprint import content_hash, model_fingerprint
 from .kv.quantized import SequenceQuantizedKVCache
 from .kv.spec import ModelCacheSpec
 from .match.keys import Root
 from .match.text import TokenText
+from .serve.costs import ReusePolicy
+from .serve.history import History, RequestRecord
 from .serve.keep import keep
 from .serve.lookup import look_up
 from .serve.model import LoadedModel
+from .serve.outcome import Kind, Outcome, Reason
 from .serve.replies import restore_replies
-from .serve.request import Kind, Outcome, RequestState
+from .serve.request import RequestState
 from .serve.selftest import check_round_trip
 from .tiers.store import BlockStore
 
@@ -36,9 +42,12 @@ class KVPersistPlugin:
 
     def __init__(self) -> None:
         self._config: config.Config | None = None
+        self._refusal = ""
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
         self._refused: set[str] = set()
+        self._policy = ReusePolicy()
+        self._history = History()
 
     # Startup and shutdown.
 
@@ -73,10 +82,14 @@ class KVPersistPlugin:
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
+        assert self._config is not None
         self._loaded = None
+        # What was learned of one model's speed says nothing of another's.
+        self._policy = ReusePolicy(self._config.canary, self._config.min_reuse)
         try:
             self._loaded = self._describe(provider)
         except ModelNotSupported as error:
+            self._refusal = str(error)
             if provider.model_key[0] not in self._refused:
                 self._refused.add(provider.model_key[0])
                 logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
@@ -164,21 +177,37 @@ class KVPersistPlugin:
         state, loaded, store = RequestState.of(request), self._loaded, self._store
         state.n_prompt = len(prompt.ids)
         if loaded is None or store is None:
-            state.outcome = Outcome(Kind.STOCK, n_prompt=state.n_prompt)
+            state.outcome = Outcome(
+                Kind.STOCK, state.n_prompt, reason=Reason.NOT_KEPT, detail=self._refusal
+            )
+            self._record(state)
             return None
         assert self._config is not None
         state.root = self._root(state, loaded)
         try:
-            prompt = look_up(state, prompt, store, loaded, canary=self._config.canary)
+            prompt = look_up(state, prompt, store, loaded, self._policy, request.messages)
         except Exception:
             # A store that fails costs a restore, never a reply.
             logger.exception("kvpersist: the prompt could not be looked up")
             state.restored = None
             state.outcome = Outcome(Kind.MISS, n_prompt=len(prompt.ids))
         state.n_prompt = len(prompt.ids)
-        assert state.outcome is not None
-        logger.info("kvpersist: %s; session=%r", state.outcome.header, state.session)
+        self._record(state)
+        state.ready_s = time.perf_counter()
         return prompt
+
+    def _record(self, state: RequestState) -> None:
+        """Write the request's one line, and keep it for those who ask why."""
+        assert state.outcome is not None
+        state.id = self._history.new_id()
+        model = self._loaded.name if self._loaded else ""
+        outcome = state.outcome
+        why = f"; {outcome.reason.value}" if outcome.reason else ""
+        session = repr(state.session[:80]) if state.session else "none"
+        logger.info("kvpersist: %s%s; session=%s; id=%s", outcome.header, why, session, state.id)
+        if outcome.parting:
+            logger.debug("kvpersist: %s parts at %r", state.id, outcome.parting)
+        self._history.add(RequestRecord(state.id, state.session, state.namespace, model, outcome))
 
     @hookimpl
     def fetch_nearest_cache(
@@ -199,6 +228,10 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None or not isinstance(tokens, RequestTokens):
             return None
         state = RequestState.of(tokens.request)
+        if state.ready_s is not None and state.outcome is not None:
+            n_computed = len(tokens) - state.outcome.n_reused
+            self._policy.costs.learn_prefill(n_computed, time.perf_counter() - state.ready_s)
+            state.ready_s = None
         try:
             keep(state, tokens, prompt_cache, self._store, self._loaded)
         except Exception:
@@ -208,7 +241,39 @@ class KVPersistPlugin:
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
         outcome = RequestState.of(request).outcome
-        return [("X-KVPersist", outcome.header)] if outcome is not None else []
+        if outcome is None:
+            return []
+        return [
+            ("X-KVPersist", outcome.header),
+            ("X-KVPersist-Request", RequestState.of(request).id),
+        ]
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [
+            Route("GET", REQUESTS_PATH, json_view(self._requests)),
+            Route("GET", STATS_PATH, json_view(self._stats)),
+        ]
+
+    def _requests(self) -> list[dict[str, Any]]:
+        """Return the last requests, the newest first."""
+        assert self._config is not None
+        with_text = self._config.store_text
+        return [record.to_json(with_text=with_text) for record in self._history.records()][::-1]
+
+    def _stats(self) -> dict[str, Any]:
+        loaded, store, costs = self._loaded, self._store, self._policy.costs
+        return {
+            "model": loaded.name if loaded else None,
+            "spec": loaded.spec.describe() if loaded else None,
+            "not_kept": self._refusal or None,
+            "prefill_tokens_per_s": costs.prefill.per_s,
+            "restore_bytes_per_s": {
+                "hot": costs.from_ram.per_s,
+                "warm": costs.from_disk.per_s,
+            },
+            "store": store.stats() if store else None,
+        }
 
 
 def local_path(model: str) -> Path:

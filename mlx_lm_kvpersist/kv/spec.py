@@ -104,6 +104,7 @@ class ModelCacheSpec:
         return {
             "precision": str(self.precision),
             "n_layers": self.n_layers,
+            "bytes_per_token": self.bytes_per_token,
             "groups": [
                 {
                     "name": group.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -56,12 +56,16 @@ class Match:
 
     Of `path`, the first `n_tokens` tokens are to be used; they decode to the first `n_chars`
     characters of the prompt. `at_end` says that nothing is stored beyond them on this branch.
+    Where something is, it agrees with the prompt for `n_agreed` characters and goes on with
+    `stored_next`; that can be a few more than a token's end allows to use.
     """
 
     path: tuple[Node, ...]
     n_tokens: int
     n_chars: int
     at_end: bool
+    n_agreed: int = 0
+    stored_next: str = ""
 
     @property
     def ids(self) -> list[int]:
@@ -73,6 +77,9 @@ class Match:
 
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
 
+SHOWN_CHARS = 40
+"""Of what is stored where a prompt parts from it, for people to see."""
+
 
 def match_text(
     source: NodeSource, root: bytes, text: str, tokens: TokenText, prefer: Collection[bytes] = ()
@@ -82,7 +89,8 @@ def match_text(
     Of equally long ones, a branch through a block in `prefer` wins.
     """
     best, best_rank = NO_MATCH, (0, False)
-    for step in _steps(source, root, text, prefer, lambda node: node.text):
+    steps = _steps(source, root, text, prefer, lambda node: node.text)
+    for step in steps:
         # A character that is incomplete in the store may count for one more.
         if (step.position + step.n_equal + 1, True) < best_rank:
             break
@@ -95,7 +103,14 @@ def match_text(
         rank = (step.position + n_chars, step.preferred)
         if rank > best_rank:
             best, best_rank = step.match(n_tokens, step.position + n_chars, source), rank
-    return best
+    if not steps:
+        return best
+    farthest = steps[0]
+    stored_next = farthest.node.text[farthest.n_equal :][:SHOWN_CHARS]
+    for child in source.children(farthest.node.key) if not stored_next else ():
+        stored_next = child.text[:SHOWN_CHARS]
+        break
+    return replace(best, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
 
 
 def match_ids(

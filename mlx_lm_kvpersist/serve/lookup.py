@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..host.prompt import Prompt
 from ..match.keys import Root, pack_ids
 from ..match.splice import splice
-from ..match.tree import Match, match_ids, match_text
+from ..match.tree import NO_MATCH, Match, match_ids, match_text
 from ..tiers.store import BlockStore
+from .costs import ReusePolicy
 from .model import LoadedModel
-from .request import Kind, Outcome, RequestState
+from .outcome import Kind, Outcome, Parting, Reason, parting_of
+from .request import RequestState
 from .restore import restore
 
 
@@ -31,51 +34,87 @@ def look_up(
     prompt: Prompt,
     store: BlockStore,
     model: LoadedModel,
-    *,
-    canary: bool = True,
+    policy: ReusePolicy | None = None,
+    messages: list[dict[str, Any]] | None = None,
 ) -> Prompt:
-    """Return the prompt to feed; its restored caches and the outcome are left in `state`."""
+    """Return the prompt to feed; its restored caches and the outcome are left in `state`.
+
+    `messages` are those that the prompt was rendered from, to say where it parts from others.
+    """
     assert state.root is not None
-    found = _find(state, state.root, prompt, store, model)
+    policy = policy or ReusePolicy()
+    found, nearest = _find(state, state.root, prompt, store, model)
+    parting: Parting | None = None
+    reason: Reason | None = None
+    if model.text is not None and nearest.stored_next:
+        text = model.text.decode(prompt.ids)
+        if nearest.n_agreed < len(text):
+            parting = parting_of(text, nearest.n_agreed, nearest.stored_next, messages or [])
     if found is None:
-        state.outcome = Outcome(Kind.MISS, n_prompt=len(prompt.ids))
+        reason = Reason.PARTED if nearest.n_agreed else Reason.NOTHING_ALIKE
+        state.outcome = Outcome(Kind.MISS, len(prompt.ids), reason=reason, parting=parting)
         return prompt
     n_prompt = len(found.prompt.ids)
     # The last token must run, to give logits.
-    n_tokens = min(found.match.n_tokens, n_prompt - 1)
+    n_found = n_tokens = min(found.match.n_tokens, n_prompt - 1)
+    if n_found < n_prompt - 1 and not found.match.at_end:
+        reason = Reason.PARTED
+        n_tokens, refusal = policy.tokens_to_reuse(found.match, n_found, store, model.spec)
+        reason = refusal or reason
     started = time.perf_counter()
-    restored = restore(found.match, n_tokens, n_prompt, state.root, store, model, canary=canary)
+    restored = restore(
+        found.match, n_tokens, n_prompt, state.root, store, model, canary=policy.canary
+    )
     restore_ms = (time.perf_counter() - started) * 1e3
-    if restored is None:
-        state.outcome = Outcome(Kind.MISS, n_prompt, restore_ms=restore_ms)
-        return found.prompt
-    state.restored = (restored.caches, restored.n_tokens)
-    if restored.n_tokens == n_prompt - 1:
+    n_reused = restored.n_tokens if restored else 0
+    if n_reused < n_tokens:
+        reason = Reason.QUARANTINED
+    if restored is not None:
+        state.restored = (restored.caches, n_reused)
+        policy.costs.learn_restore(
+            restored.join_s, restored.n_bytes, restored.disk_s, restored.n_disk_bytes
+        )
+    if n_reused == 0:
+        kind = Kind.MISS
+    elif n_reused == n_prompt - 1:
         kind = Kind.EXACT
-    elif found.match.at_end and restored.n_tokens == n_tokens:
+    elif found.match.at_end and n_reused == n_found:
         kind = Kind.EXTEND
     else:
         kind = Kind.DIVERGE
-    state.outcome = Outcome(kind, n_prompt, restored.n_tokens, restored.n_from_disk, restore_ms)
+    if kind in (Kind.EXACT, Kind.EXTEND):
+        parting = None
+    state.outcome = Outcome(
+        kind,
+        n_prompt,
+        n_reused,
+        restored.n_from_disk if restored else 0,
+        restore_ms,
+        reason,
+        parting=parting,
+    )
     return found.prompt
 
 
 def _find(
     state: RequestState, root: Root, prompt: Prompt, store: BlockStore, model: LoadedModel
-) -> _Found | None:
+) -> tuple[_Found | None, Match]:
+    """Return the prompt with stored ids in front, if any are, and the nearest stored branch."""
     prefer: set[bytes] = set()
     if state.session is not None:
         prefer.update(store.session_leaves(root, state.session))
+    nearest = NO_MATCH
     if model.text is not None:
         text = model.text.decode(prompt.ids)
-        match = match_text(store, root.key, text, model.text, prefer)
-        if match.n_tokens == 0:
-            return None
-        spliced = splice(prompt.ids, text, match, model.text, model.encode)
+        nearest = match_text(store, root.key, text, model.text, prefer)
+        if nearest.n_tokens == 0:
+            return None, nearest
+        spliced = splice(prompt.ids, text, nearest, model.text, model.encode)
         if spliced is not None:
-            return _Found(_cut_segments(prompt, spliced.ids, spliced.boundaries), match)
+            segmented = _cut_segments(prompt, spliced.ids, spliced.boundaries)
+            return _Found(segmented, nearest), nearest
     match = match_ids(store, root.key, pack_ids(prompt.ids), prefer)
-    return _Found(prompt, match) if match.n_tokens else None
+    return (_Found(prompt, match) if match.n_tokens else None), nearest
 
 
 def _cut_segments(prompt: Prompt, ids: list[int], boundaries: dict[int, int]) -> Prompt:

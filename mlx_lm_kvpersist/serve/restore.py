@@ -7,20 +7,18 @@ canary: its last tokens are run again on top of the restored prefix.
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from ..kv.blocks import join_blocks
+from ..kv.blocks import block_nbytes, join_blocks
 from ..match.keys import Root
 from ..match.tree import Match, Node
 from ..tiers.store import BlockStore
 from .model import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -40,6 +38,10 @@ class Restored:
     caches: list[Any]
     n_tokens: int
     n_from_disk: int
+    join_s: float = 0.0
+    n_bytes: int = 0
+    disk_s: float = 0.0
+    n_disk_bytes: int = 0
 
 
 def restore(
@@ -60,11 +62,13 @@ def restore(
     parts: list[_Part] = []
     used: list[Node] = []
     from_disk: list[Node] = []
-    n_reused = n_from_disk = 0
+    n_reused = n_from_disk = n_bytes = n_disk_bytes = 0
+    disk_s = 0.0
     for node in match.path:
         n_used = min(node.stop, n_tokens) - node.start
         if n_used <= 0:
             break
+        started = time.perf_counter()
         loaded = store.load(node, root)
         if loaded is None:
             break
@@ -75,13 +79,18 @@ def restore(
         parts.append((loaded.arrays, n_used))
         used.append(node)
         n_reused += n_used
+        n_bytes += block_nbytes(loaded.arrays)
         if loaded.from_disk:
+            disk_s += time.perf_counter() - started
+            n_disk_bytes += block_nbytes(loaded.arrays)
             from_disk.append(node)
             n_from_disk += n_used
     if not parts:
         return None
     headroom = min(max(n_prompt - n_reused + 256, 512), 1024)
+    started = time.perf_counter()
     caches = join_blocks(model.spec, parts, headroom)
+    join_s = time.perf_counter() - started
     if canary and from_disk:
         difference = canary_difference(caches, parts, match.ids[:n_reused], model)
         if not difference <= CANARY_TOLERANCE:
@@ -90,7 +99,7 @@ def restore(
             return None
     store.pool.touch(node.key for node in used)
     store.touch(used[-1].key)
-    return Restored(caches, n_reused, n_from_disk)
+    return Restored(caches, n_reused, n_from_disk, join_s, n_bytes, disk_s, n_disk_bytes)
 
 
 def canary_difference(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.match.keys import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import NO_MATCH, common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 
 from .tree_in_memory import ROOT, MemoryTree
 
@@ -74,7 +74,7 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
     assert match_text(tree, ROOT, text + " seven", token_text).at_end
     assert not match_text(tree, ROOT, text[:-3] + "!", token_text).at_end
     other = tokenizer.encode("nothing alike", add_special_tokens=False)
-    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text) == NO_MATCH
+    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text).path == ()
 
 
 def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:

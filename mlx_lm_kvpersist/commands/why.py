@@ -1,0 +1,114 @@
+"""`mlx-lm-kvpersist why`: what the last requests to a running server reused, and why not more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+from ..api.admin import REQUESTS_PATH
+from ..errors import KVPersistError
+from .output import console, local_time, print_json, print_table, shown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status. Raises KVPersistError when the server is silent."""
+    args = _parser().parse_args(argv)
+    records = _ask(args.host, args.port)
+    if args.request is not None:
+        records = [record for record in records if record["id"].endswith(args.request)]
+        if not records:
+            raise KVPersistError(
+                f"no request {args.request!r} among the last ones; leave it out to list them"
+            )
+    if args.json:
+        print_json(records if args.request is None else records[0])
+    elif args.request is not None:
+        _explain(records[0])
+    else:
+        _list(records)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist why",
+        description="Say what the last requests to a running server reused, and why not more.",
+    )
+    parser.add_argument(
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="of the server (default: 8080)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _ask(host: str, port: int) -> list[dict[str, Any]]:
+    connection = HTTPConnection(host, port, timeout=10)
+    try:
+        connection.request("GET", REQUESTS_PATH)
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, HTTPException) as error:
+        raise KVPersistError(
+            f"no answer from {host}:{port} ({error}); use --host and --port"
+        ) from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise KVPersistError(
+            f"{host}:{port} answered {response.status} to {REQUESTS_PATH}; "
+            "is it mlx_lm.server with --plugin kvpersist?"
+        )
+    records: list[dict[str, Any]] = json.loads(body)
+    return records
+
+
+def _list(records: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            record["id"],
+            local_time(record["received"]),
+            shown(record["session"] or "-", 24),
+            record["outcome"],
+            record["tier"],
+            f"{record['reused_tokens']:,}",
+            f"{record['prompt_tokens']:,}",
+            record["reason"] or "",
+        ]
+        for record in records
+    ]
+    columns = ["id", "received", "session", "outcome", "tier", "reused", "of", "why not more"]
+    print_table(columns, rows, right="reused of")
+
+
+def _explain(record: dict[str, Any]) -> None:
+    out = console()
+    out.print(
+        f"{record['id']}: {record['outcome']}, {record['reused_tokens']:,} of "
+        f"{record['prompt_tokens']:,} tokens reused ({record['tier']}), "
+        f"{record['restored_tokens']:,} from disk in {record['restore_ms']} ms"
+    )
+    if record["reason"]:
+        detail = f": {record['detail']}" if record["detail"] else ""
+        out.print(f"Not more, because: {record['reason']}{detail}")
+    parting = record["parting"]
+    if not parting:
+        return
+    if parting["message"] is None:
+        where = f"between messages, at character {parting['char']:,} of the prompt"
+    else:
+        where = (
+            f"in message {parting['message']} ({parting['role']}), at its character "
+            f"{parting['message_char']:,}"
+        )
+    out.print(f"It parts from the nearest stored branch {where}.")
+    if parting["stored"] is not None:
+        out.print(f"  stored: {shown(parting['stored'], 120)}")
+        out.print(f"  asked:  {shown(parting['asked'], 120)}")

@@ -1,0 +1,94 @@
+"""A reason for every miss, from a real server."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli import main
+from mlx_lm_kvpersist.commands import why
+from mlx_lm_kvpersist.errors import KVPersistError
+from tests.support import Message, ServerProcess, StartServer, synthetic_text
+
+SYSTEM: Message = {"role": "system", "content": synthetic_text(300)}
+QUESTION: Message = {"role": "user", "content": "What does the north tower see at noon?"}
+
+
+def records(server: ServerProcess) -> list[dict[str, Any]]:
+    status, _, body = server.request("GET", "/v1/kvpersist/requests")
+    assert status == 200
+    answer: list[dict[str, Any]] = json.loads(body)
+    return answer
+
+
+def test_where_a_prompt_parts(
+    start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    reply = server.chat([SYSTEM, QUESTION], "s")
+    edited: Message = {"role": "user", "content": "What does the north gate see at noon?"}
+    other = server.chat([SYSTEM, edited], "s")
+    newest, oldest = records(server)
+    assert oldest["id"] == reply.headers["x-kvpersist-request"]
+    assert (oldest["outcome"], oldest["reason"]) == ("MISS", "nothing stored begins like this")
+    assert newest["id"] == other.headers["x-kvpersist-request"]
+    assert (newest["outcome"], newest["session"]) == ("DIVERGE", "s")
+    assert newest["reused_tokens"] == other.cached_tokens
+    parting = newest["parting"]
+    assert (parting["message"], parting["role"], parting["message_char"]) == (1, "user", 20)
+    assert parting["stored"].startswith("tower see at noon?")
+    assert parting["asked"].startswith("gate see at noon?")
+    # The same through the command line.
+    options = ["--port", str(server.port)]
+    assert main(["why", *options, newest["id"]]) == 0
+    said = capsys.readouterr().out
+    assert "in message 1 (user), at its character 20" in said and "asked:  gate see" in said
+    assert main(["why", *options]) == 0
+    assert newest["id"] in capsys.readouterr().out
+    assert main(["why", *options, "--json", newest["id"]]) == 0
+    assert json.loads(capsys.readouterr().out) == newest
+    assert main(["why", *options, "no-such-id"]) == 1
+    assert "no request 'no-such-id'" in capsys.readouterr().err
+
+
+def test_no_text_leaves_the_prompt_where_none_is_stored(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-no-text")
+    server.chat([SYSTEM, QUESTION])
+    server.chat([SYSTEM, {"role": "user", "content": "What else?"}])
+    assert "north tower" not in json.dumps(records(server))
+    assert records(server)[0]["outcome"] == "DIVERGE"
+    files = [path for path in start_server.store.rglob("*") if path.is_file()]
+    assert files and not any(b"north tower" in path.read_bytes() for path in files)
+
+
+def test_a_fixed_share_to_reuse(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-min-reuse", "0.8")
+    server.chat([SYSTEM, {"role": "user", "content": synthetic_text(900, seed=1)}])
+    reply = server.chat([SYSTEM, {"role": "user", "content": synthetic_text(900, seed=2)}])
+    assert reply.cached_tokens == 0
+    assert records(server)[0]["reason"] == "less than --kvpersist-min-reuse"
+
+
+def test_stats_of_a_running_server(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(tiny_model)
+    server.chat([SYSTEM, QUESTION])
+    status, _, body = server.request("GET", "/v1/kvpersist/stats?x=1")
+    stats = json.loads(body)
+    assert status == 200
+    assert stats["model"] == str(tiny_model)
+    assert stats["store"]["ram"]["blocks"] >= 1
+    assert stats["spec"]["bytes_per_token"] > 0
+
+
+def test_a_server_that_does_not_answer() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(KVPersistError, match="--host and --port"):
+            why.main(["--port", str(port)])
