@@ -30,6 +30,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("selftest", "mlx_lm_kvpersist.host.selftest", "prove every patch, start the plugin"),
     Command("sessions", "mlx_lm_kvpersist.commands.sessions", "list, pin, move, remove sessions"),
     Command("store", "mlx_lm_kvpersist.commands.store", "check, repair and shrink the store"),
+    Command("why", "mlx_lm_kvpersist.commands.why", "say why a request was not reused"),
 )
 SERVER = Command("server", "", "run mlx_lm.server with the plugin; needs no .pth file")
 

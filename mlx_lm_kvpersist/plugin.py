@@ -25,11 +25,11 @@ from .match.keys import Root
 from .match.text import TokenText
 from .serve.costs import ReusePolicy
 from .serve.history import History, RequestRecord
-from .serve.keep import keep
-from .serve.lookup import look_up
+from .serve.keep import keep, remember_reply
+from .serve.lookup import look_up, respelled_prompt
 from .serve.model import LoadedModel
 from .serve.outcome import Kind, Outcome, Reason
-from .serve.replies import restore_replies
+from .serve.replies import read_conversation, respell
 from .serve.request import RequestState
 from .serve.selftest import check_round_trip
 from .tiers.store import BlockStore
@@ -43,6 +43,7 @@ class KVPersistPlugin:
     def __init__(self) -> None:
         self._config: config.Config | None = None
         self._refusal = ""
+        self._template_args: dict[str, Any] = {}
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
         self._refused: set[str] = set()
@@ -58,6 +59,7 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
+        self._template_args = getattr(args, "chat_template_args", {})
         self._store = BlockStore(self._config.folder, self._config.limits)
         logger.info(
             "kvpersist: %d blocks in %s (%.2f of %.2f GB)",
@@ -161,7 +163,9 @@ class KVPersistPlugin:
         state.root = self._root(state, loaded)
         if request.request_type == "chat":
             try:
-                state.conversation = restore_replies(request.messages, state.root, store, loaded)
+                state.conversation, state.known_replies = read_conversation(
+                    request.messages, state.root, store
+                )
             except Exception:
                 logger.exception("kvpersist: replies could not be looked up")
 
@@ -185,6 +189,7 @@ class KVPersistPlugin:
         assert self._config is not None
         state.root = self._root(state, loaded)
         try:
+            prompt = self._respelled(state, prompt, request, args, loaded)
             prompt = look_up(state, prompt, store, loaded, self._policy, request.messages)
         except Exception:
             # A store that fails costs a restore, never a reply.
@@ -195,6 +200,27 @@ class KVPersistPlugin:
         self._record(state)
         state.ready_s = time.perf_counter()
         return prompt
+
+    def _respelled(
+        self, state: RequestState, prompt: Prompt, request: Any, args: Any, loaded: LoadedModel
+    ) -> Prompt:
+        """Return the prompt with its earlier replies spelled as the model did."""
+        if not state.known_replies:
+            return prompt
+        template_args = {**self._template_args, **(args.chat_template_kwargs or {})}
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            rendered: str = loaded.tokenizer.apply_chat_template(
+                messages,
+                tools=request.tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                **template_args,
+            )
+            return rendered
+
+        text = respell(request.messages, state.known_replies, render, loaded)
+        return prompt if text is None else respelled_prompt(prompt, text, loaded)
 
     def _record(self, state: RequestState) -> None:
         """Write the request's one line, and keep it for those who ask why."""
@@ -236,7 +262,18 @@ class KVPersistPlugin:
             keep(state, tokens, prompt_cache, self._store, self._loaded)
         except Exception:
             logger.exception("kvpersist: a turn could not be kept")
+        if state.said is not None and state.sent is not None:
+            remember_reply(state, self._store, self._loaded)
         return True
+
+    @hookimpl
+    def reply_sent(
+        self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
+    ) -> None:
+        state = RequestState.of(request)
+        state.sent = {"content": content, "reasoning": reasoning, "tool_calls": tool_calls}
+        if state.said is not None and self._loaded is not None and self._store is not None:
+            remember_reply(state, self._store, self._loaded)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:

@@ -44,16 +44,14 @@ def keep(
         store.keep(block for block in blocks if block[0] is tail)
         blocks = [block for block in blocks if block[0] is not tail]
     replaced = _replaced_tails(chain, state, store)
-    replies = []
-    if ended and state.conversation is not None:
-        reply = reply_to_remember(state.conversation, tokens[state.n_prompt : n_tokens], model)
-        replies = [reply] if reply else []
+    if ended:
+        state.said = list(tokens[state.n_prompt : n_tokens])
     leaf = None
     if ended:
         keys = tuple(node.key for node in chain)
         leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
-        store.keep_turn(Turn(state.root, tuple(chain), leaf, tuple(replies)), blocks)
+        store.keep_turn(Turn(state.root, tuple(chain), leaf), blocks)
 
 
 def _chain(root: Root, ids: list[int], store: BlockStore, model: LoadedModel) -> list[Node]:
@@ -92,3 +90,13 @@ def _replaced_tails(
                 store.drop_unwritten(sibling.key)
                 replaced.append((sibling.key, node.key))
     return replaced
+
+
+def remember_reply(state: RequestState, store: BlockStore, model: LoadedModel) -> None:
+    """Remember a reply once both are known, what was said and what was sent. Any thread."""
+    if state.said is None or state.sent is None or state.conversation is None:
+        return
+    assert state.root is not None
+    reply = reply_to_remember(state.conversation, state.said, state.sent, model)
+    if reply is not None:
+        store.keep_turn(Turn(state.root, (), None, (reply,)), [])

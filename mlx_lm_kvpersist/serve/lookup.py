@@ -12,7 +12,7 @@ from typing import Any
 from ..host.prompt import Prompt
 from ..match.keys import Root, pack_ids
 from ..match.splice import splice
-from ..match.tree import NO_MATCH, Match, match_ids, match_text
+from ..match.tree import NO_MATCH, Match, common_prefix, match_ids, match_text
 from ..tiers.store import BlockStore
 from .costs import ReusePolicy
 from .model import LoadedModel
@@ -129,3 +129,24 @@ def _cut_segments(prompt: Prompt, ids: list[int], boundaries: dict[int, int]) ->
             types.append(segment_type)
             start = stop
     return replace(prompt, ids=ids, segments=segments, segment_types=types)
+
+
+def respelled_prompt(prompt: Prompt, text: str, model: LoadedModel) -> Prompt:
+    """Return the prompt that `text`, another spelling of it, encodes to, cut where it was cut.
+
+    A cut is found again by the text before it, or by the text behind it.
+    """
+    assert model.text is not None
+    ids = model.encode(text)
+    old_ends = [0, *model.text.n_bytes_ends(prompt.ids)]
+    new_ends = [0, *model.text.n_bytes_ends(ids)]
+    from_start = {end: i for i, end in enumerate(new_ends)}
+    from_end = {new_ends[-1] - end: i for i, end in enumerate(new_ends)}
+    n_same = common_prefix(text, model.text.decode(prompt.ids), 0)
+    n_same_bytes = len(text[:n_same].encode())
+    boundaries = {}
+    for i, end in enumerate(old_ends):
+        place = from_start.get(end) if end <= n_same_bytes else from_end.get(old_ends[-1] - end)
+        if place is not None:
+            boundaries[i] = place
+    return _cut_segments(prompt, ids, boundaries)

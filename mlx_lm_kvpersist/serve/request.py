@@ -7,7 +7,7 @@ from typing import Any
 
 from ..match.keys import Root
 from .outcome import Kind, Outcome, Tier
-from .replies import Conversation
+from .replies import Conversation, KnownReply
 
 __all__ = ["Kind", "Outcome", "RequestState", "Tier"]
 
@@ -22,6 +22,11 @@ class RequestState:
     root: Root | None = None
     n_prompt: int = 0
     conversation: Conversation | None = field(default=None, repr=False)
+    known_replies: list[KnownReply] = field(default_factory=list, repr=False)
+    sent: dict[str, Any] | None = field(default=None, repr=False)
+    """The reply as the client got it, once it is whole. HTTP thread."""
+    said: list[int] | None = field(default=None, repr=False)
+    """The reply's ids, once it has ended. Generation thread."""
     outcome: Outcome | None = None
     ready_s: float | None = None
     """When the prompt was handed on to be prefilled (perf_counter); None once that is measured."""

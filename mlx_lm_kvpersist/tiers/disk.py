@@ -27,7 +27,7 @@ from ..match.keys import Root
 from ..match.tree import Node
 from .budget import StoreLimits, WriteMeter, free_bytes, tree_bytes
 from .files import Arrays, block_path, file_bytes, make_private, sync, write_block
-from .index import Index, Leaf, Session, StoredReply
+from .index import Index, Leaf, Session, StoredReply, is_damage
 from .lock import StoreLock
 from .rebuild import rebuild_index
 
@@ -89,8 +89,8 @@ class DiskStore:
             rebuild_index(self.folder)
         try:
             return Index(path)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
+        except sqlite3.Error as error:
+            if not is_damage(error):
                 raise
             logger.warning("the index of the store is damaged (%s); it is rebuilt", error)
             rebuild_index(self.folder)
@@ -101,20 +101,20 @@ class DiskStore:
 
     # Saving.
 
-    def save(self, turn: Turn, arrays_of: Callable[[bytes], Arrays | None]) -> None:
+    def save(self, turn: Turn, arrays_of: Callable[[bytes], Arrays | None]) -> bool:
         """Write a turn's missing blocks and commit it: whole, or not at all.
 
-        Raises StoreError when it is too big for what the store may use, or one of its blocks is
-        gone, and OSError or RuntimeError when the disk refuses.
+        False when one of its blocks, which another process had stored, has been removed or
+        replaced since. Raises StoreError when it is too big for what the store may use, and
+        OSError or RuntimeError when the disk refuses.
         """
-        make_private(self.folder)
         with self.lock.held():
             self._follow_folder()
-            missing = [node for node in turn.nodes if node.key not in self.index]
+            missing = [node for node in turn.nodes if not self._is_there(node.key)]
             arrays = [arrays_of(node.key) for node in missing]
             todo = [(n, a) for n, a in zip(missing, arrays, strict=True) if a is not None]
             if len(todo) < len(missing):
-                raise StoreError("a block of the turn went before it was written")
+                return False
             fsync = self.limits.fsync
             self._commit(
                 turn,
@@ -127,6 +127,7 @@ class DiskStore:
                     for node, block in todo
                 ],
             )
+            return True
 
     def adopt(self, turn: Turn, files: Sequence[NewFile]) -> tuple[Session | None, int]:
         """Commit a turn that comes with block files of its own, whole or not at all.
@@ -135,13 +136,12 @@ class DiskStore:
         does.
         """
         with self.lock.held():
-            todo = [
-                file
-                for file in files
-                if file.node.key not in self.index
-                or not block_path(self.folder, file.node.key).exists()
-            ]
+            todo = [file for file in files if not self._is_there(file.node.key)]
             return self._commit(turn, todo), len(todo)
+
+    def _is_there(self, key: bytes) -> bool:
+        """Say whether a block has its row and its file, neither alone."""
+        return key in self.index and block_path(self.folder, key).exists()
 
     def _commit(self, turn: Turn, todo: Sequence[NewFile]) -> Session | None:
         """Make room, write files, then the index; take the files back when any of it fails."""
@@ -192,11 +192,16 @@ class DiskStore:
         make_private(path.parent)
         content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as f:
-            json.dump(content, f)
-        if self.limits.fsync:
-            sync(temporary)
-        os.replace(temporary, path)
+        try:
+            descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(content, file)
+            if self.limits.fsync:
+                sync(temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _session_path(self, session_id: str) -> Path:
         return self.folder / "sessions" / f"{session_id}.json"
@@ -293,12 +298,13 @@ class DiskStore:
             path = block_path(self.folder, key)
             aside = self.folder / "quarantine"
             if path.exists():
-                make_private(aside)
                 target = aside / f"{key.hex()}-{time.time_ns()}.safetensors"
-                descriptor = os.open(target.with_suffix(".json"), os.O_CREAT | os.O_WRONLY, 0o600)
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump({"key": key.hex(), "reason": reason, "time": time.time()}, file)
-                os.replace(path, target)
+                try:
+                    _move_aside(path, target, {"key": key.hex(), "reason": reason})
+                except OSError as error:
+                    # Better no evidence than a block that stays in the way of a whole one.
+                    logger.warning("block %s is removed, not kept aside: %s", key.hex(), error)
+                    path.unlink(missing_ok=True)
             for session_id in self.index.forget_block(key):
                 self._session_path(session_id).unlink(missing_ok=True)
 
@@ -363,6 +369,19 @@ class DiskStore:
                     path.unlink(missing_ok=True)
                     n_swept += 1
             return n_swept
+
+
+def _move_aside(path: Path, target: Path, about: dict[str, str]) -> None:
+    """Move a file, and put beside it what is to be known of it."""
+    make_private(target.parent)
+    note = target.with_suffix(".json")
+    try:
+        with os.fdopen(os.open(note, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            json.dump({**about, "time": time.time()}, file)
+        os.replace(path, target)
+    except BaseException:
+        note.unlink(missing_ok=True)
+        raise
 
 
 def _key_of(path: Path) -> bytes | None:

@@ -14,6 +14,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from ..errors import StoreFormatError
 from ..match.keys import Root, block_key
 from ..match.tree import Node
@@ -63,6 +65,11 @@ CREATE TABLE IF NOT EXISTS file_hashes (
 );
 """
 _MAX_REPLIES = 10_000
+_APPLICATION_ID = 0x6B767000
+"""SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
+_SEAL_BYTES = 8
+_NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
+"""What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
 _SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
@@ -127,6 +134,9 @@ class Index:
     def _prepare(self) -> None:
         db = self._db
         (version,) = db.execute("PRAGMA user_version").fetchone()
+        (made_for,) = db.execute("PRAGMA application_id").fetchone()
+        if version > FORMAT and made_for == _APPLICATION_ID + FORMAT:
+            raise sqlite3.DatabaseError(f"an index of format {FORMAT} that claims to be {version}")
         if version > FORMAT:
             raise StoreFormatError(
                 f"{self.path} was written in format {version}; this version reads up to {FORMAT}. "
@@ -135,10 +145,15 @@ class Index:
         if version < FORMAT:
             with db:
                 db.executescript(_SCHEMA)
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID + FORMAT}")
                 db.execute(f"PRAGMA user_version = {FORMAT}")
-        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
+        with closing(sqlite3.connect(":memory:")) as as_made:
+            as_made.executescript(_SCHEMA)
+            if not _statements(as_made) <= _statements(db):
+                raise sqlite3.DatabaseError("its tables are not as they were made")
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -244,11 +259,6 @@ class Index:
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         return version
 
-    def copy_to(self, path: Path) -> None:
-        """Write a consistent copy, whatever others change meanwhile."""
-        with closing(sqlite3.connect(path)) as copy:
-            self._db.backup(copy)
-
     def root(self, key: bytes) -> Root | None:
         row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
         return Root.from_json(row[0]) if row else None
@@ -283,7 +293,10 @@ class Index:
         row = self._db.execute(
             "SELECT ids FROM replies WHERE root = ? AND digest = ?", (root, digest)
         ).fetchone()
-        return row[0] if row else None
+        if row is None or not isinstance(row[0], bytes):
+            return None
+        ids = row[0][:-_SEAL_BYTES]
+        return ids if _seal(root, digest, ids) == row[0] else None
 
     def n_bytes(self) -> int:
         """Return the size of all block files, in bytes."""
@@ -338,7 +351,10 @@ class Index:
             self._add_blocks(db, root, blocks, now)
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
-                [(root.key, reply.digest, reply.packed_ids, now) for reply in replies],
+                [
+                    (root.key, reply.digest, _seal(root.key, reply.digest, reply.packed_ids), now)
+                    for reply in replies
+                ],
             )
             db.execute(
                 "DELETE FROM replies WHERE used <= "
@@ -350,6 +366,10 @@ class Index:
                 db.executemany(
                     "UPDATE sessions SET leaf = ? WHERE leaf = ?",
                     [(new, old) for old, new in leaf.replaced],
+                )
+                # Now, not after the commit: a crash in between would leave them for good.
+                db.executemany(
+                    "DELETE FROM blocks WHERE key = ?", [(old,) for old, _ in leaf.replaced]
                 )
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
 
@@ -428,6 +448,23 @@ class Index:
         finally:
             db.execute("DETACH fresh")
 
+    def copy_outline(self, path: Path) -> None:
+        """Fill this empty index from the one at `path`: its tree and sizes, no texts, no names."""
+        db = self._db
+        db.execute("ATTACH ? AS other", (str(path),))
+        try:
+            with db:
+                db.execute(
+                    "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
+                    "n_bytes, used FROM other.blocks"
+                )
+                db.execute(
+                    "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
+                    "created, used FROM other.sessions"
+                )
+        finally:
+            db.execute("DETACH other")
+
     def touch(self, key: bytes) -> None:
         """Mark a block as used now."""
         with self._db as db:
@@ -465,6 +502,27 @@ class Index:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Say whether an error tells of the index itself, and not of the disk or another process."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return isinstance(error, sqlite3.DatabaseError)
+    return not any(words in str(error) for words in _NOT_DAMAGE)
+
+
+def _statements(db: sqlite3.Connection) -> set[tuple[str, str]]:
+    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {(name, sql) for name, sql in rows}
+
+
+def _seal(root: bytes, digest: bytes, ids: bytes) -> bytes:
+    """Return a reply's ids with a checksum behind them.
+
+    What else the index says of ids is proved by the keys and files of blocks. These go into a
+    prompt as they are.
+    """
+    return ids + xxhash.xxh3_64_digest(root + digest + ids)
 
 
 def _session(row: tuple[str, bytes, str | None, bytes, int, int, float, float]) -> Session:

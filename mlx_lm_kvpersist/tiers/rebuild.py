@@ -18,7 +18,7 @@ from ..errors import BlockCorrupt, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
 from .files import block_path, make_private, node_of, read_metadata
-from .index import Index, Session
+from .index import Index, Session, is_damage
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
     try:
         live = Index(path)
         live.take_over(fresh_path)
-    except sqlite3.DatabaseError as error:
+    except sqlite3.Error as error:
         # A disk that is full or a lock that is held says nothing about the index.
-        if isinstance(error, sqlite3.OperationalError) and "no such" not in str(error):
+        if not is_damage(error):
             raise
         logger.warning("the old index cannot be read (%s); it goes to quarantine", error)
         return False

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -57,6 +58,8 @@ class BlockStore:
         self.pool = BlockPool(limits.max_ram_bytes)
         self.counters = StoreCounters()
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
+        self._lost: set[bytes] = set()
+        """Blocks on disk that could not be read; until they are gone from it, or anew."""
         self._writer = Writer(limits.max_queue_bytes)
         self._writer.submit(self._sweep)
 
@@ -72,7 +75,8 @@ class BlockStore:
         """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk."""
         nodes: dict[bytes, Node] = {}
         try:
-            nodes.update((node.key, node) for node in self.index.children(parent))
+            stored = self.index.children(parent)
+            nodes.update((node.key, node) for node in stored if node.key not in self._lost)
         except sqlite3.Error as error:
             self._failed("read the index", error)
         nodes.update((node.key, node) for node in self.pool.children(parent))
@@ -80,7 +84,7 @@ class BlockStore:
 
     def __contains__(self, key: bytes) -> bool:
         try:
-            return key in self.pool or key in self.index
+            return key in self.pool or (key not in self._lost and key in self.index)
         except sqlite3.Error as error:
             self._failed("read the index", error)
             return False
@@ -100,7 +104,8 @@ class BlockStore:
                 raise BlockCorrupt(f"block {node.key.hex()} belongs to another model")
         except FileNotFoundError:
             logger.warning("block %s is no longer on disk", node.key.hex())
-            self._writer.submit(partial(self.disk.forget, node.key))
+            self._lost.add(node.key)
+            self._writer.submit(partial(self._take_away, node.key))
             return None
         except StoreError as error:
             self.quarantine(node.key, str(error))
@@ -114,8 +119,9 @@ class BlockStore:
         """Take a block that failed a check out of use, in RAM now and on disk soon."""
         logger.warning("block %s goes to quarantine: %s", key.hex(), reason)
         self.counters.blocks_quarantined += 1
+        self._lost.add(key)
         self.pool.drop(key)
-        self._writer.submit(partial(self.disk.quarantine, key, reason))
+        self._writer.submit(partial(self._take_away, key, reason))
 
     def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
         """Keep blocks in RAM, for as long as there is room."""
@@ -174,6 +180,28 @@ class BlockStore:
         """Return when everything submitted so far is on disk."""
         self._writer.drain()
 
+    def stats(self) -> dict[str, Any]:
+        """Return what is where, in blocks and bytes, and what has happened so far. Any thread."""
+        return {
+            "folder": str(self.folder),
+            "ram": {
+                "blocks": len(self.pool),
+                "bytes": self.pool.n_bytes,
+                "max_bytes": self.limits.max_ram_bytes,
+            },
+            "disk": {
+                "blocks": self.index.n_blocks(),
+                "bytes": self.disk.used_bytes(),
+                "max_bytes": self.limits.max_disk_bytes,
+                "written_bytes": self.disk.written.total_bytes,
+            },
+            "queue": {"bytes": self._writer.n_bytes, "max_bytes": self.limits.max_queue_bytes},
+            "turns_saved": self.counters.turns_saved,
+            "turns_not_saved": self.counters.turns_not_saved,
+            "blocks_quarantined": self.counters.blocks_quarantined,
+            "failures": sorted(self.counters.failures),
+        }
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is waiting, then close the index."""
         if not self._writer.close(timeout_s):
@@ -186,14 +214,19 @@ class BlockStore:
 
     def _save(self, turn: Turn, pinned: list[bytes]) -> None:
         try:
-            self.disk.save(turn, self._arrays_of)
+            saved = self.disk.save(turn, self._arrays_of)
         except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
             self._failed("save a turn", error)
+            self._abandon(turn, pinned)
+            return
+        if not saved:
+            logger.warning("a turn is not saved: another process removed a block that it needs")
             self._abandon(turn, pinned)
             return
         self.counters.turns_saved += 1
         self.counters.failures.clear()
         for node in turn.nodes:
+            self._lost.discard(node.key)
             block = self.pool.get(node.key)
             if block is not None:
                 block.on_disk = True
@@ -214,6 +247,18 @@ class BlockStore:
         self.pool.unpin(pinned)
         for reply in turn.replies:
             self._unwritten_replies.pop((turn.root.key, reply.digest), None)
+
+    def _take_away(self, key: bytes, reason: str | None = None) -> None:
+        """Forget a block that is not on disk, or, for a reason, move it to quarantine."""
+        try:
+            if reason is None:
+                self.disk.forget(key)
+            else:
+                self.disk.quarantine(key, reason)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("take a block out of the store", error)
+        else:
+            self._lost.discard(key)
 
     def _touch(self, key: bytes) -> None:
         try:

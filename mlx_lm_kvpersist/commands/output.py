@@ -1,0 +1,89 @@
+"""What the commands print: tables for people, JSON for programs, progress for those who wait.
+
+Names and texts come from clients. They are shown escaped and shortened, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH = 200
+"""Columns where there is no terminal to ask."""
+
+
+def shown(text: str, max_chars: int = 40) -> str:
+    """Return a client's text in one line of printable characters, at most `max_chars` of them."""
+    escaped = "".join(
+        char
+        if char.isprintable() and char != "\\"
+        else char.encode("unicode_escape", "surrogatepass").decode()
+        for char in text[: max_chars + 1]
+    )
+    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
+
+
+def size(n_bytes: int) -> str:
+    """Return a size in the units that the options take (powers of 1024)."""
+    number = float(n_bytes)
+    for unit in ("B", "K", "M", "G"):
+        if abs(number) < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} T"
+
+
+def local_time(time_s: float) -> str:
+    """Return seconds since the epoch as local date and time, to the minute."""
+    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
+
+
+def utc_time(time_s: float) -> str:
+    """Return seconds since the epoch as ISO 8601 in UTC."""
+    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
+
+
+def print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))
+
+
+def console() -> Console:
+    """Return the console for what a command has to say."""
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
+    """Print a table; the columns named in `right` (separated by blanks) are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    for column in columns:
+        align: Any = "right" if column in right.split() else "left"
+        table.add_column(Text(column), justify=align, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console().print(table)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr, if that is a terminal, for what is told how many of how many."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

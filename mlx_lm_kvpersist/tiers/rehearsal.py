@@ -1,0 +1,46 @@
+"""What making room would remove, found out by doing it to a copy of the index's outline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .budget import StoreLimits, free_bytes
+from .disk import DiskStore
+from .index import Index
+from .lock import StoreLock
+
+
+class Rehearsal(DiskStore):
+    """A store whose files stay while its rows go: what it forgets is only counted.
+
+    `scratch` is an empty folder for the copy. The store's folder must have an index.
+    """
+
+    def __init__(self, folder: Path, limits: StoreLimits, scratch: Path) -> None:
+        # Not DiskStore's own: that takes the folder into use.
+        self.folder = folder
+        self.limits = limits
+        self.lock = StoreLock(scratch / "lock")
+        self.n_freed_bytes = 0
+        self.forgotten: list[bytes] = []
+        self.ended: list[str] = []
+        self.index = Index(scratch / "index.sqlite")
+        self.index.copy_outline(folder / "index.sqlite")
+        self._used_before = super().used_bytes()
+
+    def used_bytes(self) -> int:
+        return self._used_before - self.n_freed_bytes
+
+    def forget(self, key: bytes) -> None:
+        block = self.index.block(key)
+        self.n_freed_bytes += block[2] if block else 0
+        self.forgotten.append(key)
+        self.ended += self.index.forget_block(key)
+
+    def _empty_quarantine(self) -> None:
+        self.n_freed_bytes += sum(path.stat().st_size for path in self.quarantined())
+
+    def _excess(self, n_bytes: int) -> int:
+        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
+        free = free_bytes(self.folder) + self.n_freed_bytes
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - free)

@@ -1,0 +1,108 @@
+"""Small stores, and the command line in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist import cli
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
+from tests.tiers.conftest import chain, save_turn
+
+LIMITS = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=64 << 20)
+WEIRD_NAME = "../../etc/passwd\x00\n[red]\u202e🦜" + "x" * 10_000
+
+HEAD = [1, 2, 3]
+"""The ids that all three conversations of `folder` begin with."""
+
+
+def fill(folder: Path, turns: dict[str | None, list[Node]]) -> None:
+    """Save one session per name, and close the store."""
+    store = BlockStore(folder, LIMITS)
+    try:
+        for name, nodes in turns.items():
+            save_turn(store, nodes, name)
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store of three sessions that share their first block: "first", unnamed, and "last"."""
+    path = tmp_path / "store"
+    fill(
+        path,
+        {
+            "first": chain(HEAD, [10], [11]),
+            None: chain(HEAD, [20]),
+            "last": chain(HEAD, [30], [31], [32]),
+        },
+    )
+    return path
+
+
+class CommandLine:
+    """Runs commands against one store: ("sessions", "list") → status; then .out and .err."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *argv: str | Path) -> int:
+        command, name, *rest = map(str, argv)
+        self._capsys.readouterr()
+        try:
+            return cli.main([command, name, "--kvpersist-dir", str(self.folder), *rest])
+        finally:
+            self.out, self.err = self._capsys.readouterr()
+
+    def json(self, *argv: str | Path, status: int = 0) -> Any:
+        assert self(*argv, "--json") == status, self.err
+        return json.loads(self.out)
+
+    def at(self, folder: Path) -> CommandLine:
+        """Return the same for another store."""
+        return CommandLine(folder, self._capsys)
+
+    def ids(self) -> dict[str | None, str]:
+        """Return the ids of all sessions by name."""
+        listed = self.json("sessions", "list")["sessions"]
+        return {session["name"]: session["id"] for session in listed}
+
+    def error(self, *argv: str | Path) -> str:
+        """Run what must fail; return the one line that it says."""
+        assert self(*argv) == 1
+        assert self.out == ""
+        assert self.err.startswith(f"mlx-lm-kvpersist {argv[0]}: ") and self.err.count("\n") == 1
+        return self.err
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(folder, capsys)
+
+
+def block_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all block files by name."""
+    return {path.name: path.read_bytes() for path in (folder / "blocks").glob("*/*")}
+
+
+def damage(path: Path, change: Callable[[bytearray], object]) -> None:
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+
+
+def flip(position: int) -> Callable[[bytearray], object]:
+    """Return a change that flips one bit."""
+
+    def change(content: bytearray) -> None:
+        content[position] ^= 1
+
+    return change

@@ -1,0 +1,58 @@
+"""docs/store.md names what there is: commands, options, faults, fields, tables."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.commands import sessions, store
+from mlx_lm_kvpersist.tiers.files import metadata_of
+from mlx_lm_kvpersist.tiers.index import Index
+from mlx_lm_kvpersist.tiers.verify import Fault
+from tests.tiers.conftest import ROOT, chain
+
+PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found: Any = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("module", [sessions, store], ids=lambda module: module.__name__)
+def test_every_command_and_option_stands_there(module: Any) -> None:
+    group = module.__name__.rpartition(".")[2]
+    rows = dict(re.findall(rf"^\| `{group} (\w+)[^`]*` \| (.*) \|$", PAGE, re.MULTILINE))
+    commands = subcommands(module._parser())
+    assert rows.keys() == commands.keys()
+    for name, command in commands.items():
+        options = {o for action in command._actions for o in action.option_strings}
+        for option in options - {"-h", "--help", "--json", "--kvpersist-dir"}:
+            assert option in rows[name], f"{group} {name} {option}"
+
+
+def test_every_fault_stands_there() -> None:
+    page = PAGE[PAGE.index("What `store verify` finds:") :]
+    assert re.findall(r"`(\w+)` \(", page) == [fault.value for fault in Fault]
+
+
+def test_every_field_of_a_block_stands_there() -> None:
+    section = PAGE[PAGE.index("### A block's file") : PAGE.index("### A session's file")]
+    fields = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert fields == [*metadata_of(chain([1])[0], ROOT), "checksum"]
+
+
+def test_every_table_stands_there(tmp_path: Path) -> None:
+    Index(tmp_path / "index.sqlite").close()
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    columns = {t: [row[1] for row in db.execute(f"PRAGMA table_info({t})")] for t in tables}
+    db.close()
+    section = PAGE[PAGE.index("### The index") : PAGE.index("### An exported session")]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE)
+    assert {table: re.findall(r"`(\w+)`", said) for table, said in rows} == columns

@@ -1,0 +1,237 @@
+"""sessions list, show, rm, pin, unpin: what they say and what they leave."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.tiers.files import block_path
+from tests.tiers.conftest import chain
+
+from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill
+
+
+def test_list(run: CommandLine) -> None:
+    sessions = run.json("sessions", "list")["sessions"]
+    assert [session["name"] for session in sessions] == ["last", None, "first"]
+    last = sessions[0]
+    assert (last["tokens"], last["blocks"], last["pinned"]) == (6, 4, False)
+    nodes = chain(HEAD, [30], [31], [32])
+    assert last["bytes"] == sum(block_path(run.folder, n.key).stat().st_size for n in nodes)
+    assert last["precision"] == "4b64" and last["namespace"] == ""
+    assert run("sessions", "list") == 0
+    assert run.out.index("last") < run.out.index("first")
+    assert last["id"] in run.out and "4b64" in run.out
+
+
+def test_list_an_empty_store(run: CommandLine, tmp_path: Path) -> None:
+    fill(tmp_path / "empty", {})
+    empty = run.at(tmp_path / "empty")
+    assert empty("sessions", "list") == 0 and "no sessions" in empty.out
+    assert empty.json("sessions", "list")["sessions"] == []
+
+
+def test_show(run: CommandLine) -> None:
+    shown = run.json("sessions", "show", "last")
+    nodes = chain(HEAD, [30], [31], [32])
+    assert [block["key"] for block in shown["chain"]] == [node.key.hex() for node in nodes]
+    assert [block["start"] for block in shown["chain"]] == [0, 3, 4, 5]
+    assert shown["text_start"] == "<1><2><3><30><31><32>" == shown["text_end"]
+    assert run("sessions", "show", shown["id"][:6]) == 0
+    assert nodes[0].key.hex() in run.out and "<1><2><3><30>" in run.out
+
+
+def test_show_says_which_file_is_missing(run: CommandLine) -> None:
+    block_path(run.folder, chain(HEAD)[0].key).unlink()
+    assert [b["file_exists"] for b in run.json("sessions", "show", "last")["chain"]] == [
+        False, True, True, True,
+    ]  # fmt: skip
+    assert run("sessions", "show", "last") == 0 and "its file is missing" in run.out
+
+
+def test_weird_names_are_escaped_and_shortened(run: CommandLine) -> None:
+    fill(run.folder, {WEIRD_NAME: chain([7])})
+    assert run.ids().keys() == {"first", None, "last", WEIRD_NAME}
+    session_id = run.ids()[WEIRD_NAME]
+    for command in (("list",), ("show", session_id), ("pin", session_id), ("rm", session_id)):
+        assert run("sessions", *command) == 0
+        assert r"../../etc/passwd\x00\n[red]\u202e" in run.out
+        assert "\x00" not in run.out and "\u202e" not in run.out and "x" * 200 not in run.out
+    files = {path.name for path in run.folder.parent.rglob("*")}
+    assert not any("passwd" in name for name in files)
+
+
+def test_rm_leaves_what_others_need(run: CommandLine) -> None:
+    head, *own = chain(HEAD, [30], [31], [32])
+    done = run.json("sessions", "rm", "last")
+    assert [session["name"] for session in done["removed"]] == ["last"] and done["blocks"] == 3
+    assert run.ids().keys() == {"first", None}
+    assert block_path(run.folder, head.key).exists()
+    assert not any(block_path(run.folder, node.key).exists() for node in own)
+    assert run("sessions", "rm", "first", run.ids()[None]) == 0
+    assert "removed" in run.out and block_files(run.folder) == {}
+    assert run.json("store", "verify")["ok"]
+
+
+def test_rm_keeps_a_session_that_ends_on_the_way(run: CommandLine) -> None:
+    fill(run.folder, {"longer": chain(HEAD, [10], [11], [12])})
+    assert run.json("sessions", "rm", "longer")["blocks"] == 1
+    assert run.json("sessions", "show", "first")["blocks"] == 3
+
+
+def test_rm_leaves_no_text_behind(run: CommandLine) -> None:
+    secret = 123456789
+    fill(run.folder, {"secret": chain([secret], [5])})
+
+    def traces() -> list[str]:
+        files = [path for path in run.folder.rglob("*") if path.is_file()]
+        return [path.name for path in files if f"<{secret}>".encode() in path.read_bytes()]
+
+    assert traces()
+    assert run("sessions", "rm", "secret") == 0
+    assert traces() == []
+
+
+def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--all"], [], ["--all", "--yes", "first"]):
+        with pytest.raises(SystemExit) as end:
+            run("sessions", "rm", *argv)
+        assert end.value.code == 2
+    assert len(run.ids()) == 3
+    assert run("sessions", "rm", "--all", "--yes") == 0
+    assert run.ids() == {} and block_files(run.folder) == {}
+
+
+def test_rm_removes_all_or_none(run: CommandLine) -> None:
+    assert "no session" in run.error("sessions", "rm", "first", "nobody")
+    assert len(run.ids()) == 3
+
+
+def test_a_name_of_several_branches(run: CommandLine) -> None:
+    fill(run.folder, {"first": chain(HEAD, [40])})
+    sessions = run.json("sessions", "list")["sessions"]
+    ids = [session["id"] for session in sessions if session["name"] == "first"]
+    said = run.error("sessions", "rm", "first")
+    assert "2 branches" in said and all(session_id in said for session_id in ids)
+    assert run("sessions", "rm", ids[0]) == 0
+    assert run("sessions", "rm", "first") == 0
+
+
+def test_an_id_comes_before_a_name(run: CommandLine) -> None:
+    victim = run.ids()["first"]
+    fill(run.folder, {victim: chain([99])})
+    assert run.json("sessions", "show", victim)["name"] == "first"
+
+
+def test_an_ambiguous_beginning_of_an_id(run: CommandLine) -> None:
+    for number in range(40):
+        fill(run.folder, {f"n{number}": chain([1000 + number])})
+    ids = list(run.ids().values())
+    start = next(i[0] for i in ids if sum(other[0] == i[0] for other in ids) > 1)
+    assert "ids begin with" in run.error("sessions", "show", start)
+
+
+def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
+    nameless = run.ids()[None]
+    assert run.json("sessions", "pin", "first")["pinned"]
+    assert run("sessions", "pin", nameless) == 0 and "is pinned" in run.out
+    assert run("store", "gc", "--kvpersist-disk", "1K", "--kvpersist-min-free", "0") == 1
+    assert run.ids().keys() == {"first", None}
+    (run.folder / "index.sqlite").unlink()
+    assert run("store", "rebuild") == 0
+    assert run.ids() == {"first": run.ids()["first"], None: nameless}
+    for name in ("first", nameless):
+        assert run.json("sessions", "show", name)["pinned"]
+        assert not run.json("sessions", "unpin", name)["pinned"]
+    assert run.json("store", "verify")["ok"]
+    assert run("store", "gc", "--kvpersist-disk", "1K", "--kvpersist-min-free", "0") == 1
+    assert run.ids() == {}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["sessions", "list"],
+        ["sessions", "show", "x"],
+        ["sessions", "rm", "x"],
+        ["sessions", "pin", "x"],
+        ["sessions", "export", "x", "file"],
+        ["store", "stats"],
+        ["store", "verify"],
+        ["store", "verify", "--fix"],
+        ["store", "rebuild"],
+        ["store", "gc"],
+        ["store", "gc", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_a_store_that_is_not_there_is_not_made(
+    run: CommandLine, tmp_path: Path, argv: list[str]
+) -> None:
+    missing = run.at(tmp_path / "nowhere")
+    assert "there is no store" in missing.error(*argv)
+    assert not missing.folder.exists()
+    other = run.at(tmp_path / "other")
+    other.folder.mkdir()
+    assert "holds no store" in other.error(*argv)
+    assert list(other.folder.iterdir()) == []
+
+
+def test_a_missing_index_is_named(run: CommandLine) -> None:
+    (run.folder / "index.sqlite").unlink()
+    assert "store rebuild" in run.error("sessions", "list")
+    assert not (run.folder / "index.sqlite").exists()
+
+
+def test_beside_a_store_in_use_by_another_process(run: CommandLine) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from tests.cli.conftest import LIMITS
+from tests.tiers.conftest import chain, save_turn
+from mlx_lm_kvpersist.tiers.store import BlockStore
+store = BlockStore(Path({str(run.folder)!r}), LIMITS)
+save_turn(store, chain([50], [51]), "other")
+print("open", flush=True)
+sys.stdin.readline()
+nodes = chain([50], [51], [52])
+save_turn(store, nodes, "other")
+assert not store.index.session_leaves(nodes[0].parent, "first")
+print(store.counters.failures or "saved", flush=True)
+sys.stdin.readline()
+store.close()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin and other.stdout
+        assert other.stdout.readline() == "open\n"
+        assert "other" in run.ids()
+        assert run("sessions", "rm", "first") == 0
+        assert run("sessions", "pin", "last") == 0
+        assert run("sessions", "export", "last", run.folder.parent / "last.safetensors") == 0
+        assert run.json("store", "verify")["ok"]
+        assert run.json("store", "rebuild")["blocks"] == 7
+        assert run.json("store", "gc", "--kvpersist-min-free", "0")["blocks"] == 0
+        print(file=other.stdin, flush=True)
+        assert other.stdout.readline() == "saved\n"
+        assert run.json("sessions", "show", "other")["blocks"] == 3
+        assert run.json("store", "verify", "--fix")["ok"]
+        print(file=other.stdin, flush=True)
+    assert other.returncode == 0
+    assert run.ids().keys() == {"last", None, "other"}
+    assert run.json("store", "verify")["ok"]
+
+
+def test_as_a_program(run: CommandLine) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "mlx_lm_kvpersist",
+            "sessions", "list", "--kvpersist-dir", str(run.folder),
+        ],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "last" in done.stdout and done.stderr == ""

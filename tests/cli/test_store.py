@@ -1,0 +1,241 @@
+"""store stats, verify, rebuild, gc: what they find and what they leave."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.tiers.disk import DiskStore
+from mlx_lm_kvpersist.tiers.files import block_path
+from mlx_lm_kvpersist.tiers.index import StoredReply
+from mlx_lm_kvpersist.tiers.lock import StoreLock
+from tests.tiers.conftest import ROOT, chain
+
+from .conftest import HEAD, LIMITS, WEIRD_NAME, CommandLine, block_files, damage, fill, flip
+
+NO_MINIMUM = ("--kvpersist-min-free", "0")
+
+
+def path_of(folder: Path, node: Node) -> Path:
+    return block_path(folder, node.key)
+
+
+def faults(run: CommandLine) -> list[str]:
+    """Return what verify finds; it must say so in its exit status, too."""
+    found = run.json("store", "verify", status=1)
+    assert not found["ok"]
+    return sorted(problem["fault"] for problem in found["problems"])
+
+
+def test_stats(run: CommandLine) -> None:
+    stats = run.json("store", "stats", "--kvpersist-disk", "2M")
+    assert (stats["blocks"], stats["sessions"], stats["models"], stats["pinned"]) == (7, 3, 1, 0)
+    assert stats["format"] == 1 and stats["max_disk_bytes"] == 2 << 20
+    assert stats["bytes"]["blocks"] == sum(map(len, block_files(run.folder).values()))
+    assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
+    assert run("store", "stats", "--kvpersist-disk", "2M") == 0
+    assert str(run.folder) in run.out and "2.0 M (--kvpersist-disk)" in run.out
+
+
+def test_verify_a_whole_store(run: CommandLine) -> None:
+    assert run.json("store", "verify") == {
+        "folder": str(run.folder), "ok": True, "blocks": 7, "problems": [], "left": 0,
+    }  # fmt: skip
+    before = block_files(run.folder)
+    assert run("store", "verify") == 0 and "7 blocks, all good" in run.out
+    assert run("store", "verify", "--fix") == 0
+    assert block_files(run.folder) == before
+
+
+@pytest.mark.parametrize("position", [3, 20, 400, -1])
+def test_verify_finds_a_flipped_bit(run: CommandLine, position: int) -> None:
+    bad = chain(HEAD, [30], [31])[2]
+    damage(path_of(run.folder, bad), flip(position))
+    assert faults(run) == ["corrupt"]
+    assert run("store", "verify") == 1 and bad.key.hex() in run.out and "--fix" in run.out
+    assert len(block_files(run.folder)) == 7
+    fixed = run.json("store", "verify", "--fix")
+    assert fixed["ok"] and fixed["blocks"] == 5  # and what came after it
+    assert run.ids().keys() == {"first", None}
+    assert run.json("store", "verify")["ok"]
+    aside = {path.suffix for path in (run.folder / "quarantine").iterdir()}
+    assert aside == {".safetensors", ".json"}
+
+
+def test_verify_finds_a_missing_file(run: CommandLine) -> None:
+    path_of(run.folder, chain(HEAD, [30])[1]).unlink()
+    assert faults(run) == ["missing"]
+    assert run("store", "verify", "--fix") == 0 and "1 problems fixed" in run.out
+    assert run.ids().keys() == {"first", None}
+    assert len(block_files(run.folder)) == 4
+
+
+def test_verify_finds_orphans(run: CommandLine) -> None:
+    path = path_of(run.folder, chain(HEAD)[0])
+    before = block_files(run.folder)
+    path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
+    (path.parent / ("0" * 32 + ".safetensors")).write_bytes(b"no row")
+    (run.folder / "blocks" / "zz").mkdir()
+    (run.folder / "blocks" / "zz" / path.name).write_bytes(path.read_bytes())
+    (run.folder / "sessions" / "gone.json").write_text("{}")
+    assert faults(run) == ["orphan"] * 4
+    assert run("store", "verify", "--fix") == 0
+    assert block_files(run.folder) == before and len(run.ids()) == 3
+
+
+def change_index(folder: Path, statement: str, *values: object) -> None:
+    db = sqlite3.connect(folder / "index.sqlite")
+    with db:
+        assert db.execute(statement, values).rowcount
+    db.close()
+
+
+def test_verify_finds_a_row_that_lies(run: CommandLine) -> None:
+    key = chain(HEAD, [30])[1].key
+    change_index(run.folder, "UPDATE blocks SET text = 'another' WHERE key = ?", key)
+    assert faults(run) == ["mismatch"]
+    assert run("store", "verify", "--fix") == 0
+    assert run.json("sessions", "show", "last")["text_start"] == "<1><2><3><30><31><32>"
+    assert run.ids().keys() == {"first", None, "last"}
+
+
+def test_verify_finds_a_block_without_parent(run: CommandLine) -> None:
+    head = chain(HEAD)[0]
+    change_index(run.folder, "DELETE FROM blocks WHERE key = ?", head.key)
+    assert faults(run) == ["orphan", "unreachable", "unreachable", "unreachable"]
+    assert run("store", "verify", "--fix") == 0
+    assert block_files(run.folder) == {} and run.ids() == {}
+
+
+def test_verify_finds_a_session_without_end(run: CommandLine) -> None:
+    change_index(run.folder, "UPDATE sessions SET leaf = x'00' WHERE name = 'last'")
+    assert faults(run) == ["session"]
+    assert run("store", "verify", "--fix") == 0
+    assert run.ids().keys() == {"first", None}
+    assert not list((run.folder / "sessions").glob("*last*"))
+
+
+def test_verify_finds_a_session_file_that_lies(run: CommandLine) -> None:
+    session_id = run.ids()["last"]
+    path = run.folder / "sessions" / f"{session_id}.json"
+    content = json.loads(path.read_text())
+    for wrong in ('{"id": ', json.dumps({**content, "name": "another"}), "[]"):
+        path.write_text(wrong)
+        assert faults(run) == ["session"]
+        assert run("store", "verify", "--fix") == 0
+        assert json.loads(path.read_text()) == content
+
+
+def test_a_turn_being_saved_is_no_fault(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks wrong without the lock and right with it is not reported."""
+    path = path_of(run.folder, chain(HEAD)[0])
+    temporary = path.with_name(f".{path.stem}.1.tmp.safetensors")
+    temporary.write_bytes(b"half")
+    real = StoreLock.held
+
+    def held(self: StoreLock) -> object:
+        temporary.unlink(missing_ok=True)  # the turn was saved while we waited
+        return real(self)
+
+    monkeypatch.setattr(StoreLock, "held", held)
+    assert run.json("store", "verify")["ok"]
+
+
+@pytest.mark.parametrize("gone", ["missing", "empty", "damaged", "no table", "whole"])
+def test_rebuild(run: CommandLine, gone: str) -> None:
+    fill(run.folder, {WEIRD_NAME: chain([7])})
+    assert run("sessions", "pin", "first") == 0
+    before = run.ids()
+    path = run.folder / "index.sqlite"
+    if gone == "missing":
+        path.unlink()
+    elif gone == "empty":
+        path.write_bytes(b"")
+    elif gone == "damaged":
+        path.write_bytes(b"no database " * 1000)
+    elif gone == "no table":
+        db = sqlite3.connect(path)
+        db.execute("DROP TABLE sessions")
+        db.close()
+    done = run.json("store", "rebuild")
+    named = {name: session_id for name, session_id in before.items() if name is not None}
+    # Whose id stood in the index alone comes back only if that could be read.
+    assert run.ids() == (before if gone == "whole" else named)
+    assert (done["blocks"], done["sessions"]) == (8, len(run.ids()))
+    assert run.json("sessions", "show", "first")["pinned"]
+    assert run.json("store", "verify")["ok"]
+    assert len(block_files(run.folder)) == 8
+    assert run("store", "rebuild") == 0 and "8 blocks" in run.out
+
+
+def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
+    disk = DiskStore(run.folder, LIMITS)
+    disk.index._db.execute("UPDATE blocks SET used = 4e9")
+    disk.index._db.commit()
+    disk.index.commit_turn(ROOT, [], None, None, [StoredReply(b"digest", b"ids")])
+    assert run("store", "rebuild") == 0
+    assert disk.index.reply_ids(ROOT.key, b"digest") == b"ids"
+    assert disk.index._db.execute("SELECT DISTINCT used FROM blocks").fetchall() == [(4e9,)]
+    disk.close()
+
+
+def test_rebuild_reports_files_it_cannot_take(run: CommandLine) -> None:
+    damage(path_of(run.folder, chain(HEAD, [20])[1]), lambda content: content.__setitem__(8, 0))
+    assert run.json("store", "rebuild")["blocks"] == 6
+
+
+def test_gc_within_budget_removes_nothing(run: CommandLine) -> None:
+    done = run.json("store", "gc", *NO_MINIMUM)
+    assert (done["fits"], done["blocks"], done["sessions"]) == (True, 0, [])
+    assert run("store", "gc", *NO_MINIMUM) == 0 and "0 blocks" in run.out
+
+
+def test_gc_does_what_its_dry_run_says(run: CommandLine) -> None:
+    for number in range(12):
+        fill(run.folder, {f"n{number}": chain([100 + number] * 50, [200 + number] * 50)})
+    (run.folder / "quarantine").mkdir(exist_ok=True)
+    (run.folder / "quarantine" / "old.safetensors").write_bytes(bytes(5000))
+    stats = run.json("store", "stats")["bytes"]
+    budget = ("--kvpersist-disk", str(stats["all"] - 5000 - stats["blocks"] // 3), *NO_MINIMUM)
+    before = block_files(run.folder)
+    would = run.json("store", "gc", "--dry-run", *budget)
+    assert would["fits"] and would["dry_run"] and would["sessions"] and would["blocks"]
+    assert block_files(run.folder) == before
+    assert (run.folder / "quarantine" / "old.safetensors").exists()
+    assert run("store", "gc", "--dry-run", *budget) == 0 and "would go" in run.out
+    did = run.json("store", "gc", *budget)
+    assert did["fits"] and not did["dry_run"]
+    assert (did["blocks"], did["sessions"]) == (would["blocks"], would["sessions"])
+    assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
+    assert len(block_files(run.folder)) == len(before) - did["blocks"]
+    assert run.json("store", "verify")["ok"]
+
+
+def test_gc_says_when_pins_are_in_the_way(run: CommandLine) -> None:
+    assert run("sessions", "pin", "first") == 0
+    budget = ("--kvpersist-disk", "1K", *NO_MINIMUM)
+    for dry_run in (["--dry-run"], []):
+        assert not run.json("store", "gc", *budget, *dry_run, status=1)["fits"]
+    assert run("store", "gc", *budget) == 1
+    assert "pinned" in run.err and run.err.count("\n") == 1
+    assert run.ids().keys() == {"first"}
+
+
+def test_a_size_that_is_none_is_refused(run: CommandLine) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("store", "gc", "--kvpersist-disk", "many")
+    assert end.value.code == 2
+
+
+def test_a_newer_store_is_refused(run: CommandLine) -> None:
+    db = sqlite3.connect(run.folder / "index.sqlite")
+    db.execute("PRAGMA user_version = 9")
+    db.execute("PRAGMA application_id = 0")
+    db.close()
+    for argv in (("sessions", "list"), ("sessions", "rm", "last"), ("store", "rebuild")):
+        assert "format 9" in run.error(*argv)
+    assert len(block_files(run.folder)) == 7
