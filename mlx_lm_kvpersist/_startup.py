@@ -99,9 +99,13 @@ def report(error: BaseException) -> None:
 
 def one_line(error: BaseException, plugins: Sequence[str]) -> str:
     """Return what stops the server as one line."""
-    from .errors import KVPersistError
+    from .errors import KVPersistError, PatchError, SelfTestFailed
 
     message = " ".join(str(error).split())
+    if isinstance(error, PatchError | SelfTestFailed):
+        from .host.versions import found_and_known
+
+        message = f"{message} ({found_and_known()})"
     if not isinstance(error, KVPersistError):
         message = (
             f"stopped by an unexpected {type(error).__name__}: {message} "

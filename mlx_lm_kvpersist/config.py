@@ -14,12 +14,14 @@ import platformdirs
 
 from .api.normalise import NORMALISATIONS
 from .errors import ConfigError
+from .kv.precision import GROUP_SIZES
 from .tiers.budget import StoreLimits
 
 GIB = 1 << 30
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB, "t": 1 << 40}
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
+_STOCK_GROUP_SIZE = 64
 _ISOLATION = ("shared", "session")
 _VERIFY = ("canary", "checksum", "off")
 
@@ -169,9 +171,16 @@ def from_args(args: Namespace) -> Config:
     """
     kv_bits, kv_group_size = 4, None
     if getattr(args, "kv_bits", None) is not None:
-        kv_bits, kv_group_size = args.kv_bits, args.kv_group_size
+        kv_bits = args.kv_bits
+        # Stock's default says nothing of what the model's heads allow.
+        kv_group_size = None if args.kv_group_size == _STOCK_GROUP_SIZE else args.kv_group_size
         if kv_bits not in (4, 8):
             raise ConfigError(f"--kv-bits {kv_bits} cannot be kept; choose 4 or 8")
+        if kv_group_size not in (None, *GROUP_SIZES):
+            raise ConfigError(
+                f"--kv-group-size {kv_group_size} cannot be kept; choose one of "
+                f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
+            )
         args.kv_bits = None
     folder = (args.kvpersist_dir or default_folder()).expanduser().absolute()
     ram = args.kvpersist_ram

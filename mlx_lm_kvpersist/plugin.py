@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key
-from .errors import KVPersistError, ModelNotSupported
+from .errors import ModelNotSupported
 from .host.hookspecs import hookimpl
 from .host.prompt import Prompt, RequestTokens
 from .host.routes import Route
@@ -46,6 +48,7 @@ class KVPersistPlugin:
         self._template_args: dict[str, Any] = {}
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
+        self._model_ref: Callable[[], Any] = lambda: None
         self._refused: set[str] = set()
         self._policy = ReusePolicy()
         self._history = History()
@@ -110,7 +113,7 @@ class KVPersistPlugin:
             self._content_hash,
         )
         text = TokenText.of(provider.tokenizer) if self._config.store_text else None
-        if text is None:
+        if text is None and self._config.store_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
         logger.info(
             "kvpersist: %s keeps %.1f KB a token (%s)",
@@ -118,24 +121,25 @@ class KVPersistPlugin:
             spec.bytes_per_token / 1e3,
             spec.precision,
         )
-        return LoadedModel(
-            provider.model, provider.tokenizer, spec, fingerprint, text, name=str(model_path)
-        )
+        self._model_ref = weakref.ref(provider.model)
+        model = weakref.proxy(provider.model)
+        return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
 
     def _content_hash(self, path: Path) -> str:
         """Hash a file once: weights are gigabytes, and change as seldom as their stamp does."""
         assert self._store is not None
         stat = path.stat()
         stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-        known = self._store.index.file_hash(str(path), stamp)
+        known = self._store.file_hash(str(path), stamp)
         if known is None:
+            logger.info("kvpersist: reading %s once, to tell models apart", path.name)
             known = content_hash(path)
-            self._store.index.keep_file_hash(str(path), stamp, known)
+            self._store.keep_file_hash(str(path), stamp, known)
         return known
 
     @hookimpl
     def make_prompt_cache(self, model: Any) -> list[Any] | None:
-        if self._loaded is None or model is not self._loaded.model:
+        if self._loaded is None or model is not self._model_ref():
             return None
         return list(self._loaded.spec.make_cache())
 
@@ -323,4 +327,4 @@ def local_path(model: str) -> Path:
     try:
         return Path(snapshot_download(model, local_files_only=True))
     except Exception as error:
-        raise KVPersistError(f"the files of model {model} cannot be found: {error}") from error
+        raise ModelNotSupported(f"the files of model {model} cannot be found: {error}") from error

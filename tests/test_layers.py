@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"_startup", "errors"},
     "commands": {"api", "config", "errors", "match", "tiers"},
     "plugin": {"api", "config", "errors", "host", "kv", "match", "serve", "tiers"},
-    "config": {"api", "errors", "tiers"},
+    "config": {"api", "errors", "kv", "tiers"},
     "host": {"_startup", "errors"},
     "api": {"errors"},
     "serve": {"errors", "host", "kv", "match", "tiers"},

@@ -31,6 +31,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not ids:
             # Nothing catches what the batch generator raises later, and its thread would die.
             raise ValueError("the prompt has no tokens")
+        if not isinstance(ids[0], int):
+            raise ValueError("the prompt must be a single string")
         # From 0.32.1 the images of a prompt come last; their positions count on these very ids.
         if len(rest) > 1 and rest[1] is not None:
             return ids, segments, segment_types, *rest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from .keys import unpack_ids
+from .keys import block_key, unpack_ids
 from .text import REPLACEMENT, TokenText
 
 Content = TypeVar("Content", str, bytes)
@@ -36,6 +36,11 @@ class Node:
     @property
     def stop(self) -> int:
         return self.start + self.n_tokens
+
+    @cached_property
+    def is_genuine(self) -> bool:
+        """Whether the block's ids are those that its key was made of."""
+        return block_key(self.parent, self.packed_ids) == self.key
 
     @cached_property
     def ids(self) -> list[int]:
@@ -101,7 +106,7 @@ def match_text(
             continue
         n_tokens, n_chars = cut
         rank = (step.position + n_chars, step.preferred)
-        if rank > best_rank:
+        if rank > best_rank and step.is_genuine():
             best, best_rank = step.match(n_tokens, step.position + n_chars, source), rank
     if not steps:
         return best
@@ -123,7 +128,7 @@ def match_ids(
             break
         n_tokens = step.n_equal // 4
         rank = (step.position + n_tokens * 4, step.preferred)
-        if n_tokens and rank > best_rank:
+        if n_tokens and rank > best_rank and step.is_genuine():
             best, best_rank = step.match(n_tokens, 0, source), rank
     return best
 
@@ -137,6 +142,15 @@ class _Step:
     position: int
     n_equal: int
     preferred: bool
+
+    def is_genuine(self) -> bool:
+        """Whether every block up to here is what its key says."""
+        step: _Step | None = self
+        while step is not None:
+            if not step.node.is_genuine:
+                return False
+            step = step.before
+        return True
 
     def match(self, n_tokens: int, n_chars: int, source: NodeSource) -> Match:
         path, step = [self.node], self.before
@@ -166,7 +180,7 @@ def _steps(
             if node.start != n_tokens:
                 continue  # its key does not cover where it stands; a damaged index may lie
             content = content_of(node)
-            preferred = node.key in prefer or (before is not None and before.preferred)
+            preferred = node.key in prefer
             whole = prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
             step = _Step(node, before, position, n_equal, preferred)

@@ -21,6 +21,9 @@ MIN_PREFILL_TOKENS = 64
 MIN_RESTORE_BYTES = 4 << 20
 """Shorter prefills and smaller restores are mostly overhead and say little about a rate."""
 
+MIN_DISK_TOKENS = 16
+"""Fewer are computed in less time than a block takes to be read and checked, on any device."""
+
 MIN_REUSE_CHARS = 100
 """With a fixed share to reuse, also the least number of characters."""
 
@@ -97,6 +100,8 @@ class ReusePolicy:
                 return 0, Reason.BELOW_THRESHOLD
             return n_tokens, None
         blocks = [node for node in match.path if node.start < n_tokens]
+        if n_tokens < MIN_DISK_TOKENS and any(node.key not in store.pool for node in blocks):
+            return 0, Reason.NOT_WORTH_IT
         if blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
             # A whole block must be read for the few of its tokens that are of use.
             n_tokens = blocks.pop().start

@@ -100,9 +100,7 @@ def _find(
     state: RequestState, root: Root, prompt: Prompt, store: BlockStore, model: LoadedModel
 ) -> tuple[_Found | None, Match]:
     """Return the prompt with stored ids in front, if any are, and the nearest stored branch."""
-    prefer: set[bytes] = set()
-    if state.session is not None:
-        prefer.update(store.session_leaves(root, state.session))
+    prefer = store.session_blocks(root, state.session) if state.session is not None else set()
     nearest = NO_MATCH
     if model.text is not None:
         text = model.text.decode(prompt.ids)

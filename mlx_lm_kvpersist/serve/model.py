@@ -12,7 +12,11 @@ from ..match.text import TokenText
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model whose conversations are kept."""
+    """A model whose conversations are kept.
+
+    `model` may be a weak proxy: the server drops a model before it loads the next, and two do not
+    always fit into memory.
+    """
 
     model: Any
     tokenizer: Any

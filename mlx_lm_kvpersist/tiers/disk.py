@@ -101,9 +101,15 @@ class DiskStore:
 
     # Saving.
 
-    def save(self, turn: Turn, arrays_of: Callable[[bytes], Arrays | None]) -> bool:
+    def save(
+        self,
+        turn: Turn,
+        arrays_of: Callable[[bytes], Arrays | None],
+        keep: Collection[bytes] = (),
+    ) -> bool:
         """Write a turn's missing blocks and commit it: whole, or not at all.
 
+        The blocks in `keep`, on which turns to come are built, do not go to make room for it.
         False when one of its blocks, which another process had stored, has been removed or
         replaced since. Raises StoreError when it is too big for what the store may use, and
         OSError or RuntimeError when the disk refuses.
@@ -126,6 +132,7 @@ class DiskStore:
                     )
                     for node, block in todo
                 ],
+                keep,
             )
             return True
 
@@ -143,11 +150,13 @@ class DiskStore:
         """Say whether a block has its row and its file, neither alone."""
         return key in self.index and block_path(self.folder, key).exists()
 
-    def _commit(self, turn: Turn, todo: Sequence[NewFile]) -> Session | None:
+    def _commit(
+        self, turn: Turn, todo: Sequence[NewFile], keep: Collection[bytes] = ()
+    ) -> Session | None:
         """Make room, write files, then the index; take the files back when any of it fails."""
         needed = sum(file.n_bytes for file in todo)
         self._check_wear(needed)
-        if not self.make_room(needed, keep={node.key for node in turn.nodes}):
+        if not self.make_room(needed, keep={*keep, *(node.key for node in turn.nodes)}):
             raise StoreError(
                 f"a turn of {needed / 1e6:.1f} MB does not fit into --kvpersist-disk "
                 f"({self.limits.max_disk_bytes / 1e6:.1f} MB) and --kvpersist-min-free "

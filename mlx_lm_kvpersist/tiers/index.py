@@ -192,14 +192,15 @@ class Index:
     # Reading.
 
     def children(self, parent: bytes) -> list[Node]:
-        """Return the blocks that continue `parent`; rows that contradict their key do not count."""
+        """Return the blocks that continue `parent`, as they stand here: there may be thousands.
+
+        A damaged index may lie; the walk of the tree checks those blocks that it means to use.
+        """
         rows = self._db.execute(
             "SELECT key, start, ids, text, pending FROM blocks WHERE parent = ?", (parent,)
         )
         return [
-            Node(key, parent, start, ids, text, pending)
-            for key, start, ids, text, pending in rows
-            if block_key(parent, ids) == key
+            Node(key, parent, start, ids, text, pending) for key, start, ids, text, pending in rows
         ]
 
     def __contains__(self, key: bytes) -> bool:
@@ -288,6 +289,29 @@ class Index:
             "SELECT leaf FROM sessions WHERE root = ? AND name = ?", (root, name)
         )
         return [leaf for (leaf,) in rows]
+
+    def session_blocks(self, root: bytes, name: str) -> set[bytes]:
+        """Return the keys of all blocks of all branches of a session."""
+        rows = self._db.execute(
+            "WITH RECURSIVE up(key) AS ("
+            "SELECT leaf FROM sessions WHERE root = ? AND name = ? "
+            "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up",
+            (root, name),
+        )
+        return {key for (key,) in rows}
+
+    def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
+        """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
+        rows = self._db.execute(
+            "SELECT key, start, ids, text, pending FROM blocks "
+            "WHERE parent = ? AND length(ids) < ?",
+            (parent, 4 * max_tokens),
+        )
+        return [
+            Node(key, parent, start, ids, text, pending)
+            for key, start, ids, text, pending in rows
+            if block_key(parent, ids) == key
+        ]
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         row = self._db.execute(

@@ -112,9 +112,14 @@ class BlockPool:
         self._n_bytes -= block.n_bytes
 
     def _evict(self) -> None:
-        if self._n_bytes <= self.max_bytes:
-            return
-        for key in [key for key, block in self._blocks.items() if not block.pins]:
-            self._remove(key)
-            if self._n_bytes <= self.max_bytes:
+        while self._n_bytes > self.max_bytes:
+            # Without its parent a block is of no use, so parents stay as long as they have any.
+            leaves = (
+                key
+                for key, block in self._blocks.items()
+                if not block.pins and key not in self._children
+            )
+            leaf = next(leaves, None)
+            if leaf is None:
                 return
+            self._remove(leaf)

@@ -139,6 +139,7 @@ class BlockStore:
             block.pins = 1
             self.pool.put(block)
             pinned.append(node.key)
+        self.pool.touch(node.key for node in turn.nodes)
         for reply in turn.replies:
             self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
         blocks = (self.pool.get(key) for key in pinned)
@@ -156,13 +157,24 @@ class BlockStore:
         if block is not None and not block.pins and not block.on_disk:
             self.pool.drop(key)
 
-    def session_leaves(self, root: Root, name: str) -> list[bytes]:
-        """Return the last blocks of a session's branches; none if the index cannot be read."""
+    def session_blocks(self, root: Root, name: str) -> set[bytes]:
+        """Return the blocks of all branches of a session; none if the index cannot be read."""
         try:
-            return self.index.session_leaves(root.key, name)
+            return self.index.session_blocks(root.key, name)
         except sqlite3.Error as error:
             self._failed("read the index", error)
-            return []
+            return set()
+
+    def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
+        """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
+        nodes: dict[bytes, Node] = {}
+        try:
+            nodes.update((node.key, node) for node in self.index.tails(parent, max_tokens))
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+        in_ram = self.pool.children(parent)
+        nodes.update((node.key, node) for node in in_ram if node.n_tokens < max_tokens)
+        return list(nodes.values())
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
@@ -171,6 +183,18 @@ class BlockStore:
         except sqlite3.Error as error:
             self._failed("read the index", error)
             return None
+
+    def file_hash(self, path: str, stamp: str) -> str | None:
+        """Return what is remembered of a model's file, if its stamp is still the same."""
+        try:
+            return self.index.file_hash(path, stamp)
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return None
+
+    def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+        """Remember the hash of a model's file."""
+        self._writer.submit(partial(self._keep_file_hash, path, stamp, content_hash))
 
     def touch(self, key: bytes) -> None:
         """Mark a chain, given by its last block, as used."""
@@ -195,7 +219,11 @@ class BlockStore:
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,
             },
-            "queue": {"bytes": self._writer.n_bytes, "max_bytes": self.limits.max_queue_bytes},
+            "queue": {
+                "tasks": self._writer.n_tasks,
+                "bytes": self._writer.n_bytes,
+                "max_bytes": self.limits.max_queue_bytes,
+            },
             "turns_saved": self.counters.turns_saved,
             "turns_not_saved": self.counters.turns_not_saved,
             "blocks_quarantined": self.counters.blocks_quarantined,
@@ -214,7 +242,7 @@ class BlockStore:
 
     def _save(self, turn: Turn, pinned: list[bytes]) -> None:
         try:
-            saved = self.disk.save(turn, self._arrays_of)
+            saved = self.disk.save(turn, self._arrays_of, keep=self._writer.waiting_keys())
         except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
             self._failed("save a turn", error)
             self._abandon(turn, pinned)
@@ -262,9 +290,17 @@ class BlockStore:
 
     def _touch(self, key: bytes) -> None:
         try:
-            self.index.touch(key)
-        except sqlite3.Error as error:
+            with self.disk.lock.held():
+                self.index.touch(key)
+        except (OSError, sqlite3.Error) as error:
             self._failed("mark a block as used", error)
+
+    def _keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+        try:
+            with self.disk.lock.held():
+                self.index.keep_file_hash(path, stamp, content_hash)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("remember the hash of a model's file", error)
 
     def _sweep(self) -> None:
         n_swept = self.disk.sweep()
@@ -273,7 +309,8 @@ class BlockStore:
 
     def _failed(self, what: str, error: Exception) -> None:
         """Say once what does not work, until something works again."""
-        kind = f"{what}: {type(error).__name__} {getattr(error, 'errno', '')}"
+        # A full disk fails here with one error and there with another.
+        kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         if kind not in self.counters.failures:
             self.counters.failures.add(kind)
             logger.error("cannot %s: %s; serving goes on from memory", what, error)

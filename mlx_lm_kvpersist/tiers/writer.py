@@ -45,6 +45,17 @@ class Writer:
         """Bytes of the turns that wait."""
         return self._n_bytes
 
+    @property
+    def n_tasks(self) -> int:
+        """Tasks that wait or run."""
+        return len(self._tasks) + self._busy
+
+    def waiting_keys(self) -> set[bytes]:
+        """Return the keys of all blocks that waiting turns build on."""
+        with self._changed:
+            turns = [task.turn for task in self._tasks if task.turn is not None]
+        return {node.key for turn in turns for node in turn.nodes}
+
     def submit(self, task: Callable[[], None]) -> None:
         with self._changed:
             self._tasks.append(_Task(task))

@@ -9,7 +9,6 @@ from .conftest import ROOT, chain
 def filled(pool: BlockPool, nodes: list[Node], *, pinned: bool = False) -> list[bytes]:
     for node in nodes:
         pool.put(KVBlock(node, arrays=object(), n_bytes=10, pins=int(pinned)))
-    pool.touch(node.key for node in nodes)
     return [node.key for node in nodes]
 
 
