@@ -50,8 +50,12 @@ class Node:
 class NodeSource(Protocol):
     """Where the walk finds blocks."""
 
-    def children(self, parent: bytes) -> Iterable[Node]:
-        """Return the blocks that continue `parent`."""
+    def children(self, parent: bytes, ahead: str | None = None) -> Iterable[Node]:
+        """Return the blocks that continue `parent`.
+
+        With the text that lies ahead, those that have nothing more in common with it than
+        others may be left out.
+        """
         ...
 
 
@@ -81,6 +85,9 @@ class Match:
 
 
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
+
+_AHEAD_CHARS = 8192
+"""Of a prompt that is shown to a source: more than a block's text is long."""
 
 SHOWN_CHARS = 40
 """Of what is stored where a prompt parts from it, for people to see."""
@@ -176,7 +183,8 @@ def _steps(
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens = before.node.stop if before else 0
-        for node in source.children(parent):
+        ahead = prompt[position : position + _AHEAD_CHARS] if isinstance(prompt, str) else None
+        for node in source.children(parent, ahead):
             if node.start != n_tokens:
                 continue  # its key does not cover where it stands; a damaged index may lie
             content = content_of(node)

@@ -18,7 +18,7 @@ import xxhash
 
 from ..errors import StoreFormatError
 from ..match.keys import Root, block_key
-from ..match.tree import Node
+from ..match.tree import Node, common_prefix
 from .files import FORMAT
 
 _SCHEMA = """
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS blocks (
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL
 );
-CREATE INDEX IF NOT EXISTS blocks_by_parent ON blocks (parent);
+CREATE INDEX IF NOT EXISTS blocks_by_text ON blocks (parent, text);
 CREATE INDEX IF NOT EXISTS blocks_by_use ON blocks (used);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
@@ -65,6 +65,11 @@ CREATE TABLE IF NOT EXISTS file_hashes (
 );
 """
 _MAX_REPLIES = 10_000
+_FEW = 16
+"""Children of a block that are looked at one by one."""
+_MAX_KEY_CHARS = 4096
+"""Of the text ahead that is compared in SQL; few blocks have a longer text."""
+_MAX_STEPS = 64
 _APPLICATION_ID = 0x6B767000
 """SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
 _SEAL_BYTES = 8
@@ -191,13 +196,45 @@ class Index:
 
     # Reading.
 
-    def children(self, parent: bytes) -> list[Node]:
-        """Return the blocks that continue `parent`, as they stand here: there may be thousands.
+    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
+        """Return the blocks that continue `parent`, as they stand here.
 
-        A damaged index may lie; the walk of the tree checks those blocks that it means to use.
+        With the text that lies ahead, and where there are many, only those are returned whose
+        text is near to it: see `_near`. A damaged index may lie; the walk of the tree checks
+        those blocks that it means to use.
         """
+        limit = -1 if ahead is None else _FEW + 1
+        nodes = self._nodes(parent, "LIMIT ?", limit)
+        if ahead is None or len(nodes) <= _FEW:
+            return nodes
+        return self._near(parent, ahead)
+
+    def _near(self, parent: bytes, ahead: str) -> list[Node]:
+        """Return the children whose text has most in common with what lies ahead.
+
+        In sorted order, these stand next to it: the one behind, and the one before. A child
+        whose whole text stands ahead can be farther up, but then it begins the one before; so the
+        search goes on with what that one has in common with the text ahead.
+        """
+        key = ahead[:_MAX_KEY_CHARS]
+        nodes = self._nodes(parent, "AND text > ? ORDER BY text LIMIT 1", key)
+        for _ in range(_MAX_STEPS):
+            found = self._nodes(parent, "AND text <= ? ORDER BY text DESC LIMIT 1", key)
+            if not found:
+                break
+            text = found[0].text
+            nodes += self._nodes(parent, "AND text = ?", text)
+            n_common = common_prefix(text, ahead, 0)
+            # Behind a child that stands ahead as a whole, only shorter ones are of interest.
+            key = ahead[: n_common - 1 if n_common == len(text) else n_common]
+            if not key:
+                break
+        return nodes
+
+    def _nodes(self, parent: bytes, where: str, value: str | int) -> list[Node]:
         rows = self._db.execute(
-            "SELECT key, start, ids, text, pending FROM blocks WHERE parent = ?", (parent,)
+            f"SELECT key, start, ids, text, pending FROM blocks WHERE parent = ? {where}",
+            (parent, value),
         )
         return [
             Node(key, parent, start, ids, text, pending) for key, start, ids, text, pending in rows

@@ -71,11 +71,14 @@ class BlockStore:
     def index(self) -> Index:
         return self.disk.index
 
-    def children(self, parent: bytes) -> list[Node]:
-        """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk."""
+    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
+        """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk.
+
+        With the text that lies ahead, those on disk may be only the ones that are near to it.
+        """
         nodes: dict[bytes, Node] = {}
         try:
-            stored = self.index.children(parent)
+            stored = self.index.children(parent, ahead)
             nodes.update((node.key, node) for node in stored if node.key not in self._lost)
         except sqlite3.Error as error:
             self._failed("read the index", error)

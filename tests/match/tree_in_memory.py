@@ -15,7 +15,7 @@ class MemoryTree:
         self._block_tokens = block_tokens
         self._children: dict[bytes, dict[bytes, Node]] = {}
 
-    def children(self, parent: bytes) -> list[Node]:
+    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
         return list(self._children.get(parent, {}).values())
 
     def add(self, ids: list[int]) -> bytes:

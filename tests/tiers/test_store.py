@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node, common_prefix
 from mlx_lm_kvpersist.tiers.disk import DiskStore
 from mlx_lm_kvpersist.tiers.files import FORMAT, block_path
 from mlx_lm_kvpersist.tiers.index import Index
@@ -146,3 +149,25 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, limits: StoreLimi
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="--kvpersist-dir"):
         BlockStore(tmp_path / "file" / "store", limits)
+
+
+def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
+    """What is left out has no more in common with the text ahead than what is returned."""
+    rng = random.Random(5)
+
+    def word() -> str:
+        return "".join(rng.choice("ab") for _ in range(rng.randrange(1, 12)))
+
+    nodes = []
+    for n in range(400):
+        packed = pack_ids([n])
+        nodes.append(Node(block_key(ROOT.key, packed), ROOT.key, 0, packed, word()))
+    store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
+    for _ in range(300):
+        ahead = word() + word()
+        found = store.index.children(ROOT.key, ahead)
+        whole = {node.key for node in nodes if ahead.startswith(node.text)}
+        assert whole <= {node.key for node in found}
+        best = max(common_prefix(node.text, ahead, 0) for node in nodes)
+        assert max(common_prefix(node.text, ahead, 0) for node in found) == best
+        assert len(found) < len(nodes) // 2

@@ -1,0 +1,129 @@
+"""How much a turn writes, and what sharing a system prompt saves.
+
+    python -m benchmarks.writes
+
+A real server with a tiny model. A turn may write the KV of its new tokens, the one block that its
+first tokens complete, and some bookkeeping; equal beginnings are stored once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
+from mlx_lm_kvpersist.testing import ServerProcess
+from mlx_lm_kvpersist.tiers.index import Index
+
+from .report import keep
+
+N_TURNS = 8
+N_SESSIONS = 10
+BLOCK_TOKENS = 256
+SYSTEM_CHARS = 14_300
+"""Of the shared system prompt: about 8K tokens of the tiny model's tokenizer."""
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_model(Path(folder) / "model")
+        with serve(model, Path(folder) / "turns") as server:
+            keep(
+                "writes-per-turn",
+                "Bytes on disk that one turn of a growing conversation writes.",
+                {"model": "tiny llama, 2 layers", "allowance": "one block and 16 KiB"},
+                turns(server, Path(folder) / "turns"),
+            )
+        with serve(model, Path(folder) / "shared") as server:
+            keep(
+                "shared-system-prompt",
+                "Ten sessions with one long system prompt.",
+                {"model": "tiny llama, 2 layers"},
+                shared(server, Path(folder) / "shared"),
+            )
+
+
+def serve(model: Path, store: Path) -> ServerProcess:
+    return ServerProcess(
+        model, "--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-min-free", "0"
+    )
+
+
+def turns(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
+    messages: list[dict[str, str]] = []
+    rows = []
+    n_before = written_before = 0
+    for turn in range(N_TURNS):
+        question = synthetic_text(300 + 400 * (turn % 3), seed=turn)
+        messages.append({"role": "user", "content": question})
+        reply = server.chat(messages, "growing", max_tokens=40)
+        messages.append({"role": "assistant", "content": reply.text})
+        n_tokens = reply.prompt_tokens + reply.completion_tokens
+        stats = settled(server, store, "growing", n_tokens)
+        per_token = stats["spec"]["bytes_per_token"]
+        written = stats["store"]["disk"]["written_bytes"]
+        new = (n_tokens - n_before) * per_token
+        rows.append(
+            {
+                "turn": turn + 1,
+                "tokens": n_tokens,
+                "new tokens": n_tokens - n_before,
+                "KV of new tokens": new,
+                "written": written - written_before,
+                "beyond": written - written_before - new,
+                "allowed beyond": BLOCK_TOKENS * per_token + 16 * 1024,
+            }
+        )
+        n_before, written_before = n_tokens, written
+    return rows
+
+
+def shared(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
+    system = {"role": "system", "content": synthetic_text(SYSTEM_CHARS, seed=1)}
+    rows = []
+    alone = 0
+    for n in range(N_SESSIONS):
+        question = {"role": "user", "content": f"{n} {synthetic_text(100, seed=n)}"}
+        reply = server.chat([system, question], f"session-{n}", max_tokens=20)
+        n_tokens = reply.prompt_tokens + reply.completion_tokens
+        stats = settled(server, store, f"session-{n}", n_tokens)
+        written = stats["store"]["disk"]["written_bytes"]
+        alone += n_tokens * stats["spec"]["bytes_per_token"]
+        rows.append(
+            {
+                "sessions": n + 1,
+                "prompt tokens": reply.prompt_tokens,
+                "reused": reply.cached_tokens,
+                "blocks": stats["store"]["disk"]["blocks"],
+                "written": written,
+                "written / KV of all": written / alone,
+            }
+        )
+    return rows
+
+
+def settled(server: ServerProcess, store: Path, session: str, n_tokens: int) -> dict[str, Any]:
+    """Return the server's stats once a turn of a session, of so many tokens, is on disk."""
+    index = Index(store / "index.sqlite")
+    deadline = time.monotonic() + 30
+    try:
+        while time.monotonic() < deadline:
+            _, _, body = server.request("GET", STATS_PATH)
+            stats: dict[str, Any] = json.loads(body)
+            ends = {found.name: found.n_tokens for found in index.sessions()}
+            if stats["store"]["queue"]["tasks"] == 0 and ends.get(session) == n_tokens:
+                return stats
+            time.sleep(0.02)
+    finally:
+        index.close()
+    raise TimeoutError(f"the turn of {session} is not written")
+
+
+if __name__ == "__main__":
+    main()
