@@ -169,6 +169,11 @@ def from_args(args: Namespace) -> Config:
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision; its way of
     quantizing, which turns batching off, is switched off.
     """
+    if mx.distributed.init().size() > 1:
+        raise ConfigError(
+            "distributed serving (mlx.launch) is not supported: every rank would have to find the "
+            "same blocks; leave out --plugin kvpersist, or serve from one process"
+        )
     kv_bits, kv_group_size = 4, None
     if getattr(args, "kv_bits", None) is not None:
         kv_bits = args.kv_bits

@@ -15,6 +15,7 @@ from ..match.splice import splice
 from ..match.tree import NO_MATCH, Match, common_prefix, match_ids, match_text
 from ..tiers.store import BlockStore
 from .costs import ReusePolicy
+from .explain import why_not_stored
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Parting, Reason, parting_of
 from .request import RequestState
@@ -51,16 +52,17 @@ def look_up(
         if nearest.n_agreed < len(text):
             parting = parting_of(text, nearest.n_agreed, nearest.stored_next, messages or [])
     if found is None:
-        reason = Reason.PARTED if nearest.n_agreed else Reason.NOTHING_ALIKE
+        whole = model.text.decode(prompt.ids) if model.text is not None else None
+        reason = why_not_stored(prompt.ids, whole, nearest, state.root, store)
         state.outcome = Outcome(Kind.MISS, len(prompt.ids), reason=reason, parting=parting)
         return prompt
     n_prompt = len(found.prompt.ids)
     # The last token must run, to give logits.
     n_found = n_tokens = min(found.match.n_tokens, n_prompt - 1)
     if n_found < n_prompt - 1 and not found.match.at_end:
-        reason = Reason.PARTED
+        reason = why_not_stored(found.prompt.ids, None, found.match, state.root, store)
         n_tokens, refusal = policy.tokens_to_reuse(found.match, n_found, store, model.spec)
-        reason = refusal or reason
+        reason = refusal if refusal and reason is Reason.PARTED else reason
     started = time.perf_counter()
     restored = restore(
         found.match, n_tokens, n_prompt, state.root, store, model, canary=policy.canary

@@ -17,8 +17,10 @@ import os
 import sqlite3
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from .rebuild import rebuild_index
 logger = logging.getLogger(__name__)
 
 _INDEX_RESERVE_BYTES = 768 << 10
+_MAX_GONE = 10_000
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ class NewFile:
     write: Callable[[], int]
 
 
+class Gone(Enum):
+    """Why a block is no longer on disk."""
+
+    EVICTED = "evicted"
+    QUARANTINED = "quarantined"
+
+
 class DiskStore:
     """The folder of a store.
 
@@ -70,6 +80,7 @@ class DiskStore:
         self.folder = folder
         self.limits = limits
         self.written = WriteMeter()
+        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
         self.lock = StoreLock(folder / "lock")
         try:
             make_private(folder)
@@ -169,7 +180,9 @@ class DiskStore:
                 written.append((file.node, size))
                 self.written.add(size)
             session = self._session_of(turn)
-            self.index.commit_turn(turn.root, written, session, turn.leaf, turn.replies)
+            self.index.commit_turn(
+                turn.root, written, session, turn.leaf, turn.replies, chain=turn.nodes
+            )
         except BaseException:
             for node, _ in written:
                 block_path(self.folder, node.key).unlink(missing_ok=True)
@@ -260,6 +273,7 @@ class DiskStore:
                     return False
                 key, size = victim
                 self.forget(key)
+                self._note_gone(key, Gone.EVICTED)
                 too_much -= size
                 if too_much <= 0:
                     # Removing rows makes the index's log longer.
@@ -294,6 +308,15 @@ class DiskStore:
 
     # Removing.
 
+    def gone(self, key: bytes) -> Gone | None:
+        """Return why a block went, if this process removed it not too long ago. Any thread."""
+        return self._gone.get(key)
+
+    def _note_gone(self, key: bytes, why: Gone) -> None:
+        self._gone[key] = why
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
+
     def forget(self, key: bytes) -> None:
         """Remove a block and the sessions that end in it."""
         with self.lock.held():
@@ -304,6 +327,7 @@ class DiskStore:
     def quarantine(self, key: bytes, reason: str) -> None:
         """Move a block that failed a check aside. What follows it is no longer reached."""
         with self.lock.held():
+            self._note_gone(key, Gone.QUARANTINED)
             path = block_path(self.folder, key)
             aside = self.folder / "quarantine"
             if path.exists():

@@ -132,6 +132,10 @@ class Index:
         self._inode = path.stat().st_ino
         try:
             self._prepare()
+        except UnicodeDecodeError as error:
+            # A message of SQLite's that quotes a damaged schema.
+            self.close()
+            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
         except BaseException:
             self.close()
             raise
@@ -402,14 +406,21 @@ class Index:
         session: Session | None,
         leaf: Leaf | None,
         replies: Iterable[StoredReply] = (),
+        chain: Iterable[Node] = (),
     ) -> None:
         """Add blocks whose files are in place, and move the session: all or none.
 
-        Without session and leaf the blocks belong to a turn that has not ended.
+        Without session and leaf the blocks belong to a turn that has not ended. Rows of `chain`
+        that say something else than its nodes, which keys do not cover, are put right.
         """
         now = time.time()
         with self._db as db:
             self._add_blocks(db, root, blocks, now)
+            db.executemany(
+                "UPDATE blocks SET start = ?1, text = ?2, pending = ?3 WHERE key = ?4 "
+                "AND (start IS NOT ?1 OR text IS NOT ?2 OR pending IS NOT ?3)",
+                [(node.start, node.text, node.pending, node.key) for node in chain],
+            )
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [

@@ -16,7 +16,7 @@ from ..errors import BlockCorrupt, StoreError
 from ..match.keys import Root
 from ..match.tree import Node
 from .budget import StoreLimits
-from .disk import DiskStore, Turn
+from .disk import DiskStore, Gone, Turn
 from .files import Arrays, read_block
 from .index import Index
 from .pool import BlockPool, KVBlock
@@ -186,6 +186,19 @@ class BlockStore:
         except sqlite3.Error as error:
             self._failed("read the index", error)
             return None
+
+    def gone(self, key: bytes) -> Gone | None:
+        """Return why a block is no longer on disk, if that is known."""
+        return self.disk.gone(key)
+
+    def other_roots(self, root: Root, limit: int) -> list[Root]:
+        """Return what else is stored, the biggest first; nothing if the index cannot be read."""
+        try:
+            roots = [other for other, _, _ in self.index.roots()]
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return []
+        return [other for other in roots if other.key != root.key][:limit]
 
     def file_hash(self, path: str, stamp: str) -> str | None:
         """Return what is remembered of a model's file, if its stamp is still the same."""

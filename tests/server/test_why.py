@@ -12,7 +12,14 @@ import pytest
 from mlx_lm_kvpersist.cli import main
 from mlx_lm_kvpersist.commands import why
 from mlx_lm_kvpersist.errors import KVPersistError
-from tests.support import Message, ServerProcess, StartServer, synthetic_text
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    make_tiny_model,
+    synthetic_text,
+    wait_until,
+)
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(300)}
 QUESTION: Message = {"role": "user", "content": "What does the north tower see at noon?"}
@@ -92,3 +99,39 @@ def test_a_server_that_does_not_answer() -> None:
         port = unused.getsockname()[1]
         with pytest.raises(KVPersistError, match="--host and --port"):
             why.main(["--port", str(port)])
+
+
+def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_dir: Path) -> None:
+    """The same words under another model, namespace or precision are named as that."""
+    other_model = make_tiny_model(models_dir / "other-weights", seed=9)
+    server = start_server.with_plugin(tiny_model)
+    server.chat([SYSTEM, QUESTION])
+    elsewhere = server.chat([SYSTEM, QUESTION], headers={"X-KVPersist-Namespace": "team"})
+    assert elsewhere.cached_tokens == 0
+    assert records(server)[0]["reason"] == "stored in another namespace or session"
+    server.chat([SYSTEM, QUESTION], model=str(other_model))
+    assert records(server)[0]["reason"] == "stored for another model"
+    server.terminate()
+    coarse = start_server.with_plugin(tiny_model, "--kv-bits", "8")
+    assert coarse.chat([SYSTEM, QUESTION]).cached_tokens == 0
+    assert records(coarse)[0]["reason"] == "stored in another KV precision"
+    # The stock option chooses the precision, and batching stays on.
+    assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
+
+
+def test_what_was_evicted(start_server: StartServer, tiny_model: Path) -> None:
+    server = start_server.with_plugin(
+        tiny_model, "--kvpersist-disk", "1400K", "--kvpersist-ram", "1K"
+    )
+    talks = [[{"role": "user", "content": synthetic_text(2400, seed=n)}] for n in range(4)]
+    for talk in talks:
+        server.chat(talk, max_tokens=8)
+    wait_until(lambda: settled(server), "a writer at rest")
+    again = server.chat(talks[0], max_tokens=8)
+    assert again.cached_tokens == 0
+    assert records(server)[0]["reason"] == "evicted to keep to the budget"
+
+
+def settled(server: ServerProcess) -> bool:
+    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    return bool(stats["store"]["queue"]["tasks"] == 0)
