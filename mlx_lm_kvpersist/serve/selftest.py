@@ -28,7 +28,7 @@ _CONTINUATION = [9, 8, 7, 6, 5]
 
 def check_round_trip() -> None:
     """Raise SelfTestFailed unless batching, storing and restoring give what recomputing gives."""
-    model = _tiny_model()
+    model = tiny_model()
     spec = ModelCacheSpec.probe(model)
     model.make_cache = spec.make_cache
     loaded = LoadedModel(model, None, spec, "selftest", None)
@@ -84,7 +84,8 @@ def _generate(
     return [results[uid] for uid in uids]
 
 
-def _tiny_model() -> Any:
+def tiny_model(seed: int = 7) -> Any:
+    """Return a llama of two layers with random weights."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=64,
@@ -96,7 +97,7 @@ def _tiny_model() -> Any:
         rms_norm_eps=1e-5,
         vocab_size=64,
     )
-    key = mx.random.key(7)
+    key = mx.random.key(seed)
     model = llama.Model(args)
     weights = []
     for name, value in tree_flatten(model.parameters()):

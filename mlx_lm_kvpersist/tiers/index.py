@@ -411,15 +411,15 @@ class Index:
         """Add blocks whose files are in place, and move the session: all or none.
 
         Without session and leaf the blocks belong to a turn that has not ended. Rows of `chain`
-        that say something else than its nodes, which keys do not cover, are put right.
+        that say something else than its nodes do are put right.
         """
         now = time.time()
         with self._db as db:
             self._add_blocks(db, root, blocks, now)
             db.executemany(
-                "UPDATE blocks SET start = ?1, text = ?2, pending = ?3 WHERE key = ?4 "
-                "AND (start IS NOT ?1 OR text IS NOT ?2 OR pending IS NOT ?3)",
-                [(node.start, node.text, node.pending, node.key) for node in chain],
+                "UPDATE blocks SET start = ?1, text = ?2, pending = ?3, ids = ?4 WHERE key = ?5 "
+                "AND (start, text, pending, ids) IS NOT (?1, ?2, ?3, ?4)",
+                [(n.start, n.text, n.pending, n.packed_ids, n.key) for n in chain],
             )
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
