@@ -18,7 +18,7 @@ from ..config import (
 from ..errors import StoreError
 from ..tiers.budget import StoreLimits
 from ..tiers.disk import DiskStore
-from ..tiers.index import Index
+from ..tiers.index import Index, is_damage
 
 
 def common_options() -> argparse.ArgumentParser:
@@ -97,7 +97,7 @@ def reading(folder: Path) -> Iterator[Index]:
         try:
             index = Index(path)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
+            if not is_damage(error):
                 raise
             raise StoreError(f"{path} is damaged ({error}); {advice}") from error
         try:

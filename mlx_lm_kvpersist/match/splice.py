@@ -32,23 +32,42 @@ def splice(
     """Return the prompt with the matched ids in front, or None if its text would change.
 
     `text` is what `prompt` decodes to. Where the prompt has a token boundary at the cut, its own
-    ids follow; elsewhere the rest of the text is encoded anew.
+    ids follow. Elsewhere a cut in the middle of what is stored moves back to such a boundary, and
+    behind the end of it the rest of the text is encoded anew.
     """
     stored = match.ids
     if list(prompt[: len(stored)]) == stored:
         return Splice(list(prompt), len(stored), {i: i for i in range(len(prompt) + 1)})
-    rest = text[match.n_chars :]
-    n_bytes_cut = len(text[: match.n_chars].encode())
-    boundary = bisect_left([0, *tokens.n_bytes_ends(prompt)], n_bytes_cut)
-    tail = list(prompt[boundary:])
-    if tokens.decode(tail) != rest:
-        encoded = _encode_rest(rest, tokens, encode)
-        if encoded is None:
-            return None
-        tail = encoded
-    if tokens.decode(stored + tail) != text:
+    tail = _own_tail(prompt, text[match.n_chars :], tokens)
+    if tail is None and not match.at_end:
+        # The prompt parts inside of one of its own tokens. Spelled with the stored beginning of
+        # it, the same text would get another reply than it gets alone.
+        n_stored, tail = _common_boundary(prompt, stored, tokens)
+        stored = stored[:n_stored]
+    if tail is None:
+        tail = _encode_rest(text[match.n_chars :], tokens, encode)
+    if tail is None or not stored or tokens.decode(stored + tail) != text:
         return None
     return Splice(stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, tokens))
+
+
+def _own_tail(prompt: Sequence[int], rest: str, tokens: TokenText) -> list[int] | None:
+    """Return the last of the prompt's own ids that decode to `rest`, if any do."""
+    n_bytes = len(rest.encode())
+    ends = tokens.n_bytes_ends(reversed(prompt))
+    place = bisect_left([0, *ends], n_bytes)
+    tail = list(prompt[len(prompt) - place :])
+    return tail if tokens.decode(tail) == rest else None
+
+
+def _common_boundary(
+    prompt: Sequence[int], stored: Sequence[int], tokens: TokenText
+) -> tuple[int, list[int]]:
+    """Return how many stored ids end where one of the prompt ends, and the prompt's behind."""
+    place = {end: i for i, end in enumerate([0, *tokens.n_bytes_ends(prompt)])}
+    ends = [0, *tokens.n_bytes_ends(stored)]
+    n_stored = next(n for n in range(len(stored), -1, -1) if ends[n] in place)
+    return n_stored, list(prompt[place[ends[n_stored]] :])
 
 
 def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int] | None:

@@ -63,6 +63,7 @@ def look_up(
         reason = why_not_stored(found.prompt.ids, None, found.match, state.root, store)
         n_tokens, refusal = policy.tokens_to_reuse(found.match, n_found, store, model.spec)
         reason = refusal if refusal and reason is Reason.PARTED else reason
+    n_quarantined = store.counters.blocks_quarantined
     started = time.perf_counter()
     restored = restore(
         found.match, n_tokens, n_prompt, state.root, store, model, canary=policy.canary
@@ -70,7 +71,8 @@ def look_up(
     restore_ms = (time.perf_counter() - started) * 1e3
     n_reused = restored.n_tokens if restored else 0
     if n_reused < n_tokens:
-        reason = Reason.QUARANTINED
+        failed = store.counters.blocks_quarantined > n_quarantined
+        reason = Reason.QUARANTINED if failed else Reason.EVICTED
     if restored is not None:
         state.restored = (restored.caches, n_reused)
         policy.costs.learn_restore(
@@ -112,7 +114,8 @@ def _find(
         spliced = splice(prompt.ids, text, nearest, model.text, model.encode)
         if spliced is not None:
             segmented = _cut_segments(prompt, spliced.ids, spliced.boundaries)
-            return _Found(segmented, nearest), nearest
+            used = replace(nearest, n_tokens=spliced.n_stored)
+            return _Found(segmented, used), nearest
     match = match_ids(store, root.key, pack_ids(prompt.ids), prefer)
     return (_Found(prompt, match) if match.n_tokens else None), nearest
 

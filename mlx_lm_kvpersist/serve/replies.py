@@ -81,8 +81,11 @@ def reply_to_remember(
     if message.get("tool_calls"):
         if not ended:
             return None
-    elif content == model.text.decode(ids) or content != _streamed(ids, model):
-        return None
+    else:
+        said = model.text.decode(ids)
+        # A template may trim what stands at its ends.
+        if content == said == said.strip() or content != _streamed(ids, model):
+            return None
     return StoredReply(conversation.with_reply(message), pack_ids(ids))
 
 

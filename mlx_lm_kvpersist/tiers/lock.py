@@ -31,8 +31,13 @@ class StoreLock:
         with self._threads:
             if self._depth == 0:
                 make_private(self._path.parent)
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+                self._descriptor = descriptor
             self._depth += 1
             try:
                 yield

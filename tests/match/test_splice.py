@@ -32,7 +32,8 @@ def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, dat
     result = splice(prompt, text, match, token_text, encode)
     if result is None:
         return
-    assert result.ids[: result.n_stored] == match.ids
+    assert result.ids[: result.n_stored] == match.ids[: result.n_stored]
+    assert result.n_stored == len(match.ids) or not match.at_end
     assert token_text.decode(result.ids) == text
     for boundary, place in result.boundaries.items():
         assert token_text.decode(result.ids[place:]) == token_text.decode(prompt[boundary:])
@@ -73,3 +74,27 @@ def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenTex
 
     result = splice(prompt, text, match, token_text, never)
     assert result is not None and result.ids == prompt and result.n_stored == 7
+
+
+@given(data=st.data())
+def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
+    """Where prompts part, nothing in the ids tells that another one was there before."""
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    words = st.sampled_from(
+        ["abc", "abd", "1", "12", "120", " ", "conversation", "conver", "ü", "🎉"]
+    )
+    common = "".join(data.draw(st.lists(words, min_size=1, max_size=6)))
+    one, other = (common + "".join(data.draw(st.lists(words, max_size=3))) for _ in range(2))
+    tree = MemoryTree(token_text, block_tokens=4)
+    tree.add([*encode(one), tokenizer.eos_token_id])
+    prompt = encode(other)
+    text = token_text.decode(prompt)
+    match = match_text(tree, ROOT, text, token_text)
+    result = splice(prompt, text, match, token_text, encode)
+    if result is not None and not match.at_end:
+        assert result.ids == prompt

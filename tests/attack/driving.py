@@ -1,0 +1,182 @@
+"""A store with a tiny model in front, and what the model says without any store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load
+
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.serve.costs import ReusePolicy
+from mlx_lm_kvpersist.serve.keep import keep, remember_reply
+from mlx_lm_kvpersist.serve.lookup import look_up
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.outcome import Outcome
+from mlx_lm_kvpersist.serve.replies import Conversation
+from mlx_lm_kvpersist.serve.request import RequestState
+from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
+from mlx_lm_kvpersist.tiers.files import block_path, checksum, metadata_of, read_block
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
+
+TOLERANCE = 2e-3
+"""Of logits of size 10, as in tests/serve: what the order of summation makes of 4-bit KV."""
+LIMITS = StoreLimits(1 << 30, 1 << 30)
+
+
+def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint") -> LoadedModel:
+    """Make and load a model of 2 layers, the smallest that keeps 4-bit KV."""
+    make_tiny_model(
+        folder, seed=seed, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=600
+    )
+    model, tokenizer = load(str(folder))
+    return LoadedModel(
+        model, tokenizer, ModelCacheSpec.probe(model), fingerprint, TokenText.of(tokenizer)
+    )
+
+
+@dataclass
+class Answer:
+    """What came of a prompt: the ids fed, the logits behind them, what was reused."""
+
+    ids: list[int]
+    caches: list[Any]
+    logits: mx.array
+    outcome: Outcome
+
+
+@dataclass
+class Talk:
+    """Drives store and model as the server does, without the server."""
+
+    loaded: LoadedModel
+    store: BlockStore
+
+    @property
+    def folder(self) -> Path:
+        return self.store.folder
+
+    def remember(self, ids: list[int], session: str | None = None) -> None:
+        """Compute a turn from nothing, and keep it; its prompt is all but the last 5 tokens."""
+        caches = self.loaded.spec.make_cache()
+        forward(self.loaded, ids, caches)
+        self.keep(ids, caches, len(ids) - 5, session)
+
+    def ask(self, ids: list[int], *, canary: bool = True) -> Answer:
+        """Look a prompt up and compute what is not restored."""
+        state = RequestState(root=self.loaded.root())
+        prompt = Prompt(ids, [ids], ["user"])
+        prompt = look_up(state, prompt, self.store, self.loaded, ReusePolicy(canary))
+        assert state.outcome is not None
+        caches, n_reused = state.restored or (self.loaded.spec.make_cache(), 0)
+        assert n_reused == state.outcome.n_reused < len(prompt.ids)
+        logits = forward(self.loaded, prompt.ids[n_reused:], caches)
+        return Answer(prompt.ids, caches, logits, state.outcome)
+
+    def go_on(self, answer: Answer, n_tokens: int, session: str | None = None) -> list[int]:
+        """Generate greedily behind an answer and keep the turn; return all ids."""
+        ids, logits = list(answer.ids), answer.logits
+        for _ in range(n_tokens):
+            ids.append(int(mx.argmax(logits)))
+            logits = forward(self.loaded, ids[-1:], answer.caches)
+        self.keep(ids, answer.caches, len(answer.ids), session)
+        return ids
+
+    def keep(
+        self,
+        ids: list[int],
+        caches: list[Any],
+        n_prompt: int,
+        session: str | None = None,
+        conversation: Conversation | None = None,
+    ) -> None:
+        """Keep a turn whose prompt were the first `n_prompt` ids."""
+        state = RequestState(session, root=self.loaded.root(), n_prompt=n_prompt)
+        state.conversation = conversation
+        keep(state, ids, caches, self.store, self.loaded)
+        detokenizer = self.loaded.tokenizer.detokenizer
+        for token_id in ids[n_prompt:]:
+            detokenizer.add_token(token_id)
+        detokenizer.finalize()
+        state.sent = {"content": detokenizer.text}
+        remember_reply(state, self.store, self.loaded)
+
+    def forget_hot_blocks(self) -> None:
+        self.store.drain()
+        self.store.pool.clear()
+
+    def blocks(self, ids: list[int]) -> list[Path]:
+        """Return the files of the blocks that hold a conversation, in order."""
+        self.store.drain()
+        paths: list[Path] = []
+        parent, start = self.loaded.root().key, 0
+        while start < len(ids):
+            node = next(
+                node
+                for node in self.store.index.children(parent)
+                if node.ids == ids[start : start + node.n_tokens]
+            )
+            paths.append(block_path(self.folder, node.key))
+            parent, start = node.key, node.stop
+        return paths
+
+
+@contextmanager
+def talk_with(loaded: LoadedModel, folder: Path, limits: StoreLimits = LIMITS) -> Iterator[Talk]:
+    store = BlockStore(folder, limits)
+    try:
+        yield Talk(loaded, store)
+    finally:
+        store.close()
+
+
+def forward(loaded: LoadedModel, ids: list[int], caches: list[Any]) -> mx.array:
+    """Feed ids; return the logits of the last one, [vocab]."""
+    logits: mx.array = loaded.model(mx.array([ids]), cache=caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+@dataclass
+class Cold:
+    """What the model says without a store; each prompt is computed once."""
+
+    loaded: LoadedModel
+    _logits: dict[tuple[int, ...], mx.array] = field(default_factory=dict)
+
+    def logits(self, ids: list[int]) -> mx.array:
+        key = tuple(ids)
+        if key not in self._logits:
+            self._logits[key] = forward(self.loaded, ids, self.loaded.spec.make_cache())
+        return self._logits[key]
+
+    def difference(self, answer: Answer) -> float:
+        """Return by how much an answer's logits are off."""
+        return float(mx.abs(answer.logits - self.logits(answer.ids)).max())
+
+    def check(self, answer: Answer, what: str = "") -> None:
+        difference = self.difference(answer)
+        assert difference < TOLERANCE, f"{what}: logits differ by {difference}: {answer.outcome}"
+
+
+def conversation_ids(loaded: LoadedModel, n_tokens: int, seed: int) -> list[int]:
+    """Return the ids of text that differs from its first line on for every seed."""
+    ids: list[int] = loaded.tokenizer.encode(f"{seed}: {synthetic_text(4 * n_tokens, seed)}")
+    return ids[:n_tokens]
+
+
+def replace_payload(path: Path, other: Path) -> None:
+    """Give a block the arrays of another one of its length, with a checksum that is right."""
+    folder = path.parents[2]
+    node, root, _ = read_block(folder, bytes.fromhex(path.stem))
+    _, _, arrays = read_block(other.parents[2], bytes.fromhex(other.stem))
+    metadata = metadata_of(node, root)
+    metadata["checksum"] = checksum(arrays, metadata)
+    path.unlink()
+    mx.save_safetensors(str(path), arrays, metadata)

@@ -1,0 +1,347 @@
+"""One bit of any file of the store flips: every answer is still what the model says."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.serve.lookup import look_up
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.replies import Conversation, read_conversation, respell
+from mlx_lm_kvpersist.serve.request import RequestState
+from mlx_lm_kvpersist.tiers.store import BlockStore
+from tests.support import Message, synthetic_text
+
+from .driving import LIMITS, Answer, Cold, forward, talk_with
+
+SYSTEM: Message = {"role": "system", "content": synthetic_text(400, seed=5)}
+Change = Callable[[Path, random.Random], str]
+
+
+@dataclass
+class Prepared:
+    """A store that was left by kill -9, and conversations in it with a question to follow."""
+
+    folder: Path
+    loaded: LoadedModel
+    prompts: list[list[Message]]
+    texts: list[set[str]]
+    """What each may be rendered to: with its reply as the model meant it, or as it was sent."""
+
+
+def render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
+    ids: list[int] = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return ids
+
+
+def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answer:
+    """Answer a chat as the plugin does, but let every exception through."""
+    state = RequestState(root=loaded.root())
+    messages = copy.deepcopy(messages)
+    assert state.root is not None
+    state.conversation, known = read_conversation(messages, state.root, store)
+    ids = render(loaded, messages)
+    if known:
+
+        def template(changed: list[Message]) -> str:
+            return str(
+                loaded.tokenizer.apply_chat_template(
+                    changed, add_generation_prompt=True, tokenize=False
+                )
+            )
+
+        text = respell(messages, known, template, loaded)
+        ids = ids if text is None else loaded.encode(text)
+    prompt = look_up(state, Prompt(ids, [ids], ["user"]), store, loaded)
+    assert state.outcome is not None
+    caches, n_reused = state.restored or (loaded.spec.make_cache(), 0)
+    return Answer(prompt.ids, caches, forward(loaded, prompt.ids[n_reused:], caches), state.outcome)
+
+
+@pytest.fixture(scope="module")
+def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Three conversations; of the last one, what the index knows stands in its log only."""
+    work, folder = (tmp_path_factory.mktemp(name) for name in ("work", "prepared"))
+    prompts, texts = [], []
+    for n in range(3):
+        with talk_with(loaded, work) as talk:
+            question: Message = {"role": "user", "content": f"{n} {synthetic_text(90, seed=n)}"}
+            messages = [SYSTEM, question]
+            answer = ask(loaded, talk.store, messages)
+            conversation = Conversation()
+            for message in messages:
+                conversation.add(message)
+            # A reply whose text begins with a space reaches the client without it.
+            reply = f" so {n} " + synthetic_text(30, seed=50 + n)
+            ids = [*answer.ids, *loaded.encode(reply)]
+            forward(loaded, ids[len(answer.ids) :], answer.caches)
+            talk.keep(ids, answer.caches, len(answer.ids), f"session-{n}", conversation)
+            talk.store.drain()
+            for sent in (reply.lstrip(), reply):
+                said: Message = {"role": "assistant", "content": sent}
+                follow_up: Message = {"role": "user", "content": "And?"}
+                prompts.append([SYSTEM, question, said, follow_up])
+                texts.append(renderings(loaded, prompts[-1], reply))
+            if n == 2:
+                assert (work / "index.sqlite-wal").stat().st_size > 4096
+                shutil.copytree(work, folder, dirs_exist_ok=True)
+    return Prepared(folder, loaded, prompts, texts)
+
+
+def renderings(loaded: LoadedModel, messages: list[Message], reply: str) -> set[str]:
+    assert loaded.text is not None
+    found = set()
+    for content in (reply, messages[2]["content"]):
+        variant = [*messages[:2], {**messages[2], "content": content}, *messages[3:]]
+        found.add(loaded.text.decode(render(loaded, variant)))
+    return found
+
+
+def flip_a_bit(path: Path, rng: random.Random, byte: int | None = None) -> str:
+    """Flip a bit of a file; half of the time in its first 2 KB, where headers are."""
+    content = bytearray(path.read_bytes())
+    if byte is None:
+        byte = rng.randrange(min(len(content), 2048) if rng.random() < 0.5 else len(content))
+    bit = rng.randrange(8)
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+    return f"bit {bit} of byte {byte} of {path.name} ({len(content)} bytes)"
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files that have content, in an order of their own."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    return sorted(paths)
+
+
+def attack(prepared: Prepared, cold: Cold, folder: Path, change: Change, seed: int) -> None:
+    """Change a copy of the store, open it, ask, and compare."""
+    rng = random.Random(seed)
+    shutil.copytree(prepared.folder, folder)
+    if rng.random() < 0.2:
+        # The index is made anew, from what the files say.
+        for path in folder.glob("index.sqlite*"):
+            path.unlink()
+    what = f"seed {seed}: {change(folder, rng)}"
+    assert prepared.loaded.text is not None
+    try:
+        store = BlockStore(folder, LIMITS)
+        try:
+            for n in rng.sample(range(len(prepared.prompts)), 2):
+                answer = ask(prepared.loaded, store, prepared.prompts[n])
+                told = prepared.loaded.text.decode(answer.ids)
+                if told not in prepared.texts[n]:
+                    raise ValueError(f"the model is told something else: ...{told[-200:]}")
+                cold.check(answer)
+        finally:
+            store.close()
+    except Exception as error:
+        raise AssertionError(what) from error
+    shutil.rmtree(folder)
+
+
+def flip_in_any_file(folder: Path, rng: random.Random) -> str:
+    return flip_a_bit(rng.choice(files_of(folder)), rng)
+
+
+def attack_often(prepared: Prepared, cold: Cold, folder: Path, change: Change, n: int) -> None:
+    """Attack `n` times and tell of all failures at once."""
+    failures = []
+    for seed in range(n):
+        try:
+            attack(prepared, cold, folder / str(seed), change, seed)
+        except AssertionError as error:
+            failures.append(f"{error} <- {error.__cause__!r}")
+    assert not failures, f"{len(failures)} of {n}:\n" + "\n".join(failures[:20])
+
+
+def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    """Without damage everything is restored: the attacks have something to spoil."""
+    shutil.copytree(prepared.folder, tmp_path / "copy")
+    with talk_with(prepared.loaded, tmp_path / "copy") as talk:
+        for messages in prepared.prompts[::2]:
+            answer = ask(prepared.loaded, talk.store, messages)
+            assert answer.outcome.n_restored > 0 and answer.outcome.kind.value == "EXTEND"
+            cold.check(answer)
+            talk.forget_hot_blocks()
+
+
+def test_200_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_any_file, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_2000_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_any_file, 2000)
+
+
+def flip_in_index_header(folder: Path, rng: random.Random) -> str:
+    """Flip a bit of the 100 bytes that say what kind of database it is, in file or log."""
+    for name in ("index.sqlite-wal", "index.sqlite-shm"):
+        if rng.random() < 0.7:
+            (folder / name).unlink(missing_ok=True)
+    path = folder / "index.sqlite"
+    return flip_a_bit(path, rng, rng.randrange(100)) if path.exists() else "no index"
+
+
+def test_flipped_bits_of_the_index_header(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_index_header, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_bits_of_the_index_header(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_index_header, 1500)
+
+
+def truncate(folder: Path, rng: random.Random) -> str:
+    """Cut a file off anywhere, as a power loss may."""
+    path = rng.choice(files_of(folder))
+    size = rng.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return f"{path.name} truncated to {size} bytes"
+
+
+def zero_a_page(folder: Path, rng: random.Random) -> str:
+    """Zero 4 KiB that never reached the device."""
+    path = rng.choice(files_of(folder))
+    n_pages = -(-path.stat().st_size // 4096)
+    page = rng.randrange(n_pages)
+    content = bytearray(path.read_bytes())
+    end = min(len(content), 4096 * (page + 1))
+    content[4096 * page : end] = bytes(end - 4096 * page)
+    path.write_bytes(content)
+    return f"page {page} of {n_pages} of {path.name} zeroed"
+
+
+def swap(folder: Path, rng: random.Random) -> str:
+    """Swap two files."""
+    one, two = rng.sample(files_of(folder), 2)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    return f"{one.name} and {two.name} swapped"
+
+
+def garbage(folder: Path, rng: random.Random) -> str:
+    """Overwrite a stretch of a file with anything."""
+    path = rng.choice(files_of(folder))
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(len(content))
+    n_bytes = min(rng.randrange(1, 600), len(content) - start)
+    content[start : start + n_bytes] = rng.randbytes(n_bytes)
+    path.write_bytes(content)
+    return f"{n_bytes} bytes from {start} of {path.name} overwritten"
+
+
+TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
+
+
+@pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
+def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change) -> None:
+    attack_often(prepared, cold, tmp_path, change, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
+def test_many_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change) -> None:
+    attack_often(prepared, cold, tmp_path, change, 700)
+
+
+def heals(prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path], str]) -> str:
+    """Damage an index, start twice; return why a turn is not stored and found again, or nothing."""
+    shutil.copytree(prepared.folder, folder)
+    for name in ("index.sqlite-wal", "index.sqlite-shm"):
+        (folder / name).unlink(missing_ok=True)
+    what = change(folder / "index.sqlite")
+    for _ in range(2):
+        with talk_with(prepared.loaded, folder) as talk:
+            answer = ask(prepared.loaded, talk.store, prepared.prompts[0])
+            cold.check(answer, what)
+            ids = talk.go_on(answer, 4, "after")
+            talk.forget_hot_blocks()
+            outcome = talk.ask([*ids, 5]).outcome
+    shutil.rmtree(folder)
+    return "" if outcome.n_restored >= len(ids) - 4 else f"{what}: {outcome}"
+
+
+def test_a_lost_page_of_the_index_does_not_stay_so(
+    prepared: Prepared, cold: Cold, tmp_path: Path
+) -> None:
+    """Whatever page it is: after a restart turns are stored and found again."""
+    n_pages = (prepared.folder / "index.sqlite").stat().st_size // 4096
+
+    def overwrite(page: int, path: Path) -> str:
+        content = bytearray(path.read_bytes())
+        content[4096 * page : 4096 * (page + 1)] = random.Random(page).randbytes(4096)
+        path.write_bytes(content)
+        return f"page {page}"
+
+    failures = [
+        heals(prepared, cold, tmp_path / str(page), partial(overwrite, page))
+        for page in range(n_pages)
+    ]
+    assert not any(failures), "\n".join(failures)
+
+
+def heal_flips(prepared: Prepared, cold: Cold, folder: Path, n_flips: int) -> None:
+    """Flip a bit of the index `n_flips` times, half of them in its header and its schema."""
+    failures: list[str] = []
+    for seed in range(n_flips):
+        rng = random.Random(seed)
+        byte = rng.randrange(4096) if seed % 2 else None
+
+        def flip(path: Path, rng: random.Random = rng, byte: int | None = byte) -> str:
+            return flip_a_bit(path, rng, byte)
+
+        try:
+            failures.append(heals(prepared, cold, folder / str(seed), flip))
+        except Exception as error:
+            failures.append(f"seed {seed}: {error!r}")
+    failures = [failure for failure in failures if failure]
+    assert not failures, f"{len(failures)} of {n_flips}:\n" + "\n".join(failures[:20])
+
+
+def test_a_flipped_bit_of_the_index_does_not_stay_so(
+    prepared: Prepared, cold: Cold, tmp_path: Path
+) -> None:
+    heal_flips(prepared, cold, tmp_path, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_flipped_bits_of_the_index_do_not_stay_so(
+    prepared: Prepared, cold: Cold, tmp_path: Path
+) -> None:
+    heal_flips(prepared, cold, tmp_path, 1000)
+
+
+def test_flipped_bits_of_remembered_replies(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    """They change what the model is told: no key and no block file vouches for them."""
+
+    def flip_in_reply(folder: Path, rng: random.Random) -> str:
+        if not (folder / "index.sqlite").exists():
+            return "no index"
+        db = sqlite3.connect(folder / "index.sqlite")
+        with closing(db), db:
+            rows = db.execute("SELECT digest, ids FROM replies").fetchall()
+            for digest, ids in rows:
+                flipped = bytearray(ids)
+                flipped[4 * rng.randrange(len(ids) // 4)] ^= 1 << rng.randrange(8)
+                db.execute("UPDATE replies SET ids = ? WHERE digest = ?", (bytes(flipped), digest))
+        return f"a bit of each of {len(rows)} replies"
+
+    attack_often(prepared, cold, tmp_path, flip_in_reply, 10)

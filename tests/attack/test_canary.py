@@ -1,0 +1,153 @@
+"""The canary finds KV that is whole but not this model's, and leaves no trace of itself."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.outcome import Kind, Tier
+from mlx_lm_kvpersist.testing import ServerProcess
+from mlx_lm_kvpersist.tiers.files import node_of, read_metadata
+from tests.server.stored import block_files, wait_for_commit
+from tests.support import Message, synthetic_text
+
+from .driving import LIMITS, TOLERANCE, Cold, Talk, conversation_ids, replace_payload, talk_with
+from .quarantine import quarantined_reasons
+
+N_TOKENS = 600
+
+
+def store_of_another_model(other: LoadedModel, folder: Path, ids: list[int]) -> None:
+    with talk_with(other, folder) as talk:
+        talk.remember(ids, "s")
+
+
+def test_kv_of_other_weights_is_caught(
+    loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path
+) -> None:
+    ids = conversation_ids(loaded, N_TOKENS, seed=1)
+    store_of_another_model(other_weights, tmp_path, ids)
+    with talk_with(loaded, tmp_path) as talk:
+        answer = talk.ask([*ids, 5])
+        cold.check(answer)
+        assert (answer.outcome.kind, answer.outcome.n_reused) == (Kind.MISS, 0)
+        reasons = quarantined_reasons(talk)
+        assert len(reasons) == 3 and all("canary" in reason for reason in reasons)
+        # What was computed instead is kept, found and trusted.
+        talk.go_on(answer, 8)
+        talk.forget_hot_blocks()
+        again = talk.ask([*ids, 5, 6])
+        assert again.outcome.tier is Tier.WARM and again.outcome.n_reused == N_TOKENS + 1
+        cold.check(again)
+        assert len(quarantined_reasons(talk)) == 3
+
+
+def test_without_the_canary_it_would_be_used(
+    loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path
+) -> None:
+    """The test above can fail: checksums alone do not find it."""
+    ids = conversation_ids(loaded, N_TOKENS, seed=1)
+    store_of_another_model(other_weights, tmp_path, ids)
+    with talk_with(loaded, tmp_path, replace(LIMITS, verify=False)) as talk:
+        answer = talk.ask([*ids, 5], canary=False)
+        assert answer.outcome.n_restored == N_TOKENS
+        assert cold.difference(answer) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("n_blocks", [1, 2, 3])
+def test_single_blocks_of_other_weights_are_caught(
+    loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path, n_blocks: int
+) -> None:
+    """The last blocks, 88 to 600 tokens, were computed by another model."""
+    ids = conversation_ids(loaded, N_TOKENS, seed=2)
+    with talk_with(other_weights, tmp_path / "other") as talk:
+        talk.remember(ids)
+        foreign = talk.blocks(ids)
+    with talk_with(loaded, tmp_path / "store") as talk:
+        talk.remember(ids)
+        own = talk.blocks(ids)
+        talk.forget_hot_blocks()
+        for path, other in list(zip(own, foreign, strict=True))[-n_blocks:]:
+            replace_payload(path, other)
+        answer = talk.ask([*ids, 5])
+        cold.check(answer)
+        assert "canary" in " ".join(quarantined_reasons(talk))
+
+
+def test_the_canary_changes_nothing_that_is_stored(
+    loaded: LoadedModel, cold: Cold, tmp_path: Path
+) -> None:
+    ids = conversation_ids(loaded, N_TOKENS, seed=3)
+    with talk_with(loaded, tmp_path / "before") as talk:
+        talk.remember(ids, "s")
+    stored = {}
+    for name in ("on", "off"):
+        shutil.copytree(tmp_path / "before", tmp_path / name)
+        for turn in range(3):
+            with talk_with(loaded, tmp_path / name) as talk:
+                prompt = ids if turn == 0 else [*ids[: 450 + turn], 7, 8, turn]
+                answer = talk.ask([*prompt, 5], canary=name == "on")
+                assert answer.outcome.tier is Tier.WARM
+                talk.go_on(answer, 150, "s")
+        stored[name] = block_files(tmp_path / name)
+    assert stored["on"] == stored["off"]
+    assert len(stored["on"]) > len(block_files(tmp_path / "before"))
+
+
+def test_the_option_turns_the_canary_off(
+    tiny_model: Path, loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """The same with real servers: one catches it, one that was told not to look does not."""
+    messages: list[Message] = [{"role": "user", "content": synthetic_text(500, seed=1)}]
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir")
+    clean = tmp_path / "clean"
+    with ServerProcess(tiny_model, *plugin, str(clean), log_path=tmp_path / "0.log") as server:
+        first = server.chat(messages, "s", temperature=0.0, max_tokens=12)
+        second = server.chat([{"role": "user", "content": synthetic_text(500, seed=2)}], "t")
+        for reply, session in ((first, "s"), (second, "t")):
+            wait_for_commit(clean, session, reply.prompt_tokens + reply.completion_tokens)
+    _swap_first_payloads(clean)
+    outcomes, texts, logs = [], [], []
+    for verify in ("canary", "off"):
+        store = tmp_path / verify
+        shutil.copytree(clean, store)
+        extra = (*plugin, str(store), "--kvpersist-verify", verify)
+        with ServerProcess(tiny_model, *extra, log_path=tmp_path / f"{verify}.log") as server:
+            reply = server.chat(messages, temperature=0.0, max_tokens=12)
+            outcomes.append(reply.kvpersist["outcome"])
+            texts.append(reply.text)
+            logs.append(server.log)
+    assert outcomes == ["MISS", "EXACT"]
+    assert texts[0] == first.text != texts[1]
+    assert "goes to quarantine: canary" in logs[0] and "quarantine" not in logs[1]
+
+
+def _swap_first_payloads(folder: Path) -> None:
+    """Give each full block of the store the next one's arrays."""
+    full = [path for path in (folder / "blocks").rglob("*.safetensors") if _n_tokens(path) == 256]
+    assert len(full) >= 2
+    copies = folder.parent / "copies"
+    shutil.copytree(folder, copies)
+    for path, other in zip(full, [*full[1:], full[0]], strict=True):
+        replace_payload(path, copies / other.relative_to(folder))
+    shutil.rmtree(copies)
+
+
+def _n_tokens(path: Path) -> int:
+    return node_of(read_metadata(path))[0].n_tokens
+
+
+def test_a_canary_of_a_short_prefix(talk: Talk, cold: Cold) -> None:
+    """Fewer tokens than the canary runs."""
+    ids = conversation_ids(talk.loaded, 300, seed=4)
+    talk.remember(ids)
+    talk.forget_hot_blocks()
+    for n_shared in (1, 2, 7, 8, 9):
+        answer = talk.ask([*ids[:n_shared], *conversation_ids(talk.loaded, 20, seed=9)])
+        cold.check(answer, f"{n_shared} tokens shared")
+        talk.forget_hot_blocks()
+    assert quarantined_reasons(talk) == []

@@ -1,0 +1,385 @@
+"""A disk that is full, read-only or gone, files that are not what they were: always served."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.outcome import Tier
+from mlx_lm_kvpersist.tiers.store import BlockStore
+from tests.server.stored import n_tokens, wait_for_commit
+from tests.support import Message, StartServer, synthetic_text, wait_until
+
+from .disks import Disk, Limited, Tmpfs, small_disk
+from .driving import LIMITS, Cold, Talk, conversation_ids, replace_payload, talk_with
+from .quarantine import quarantined_reasons
+
+
+@pytest.fixture(params=["tmpfs", "limited"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    with small_disk(request.param, tmp_path / "disk") as disk:
+        yield disk
+
+
+@pytest.fixture
+def disk_talk(disk: Disk, loaded: LoadedModel) -> Iterator[Talk]:
+    with talk_with(loaded, disk.folder / "store") as talk:
+        yield talk
+
+
+def ask_in_ram(talk: Talk, cold: Cold, ids: list[int], what: str) -> None:
+    answer = talk.ask([*ids, 5])
+    assert (answer.outcome.tier, answer.outcome.n_reused) == (Tier.HOT, len(ids)), what
+    cold.check(answer, what)
+
+
+def check_on_disk(talk: Talk, cold: Cold, ids: list[int]) -> None:
+    talk.forget_hot_blocks()
+    answer = talk.ask([*ids, 5])
+    assert (answer.outcome.tier, answer.outcome.n_restored) == (Tier.WARM, len(ids))
+    cold.check(answer)
+
+
+def errors(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.ERROR and text in record.getMessage()
+    ]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if "tmp" in path.name]
+
+
+def test_a_full_disk(
+    disk: Disk, disk_talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Served from RAM while it lasts, said once, nothing half there, stored again afterwards."""
+    talk = disk_talk
+    before, during, later = (conversation_ids(talk.loaded, 300, seed=n) for n in range(3))
+    talk.remember(before, "before")
+    talk.store.drain()
+    with disk.full():
+        for n in range(3):
+            talk.remember(during[: 260 + 20 * n], "during")
+            talk.store.drain()
+            ask_in_ram(talk, cold, during[: 260 + 20 * n], f"full, turn {n}")
+        assert leftovers(talk.folder) == []
+        check_on_disk(talk, cold, before)
+    assert len(errors(caplog, "cannot save a turn")) == 1
+    assert talk.store.counters.turns_saved == 1
+    talk.remember(later, "later")
+    check_on_disk(talk, cold, later)
+    talk.store.close()
+    with talk_with(talk.loaded, talk.folder) as again:
+        again.store.drain()
+        assert {s.name for s in again.store.index.sessions()} == {"before", "later"}
+        assert len(list((talk.folder / "blocks").rglob("*.safetensors"))) == 4
+        check_on_disk(again, cold, before)
+
+
+def test_a_damaged_block_on_a_full_disk(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
+    """It cannot be moved aside with a reason, and is not used all the same."""
+    talk = disk_talk
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids)
+    damage(talk.blocks(ids)[1])
+    talk.forget_hot_blocks()
+    with disk.full():
+        for _ in range(2):
+            answer = talk.ask([*ids, 5])
+            assert answer.outcome.n_reused == 256
+            cold.check(answer)
+            talk.store.drain()
+    talk.go_on(answer, 3)
+    check_on_disk(talk, cold, ids)
+
+
+def test_a_read_only_disk(
+    disk: Disk, disk_talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = disk_talk
+    before, during, later = (conversation_ids(talk.loaded, 300, seed=n) for n in range(3))
+    talk.remember(before, "before")
+    talk.store.drain()
+    with disk.read_only():
+        for n in range(2):
+            talk.remember(during[: 260 + 20 * n], "during")
+            talk.store.drain()
+            ask_in_ram(talk, cold, during[: 260 + 20 * n], f"read-only, turn {n}")
+        check_on_disk(talk, cold, before)
+    assert len(errors(caplog, "cannot save a turn")) == 1
+    talk.remember(later, "later")
+    check_on_disk(talk, cold, later)
+
+
+def test_a_damaged_block_on_a_read_only_disk(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
+    talk = disk_talk
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids)
+    damage(talk.blocks(ids)[0])
+    talk.forget_hot_blocks()
+    with disk.read_only():
+        for _ in range(2):
+            answer = talk.ask([*ids, 5])
+            assert answer.outcome.n_reused == 0
+            cold.check(answer)
+            talk.store.drain()
+
+
+def test_a_read_only_disk_at_startup(disk: Disk, disk_talk: Talk) -> None:
+    """One line that says what to do, not a traceback."""
+    disk_talk.store.close()
+    with disk.read_only(), pytest.raises(StoreError, match="--kvpersist-dir"):
+        BlockStore(disk_talk.folder, LIMITS)
+
+
+def test_every_write_fails_once(
+    talk: Talk, cold: Cold, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The n-th file that is opened, replaced or removed fails, for every n: one turn is lost."""
+    stock = {name: getattr(os, name) for name in ("open", "replace", "unlink")}
+    left = [-1]
+
+    def failing(name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            if str(talk.folder) in str(args[0]):
+                left[0] -= 1
+                if left[0] == -1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            result: object = stock[name](*args, **kwargs)
+            return result
+
+        return call
+
+    talk.store.drain()
+    for name in stock:
+        monkeypatch.setattr(os, name, failing(name))
+    n_failed = 0
+    for n in range(40):
+        left[0] = n
+        ids = conversation_ids(talk.loaded, 300 + n, seed=n)
+        talk.remember(ids, f"session-{n}")
+        talk.store.drain()
+        failed = left[0] < 0
+        n_failed += failed
+        left[0] = -1
+        ask_in_ram(talk, cold, ids, f"call {n} failed")
+        # The same turn again is stored whole.
+        talk.store.pool.clear()
+        talk.remember(ids, f"session-{n}")
+        check_on_disk(talk, cold, ids)
+        if not failed:
+            break
+    assert 3 <= n_failed < 40
+    assert leftovers(talk.folder) == []
+
+
+# Files that are not what they were.
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def cut_the_header(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_a_dead_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+CHANGES = [damage, truncate, empty, zero, cut_the_header, make_a_folder]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_block(
+    talk: Talk,
+    cold: Cold,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Path], None],
+    n: int,
+) -> None:
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids, "s")
+    path = talk.blocks(ids)[n]
+    talk.forget_hot_blocks()
+    change(path)
+    answer = talk.ask([*ids, 5])
+    cold.check(answer)
+    assert answer.outcome.n_reused == 256 * n
+    (reason,) = quarantined_reasons(talk)
+    assert path.name in reason or path.stem in reason
+    assert f"block {path.stem} goes to quarantine: {reason}" in caplog.text
+    talk.go_on(answer, 3, "s")
+    check_on_disk(talk, cold, ids)
+
+
+@pytest.mark.parametrize("remove", [Path.unlink, make_a_dead_link], ids=["gone", "dead-link"])
+def test_a_block_that_is_gone(
+    talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture, remove: Callable[[Path], None]
+) -> None:
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids, "s")
+    path = talk.blocks(ids)[1]
+    talk.forget_hot_blocks()
+    remove(path)
+    answer = talk.ask([*ids, 5])
+    cold.check(answer)
+    assert answer.outcome.n_reused == 256
+    assert f"block {path.stem} is no longer on disk" in caplog.text
+    assert quarantined_reasons(talk) == []
+    talk.go_on(answer, 3, "s")
+    check_on_disk(talk, cold, ids)
+
+
+def test_swapped_blocks(talk: Talk, cold: Cold) -> None:
+    """Whole files, right checksums, wrong names."""
+    one, two = (conversation_ids(talk.loaded, 600, seed=n) for n in (1, 2))
+    talk.remember(one)
+    talk.remember(two)
+    mine, other = talk.blocks(one)[1], talk.blocks(two)[1]
+    talk.forget_hot_blocks()
+    content = mine.read_bytes()
+    mine.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    for ids in (one, two):
+        answer = talk.ask([*ids, 5])
+        cold.check(answer)
+        assert answer.outcome.n_reused == 256
+    reasons = quarantined_reasons(talk)
+    assert len(reasons) == 2 and all("holds block" in reason for reason in reasons)
+
+
+def test_blocks_of_another_model(
+    talk: Talk, other_weights: LoadedModel, cold: Cold, tmp_path: Path
+) -> None:
+    """Its file under our block's name: found by its key; under its own name: never looked at."""
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    stranger = replace(other_weights, fingerprint="stranger")
+    with talk_with(stranger, tmp_path / "other") as other:
+        other.remember(ids)
+        foreign = other.blocks(ids)
+    talk.remember(ids, "s")
+    own = talk.blocks(ids)
+    for path, theirs in zip(own, foreign, strict=True):
+        place = talk.folder / theirs.relative_to(tmp_path / "other")
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(theirs, place)
+        if path != own[0]:
+            shutil.copy(theirs, path)
+    talk.store.close()
+    with talk_with(talk.loaded, talk.folder) as again:
+        answer = again.ask([*ids, 5])
+        cold.check(answer)
+        assert answer.outcome.n_reused == 256
+        (reason,) = quarantined_reasons(again)
+        assert "holds block" in reason
+        # Files that nobody committed are swept away.
+        present = set((talk.folder / "blocks").rglob("*.safetensors"))
+        assert not present & {talk.folder / p.relative_to(tmp_path / "other") for p in foreign}
+
+
+def test_arrays_of_another_geometry(talk: Talk, cold: Cold, tmp_path: Path) -> None:
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids, "s")
+    last, first = talk.blocks(ids)[2], talk.blocks(ids)[0]
+    talk.forget_hot_blocks()
+    replace_payload(last, first)  # 256 tokens where 88 belong
+    answer = talk.ask([*ids, 5])
+    cold.check(answer)
+    assert answer.outcome.n_reused == 512
+    (reason,) = quarantined_reasons(talk)
+    assert reason.startswith("does not fit the model")
+
+
+# Real servers.
+
+
+def chat(n: int, seed: int = 1) -> list[Message]:
+    return [{"role": "user", "content": f"{n}. {synthetic_text(120, seed=seed)}"}]
+
+
+def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_model: Path) -> None:
+    """Replies keep coming, and what is said afterwards survives kill -9."""
+    server = start_server.with_plugin(tiny_model)
+    store = start_server.store
+    first = server.chat(chat(0), "s", temperature=0.0)
+    wait_for_commit(store, "s", first.prompt_tokens + first.completion_tokens)
+    shutil.rmtree(store)
+    talk = [*chat(0), {"role": "assistant", "content": first.text}, *chat(1)]
+    second = server.chat(talk, "s", temperature=0.0)
+    assert second.cached_tokens > 0
+    talk += [{"role": "assistant", "content": second.text}, *chat(2)]
+    third = server.chat(talk, "s", temperature=0.0)
+    wait_for_commit(store, "s", third.prompt_tokens + third.completion_tokens)
+    assert "Traceback" not in server.log
+    server.restart(kill=True)
+    again = server.chat(talk, "s", temperature=0.0)
+    assert again.text == third.text
+    assert (again.kvpersist["outcome"], again.kvpersist["tier"]) == ("EXACT", "warm")
+
+
+def test_a_server_on_a_disk_that_fills_up(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    with small_disk("tmpfs", tmp_path / "disk") as disk:
+        store = disk.folder / "store"
+        options = ("--kvpersist-dir", str(store), "--kvpersist-min-free", "0")
+        plugin = ("--plugin", "kvpersist", *options, "--kvpersist-disk", "6M")
+        server = start_server(tiny_model, *plugin)
+        replies = {"before": server.chat(chat(0), "before", temperature=0.0)}
+        total = replies["before"].prompt_tokens + replies["before"].completion_tokens
+        wait_for_commit(store, "before", total)
+        if isinstance(disk, Limited):
+            return  # this process's limit is not the server's; the tests above have the rest
+        assert isinstance(disk, Tmpfs)
+        with disk.full():
+            for n in (1, 2):
+                replies[f"full-{n}"] = server.chat(chat(n), f"full-{n}", temperature=0.0)
+            wait_until(lambda: "cannot save a turn" in server.log, "a line in the log")
+            again = server.chat(chat(1), temperature=0.0)
+            assert (again.text, again.kvpersist["tier"]) == (replies["full-1"].text, "hot")
+        assert server.log.count("cannot save a turn") == 1
+        assert n_tokens(store, "full-1") == n_tokens(store, "full-2") == 0
+        last = server.chat(chat(3), "after", temperature=0.0)
+        wait_for_commit(store, "after", last.prompt_tokens + last.completion_tokens)
+        assert "Traceback" not in server.log
+        server.restart(kill=True)
+        for n, name in ((0, "before"), (3, "after")):
+            found = server.chat(chat(n), temperature=0.0)
+            assert found.kvpersist["tier"] == "warm", name
+        assert server.chat(chat(1), temperature=0.0).text == replies["full-1"].text
+        server.stop()

@@ -1,0 +1,209 @@
+"""kill -9 at any moment: what was committed is there, whole, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.testing import ServerProcess
+from mlx_lm_kvpersist.tiers.index import Index
+from mlx_lm_kvpersist.tiers.store import BlockStore
+from tests.server.stored import block_files, wait_for_commit
+from tests.support import Message, ServerError, synthetic_text, wait_until
+
+from .turns import LIMITS, check_committed, keep_turn
+
+TALKS = ("first", "second", "third")
+
+
+class Killed:
+    """A store whose writer is killed again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"
+        self.log = folder / "committed.log"
+        self.log.touch()
+
+    @property
+    def lines(self) -> list[list[str]]:
+        # The writer may die inside of a line.
+        whole = self.log.read_text().rpartition("\n")[0]
+        return [line.split() for line in whole.splitlines()]
+
+    @property
+    def committed(self) -> dict[str, int]:
+        return {name: int(n_tokens) for name, n_tokens in self.lines if name != "open"}
+
+    @property
+    def n_turns(self) -> int:
+        return sum(name != "open" for name, _ in self.lines)
+
+    def write_and_kill(self, seed: int, n_turns: int, wait_s: float, *, opened: bool) -> None:
+        """Let a process write; kill it so long after it started, or after it opened the store."""
+        n_before = len(self.lines)
+        command = [sys.executable, "-m", "tests.attack.turns"]
+        arguments = [str(self.store), str(self.log), str(seed), str(n_turns)]
+        process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE)
+        try:
+            if opened:
+                wait_until(
+                    lambda: len(self.lines) > n_before or process.poll() is not None,
+                    "an open store",
+                )
+            time.sleep(wait_s)
+        finally:
+            process.kill()
+            _, errors = process.communicate()
+        assert not errors, errors.decode()
+
+
+def kill_and_check(folder: Path, n_turns: int, longest_s: float) -> None:
+    """Have `n_turns` turns written by processes that are killed; check the store after each."""
+    rng = random.Random(n_turns)
+    killed = Killed(folder)
+    n_kills = 0
+    while killed.n_turns < n_turns:
+        opened = n_kills % 8 != 7  # now and then also while the store is being opened
+        wait_s = rng.uniform(0, longest_s if opened else 0.25)
+        killed.write_and_kill(n_kills, n_turns, wait_s, opened=opened)
+        check_committed(killed.store, killed.committed)
+        n_kills += 1
+    assert n_kills >= 10, f"{n_kills} kills prove little"
+
+
+def test_killed_at_any_moment_of_500_turns(tmp_path: Path) -> None:
+    kill_and_check(tmp_path, 500, longest_s=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_any_moment_of_20000_turns(tmp_path: Path) -> None:
+    kill_and_check(tmp_path, 20_000, longest_s=0.4)
+
+
+def filled_store(folder: Path) -> dict[str, int]:
+    """Write some turns; return the length of every session."""
+    store = BlockStore(folder, LIMITS)
+    lengths = {"anna": 230, "ben": 100, "carl": 33}
+    for name, n_tokens in lengths.items():
+        keep_turn(store, name, 0, n_tokens // 2)
+        keep_turn(store, name, n_tokens // 2, n_tokens)
+    store.close()
+    return lengths
+
+
+def remove_index(folder: Path) -> None:
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+
+
+def forget_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies stand in the index alone: without it they are matched by their text."""
+    monkeypatch.setattr(BlockStore, "reply_ids", lambda self, root, digest: _ids_of(self, digest))
+
+
+def _ids_of(store: BlockStore, key: bytes) -> bytes:
+    return store.index.chain(key)[-1][0].packed_ids
+
+
+def test_an_index_that_is_gone_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = filled_store(tmp_path)
+    remove_index(tmp_path)
+    forget_replies(monkeypatch)
+    check_committed(tmp_path, lengths)
+
+
+def test_an_index_that_is_empty_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite takes a file of no bytes for a database of no tables."""
+    lengths = filled_store(tmp_path)
+    (tmp_path / "index.sqlite").write_bytes(b"")
+    forget_replies(monkeypatch)
+    check_committed(tmp_path, lengths)
+
+
+class Killer(BaseException):
+    """Stands for SIGKILL where a process cannot be killed at the very moment."""
+
+
+@pytest.mark.parametrize("n_calls", [0, 1, 7, 20])
+@pytest.mark.parametrize("method", ["add_blocks", "put_session"])
+def test_killed_while_the_index_is_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, n_calls: int
+) -> None:
+    lengths = filled_store(tmp_path)
+    remove_index(tmp_path)
+    stock: Callable[..., None] = getattr(Index, method)
+    left = [n_calls]
+
+    def dying(self: Index, *args: Any) -> None:
+        if left[0] == 0:
+            raise Killer
+        left[0] -= 1
+        stock(self, *args)
+
+    monkeypatch.setattr(Index, method, dying)
+    try:
+        BlockStore(tmp_path, LIMITS).close()
+    except Killer:
+        pass
+    monkeypatch.setattr(Index, method, stock)
+    forget_replies(monkeypatch)
+    check_committed(tmp_path, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> None:
+    """Three conversations of ten turns; every reply and every stored byte as without a kill."""
+    replies: dict[str, dict[str, list[str]]] = {}
+    for name in ("uninterrupted", "killed"):
+        store = tmp_path / name
+        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+        rng = random.Random(7)
+        with ServerProcess(tiny_model, *plugin, log_path=tmp_path / f"{name}.log") as server:
+            talks: dict[str, list[Message]] = {talk: [] for talk in TALKS}
+            for turn in range(10):
+                for talk, messages in talks.items():
+                    question = f"{talk} {turn}. {synthetic_text(80, seed=turn)}"
+                    messages.append({"role": "user", "content": question})
+                    if name == "killed":
+                        ask_and_kill(server, messages, talk, rng.uniform(0.0, 0.5))
+                    reply = server.chat(messages, talk, max_tokens=30, temperature=0.0)
+                    messages.append({"role": "assistant", "content": reply.text})
+                    # The next kill must not come before this turn is committed.
+                    wait_for_commit(store, talk, reply.prompt_tokens + reply.completion_tokens)
+            replies[name] = {
+                talk: [m["content"] for m in messages[1::2]] for talk, messages in talks.items()
+            }
+        assert "goes to quarantine" not in (tmp_path / f"{name}.log").read_text()
+    assert replies["killed"] == replies["uninterrupted"]
+    # A turn cut short by a kill may have left more than a turn that was not, never other bytes.
+    whole, killed = (block_files(tmp_path / name) for name in ("uninterrupted", "killed"))
+    assert whole.items() <= killed.items()
+
+
+def ask_and_kill(
+    server: ServerProcess, messages: list[Message], session: str, wait_s: float
+) -> None:
+    """Send a request and kill the server a moment later, answered or not; start it again."""
+
+    def ask() -> None:
+        try:
+            server.chat(messages, session, max_tokens=30, temperature=0.0)
+        except (OSError, ServerError, ValueError):
+            pass  # it was killed
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(wait_s)
+    server.kill9()
+    thread.join()
+    server.start()

@@ -1,0 +1,218 @@
+"""Two servers and four clients on one folder that is far too small for them."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import Message, Reply, make_tiny_model, synthetic_text
+
+MIB = 1 << 20
+N_CLIENTS = 4
+N_TURNS = 4
+TOLERANCE = 0.01
+"""Of log probabilities; KV of other tokens makes a difference of several."""
+N_HEADER_BYTES = 16 * 1024
+"""More than the header of a block file takes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and a budget of about 50 of its blocks."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    budget: int
+
+    def make_model(self, folder: Path) -> Path:
+        return make_tiny_model(
+            folder,
+            n_layers=self.n_layers,
+            n_heads=self.n_kv_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=64,
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """A block file: keys and values in 4 bits, 4-byte scales and biases of 64 each."""
+        a_head = self.head_dim // 2 + 2 * 4 * (self.head_dim // 64)
+        return 256 * self.n_layers * 2 * self.n_kv_heads * a_head + N_HEADER_BYTES
+
+
+SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=8 * MIB)
+LARGE = Setting(n_layers=4, n_kv_heads=8, head_dim=128, budget=64 * MIB)
+
+
+@dataclass
+class Exchange:
+    """What was asked and what came."""
+
+    messages: list[Message]
+    tokens: list[dict[int, float]]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass
+class Load:
+    """Clients that talk to servers, and the folder's size meanwhile."""
+
+    servers: list[ServerProcess]
+    store: Path
+    seconds: float
+    exchanges: list[Exchange] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def run(self) -> None:
+        deadline = time.monotonic() + self.seconds
+        clients = [
+            threading.Thread(target=self._talk, args=(n, deadline)) for n in range(N_CLIENTS)
+        ]
+        for client in clients:
+            client.start()
+        while any(client.is_alive() for client in clients):
+            self.sizes.append(folder_bytes(self.store))
+            time.sleep(0.05)
+        if self.failures:
+            raise self.failures[0]
+
+    def _talk(self, client: int, deadline: float) -> None:
+        try:
+            n = 0
+            while time.monotonic() < deadline:
+                self._converse(client, n, deadline)
+                n += 1
+        except BaseException as error:
+            self.failures.append(error)
+
+    def _converse(self, client: int, n: int, deadline: float) -> None:
+        """Hold a conversation, its turns now with one server, now with the other."""
+        # Clients 0 and 1 hold the same conversations, and come back to the last but one.
+        owner = client // 2
+        n = n - 2 if n % 3 == 2 else n
+        messages: list[Message] = [{"role": "system", "content": synthetic_text(500, seed=owner)}]
+        for turn in range(N_TURNS):
+            if time.monotonic() > deadline:
+                return
+            # Every digit is a token: prompts part where both tokenizations have a boundary, and
+            # the cold server is told the very same ids.
+            number = "\t".join(f"{owner}{n:03}{turn}")
+            text = f"{number}\t{synthetic_text(250, seed=100 * n + turn)}"
+            messages.append({"role": "user", "content": text})
+            server = self.servers[(client + turn) % 2]
+            reply = chat(server, messages, session=f"{owner}-{n}")
+            self.exchanges.append(
+                Exchange(list(messages), tokens_of(reply), reply.prompt_tokens, reply.cached_tokens)
+            )
+            # Not the reply: the cold server would cut its text into other tokens.
+            said = "\t" + synthetic_text(80, seed=turn)
+            messages.append({"role": "assistant", "content": said})
+
+
+def chat(server: ServerProcess, messages: list[Message], **options: Any) -> Reply:
+    return server.chat(
+        messages, max_tokens=6, temperature=0.0, logprobs=True, top_logprobs=10, **options
+    )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files, whatever they are called."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(where, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def check_replies(server: ServerProcess, exchanges: list[Exchange]) -> None:
+    """Ask again where nothing is stored: every namespace is used once."""
+    wrong = []
+    for n, exchange in enumerate(exchanges):
+        reply = chat(server, exchange.messages, headers={"X-KVPersist-Namespace": str(n)})
+        assert reply.cached_tokens == 0
+        off_by = difference(exchange.tokens, tokens_of(reply))
+        if off_by > TOLERANCE or reply.prompt_tokens != exchange.prompt_tokens:
+            wrong.append((n, len(exchange.messages), exchange.cached_tokens, off_by))
+    assert not wrong, f"{len(wrong)} of {len(exchanges)} replies differ: {wrong[:5]}"
+
+
+def tokens_of(reply: Reply) -> list[dict[int, float]]:
+    """Return, for each token of a reply, the most probable ones with their log probabilities."""
+    return [
+        {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
+        for token in reply.raw["choices"][0]["logprobs"]["content"]
+    ]
+
+
+def difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
+    """Return by how much log probabilities differ, up to where two greedy replies part.
+
+    Where two tokens are as good as equally probable, the order of summation decides.
+    """
+    worst = 0.0
+    for here, there in zip(one, other, strict=True):
+        best, best_there = max(here, key=here.__getitem__), max(there, key=there.__getitem__)
+        if best not in there or best_there not in here:
+            return math.inf
+        worst = max(worst, abs(here[best] - there[best]), abs(here[best_there] - there[best_there]))
+        if best != best_there:
+            break
+    return worst
+
+
+def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> None:
+    store, budget = folder / "store", setting.budget
+    model = setting.make_model(folder / "model")
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-min-free", "0")
+    # Little RAM, so that the servers live from what is on disk.
+    limits = ("--kvpersist-disk", str(budget), "--kvpersist-ram", str(budget // 8))
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                ServerProcess(model, *plugin, *limits, log_path=folder / f"{n}.log")
+            )
+            for n in range(2)
+        ]
+        load = Load(servers, store, seconds)
+        load.run()
+        logs = [server.log for server in servers]
+    peak = max(load.sizes)
+    assert peak <= budget + setting.file_bytes, f"{peak / MIB:.1f} MiB of {budget / MIB:.1f}"
+    # It was tight, and the store was of use all the same.
+    assert peak > 0.7 * budget
+    assert sum(log.count("tier=warm") for log in logs) > len(load.exchanges) // 4
+    for log in logs:
+        bad = [line for line in log.splitlines() if "ERROR" in line or "Traceback" in line]
+        assert not bad, bad[:5]
+        assert "goes to quarantine" not in log
+    cold = ("--plugin", "kvpersist", "--kvpersist-dir", str(folder / "cold"))
+    step = max(1, len(load.exchanges) // n_checked)
+    with ServerProcess(model, *cold, log_path=folder / "cold.log") as server:
+        check_replies(server, load.exchanges[::step])
+
+
+@pytest.mark.timeout(180)
+def test_two_servers_for_25_seconds(tmp_path: Path) -> None:
+    attack(SMALL, tmp_path, seconds=25, n_checked=30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_servers_for_10_minutes(tmp_path: Path) -> None:
+    attack(LARGE, tmp_path, seconds=600, n_checked=60)

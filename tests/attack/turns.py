@@ -1,0 +1,146 @@
+"""Turns whose bytes follow from their ids, for a store without a model.
+
+Run as a program it writes turns into a store until it is killed, and logs what is committed:
+python -m tests.attack.turns STORE LOG SEED N_TURNS
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.tiers.budget import StoreLimits
+from mlx_lm_kvpersist.tiers.files import read_block
+from mlx_lm_kvpersist.tiers.index import Leaf, StoredReply
+from mlx_lm_kvpersist.tiers.store import BlockStore, Turn
+
+ROOT = Root("written-by-turns", "4b32")
+SESSIONS = ("anna", "ben", "carl", "dora", "emil")
+LIMITS = StoreLimits(max_ram_bytes=1 << 24, max_disk_bytes=1 << 30)
+BLOCK_TOKENS = 16
+_N_SHARED = 2 * BLOCK_TOKENS  # whole blocks that all sessions begin with
+
+
+def session_ids(session: str, n_tokens: int) -> list[int]:
+    """Return the first tokens of a session: the same every time."""
+    shared = list(range(1, _N_SHARED + 1))
+    rng = random.Random(session)
+    return (shared + [rng.randrange(1000) for _ in range(n_tokens)])[:n_tokens]
+
+
+def chain_of(ids: Sequence[int]) -> list[Node]:
+    """Cut ids into the nodes of a conversation."""
+    nodes: list[Node] = []
+    parent = ROOT.key
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        packed = pack_ids(ids[start : start + BLOCK_TOKENS])
+        text = "".join(f"<{i}>" for i in ids[start : start + BLOCK_TOKENS])
+        nodes.append(Node(block_key(parent, packed), parent, start, packed, text))
+        parent = nodes[-1].key
+    return nodes
+
+
+def plain_arrays(node: Node) -> dict[str, np.ndarray]:
+    """Return what a block must hold."""
+    rng = np.random.default_rng(int.from_bytes(node.key, "little"))
+    shape = (2, 1, node.n_tokens)
+    return {
+        "0.k.weights": rng.integers(0, 1 << 32, (*shape, 4), np.uint32),
+        "0.k.scales": rng.standard_normal((*shape, 1), np.float32),
+    }
+
+
+def arrays_of(node: Node) -> dict[str, mx.array]:
+    arrays = {name: mx.array(array) for name, array in plain_arrays(node).items()}
+    mx.eval(arrays)
+    return arrays
+
+
+def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> None:
+    """Hand a turn to the store that makes a session `n_tokens` long, as a conversation does."""
+    chain = chain_of(session_ids(session, n_tokens))
+    old_tail = chain_of(session_ids(session, n_before))[-1:]
+    replaced = [
+        (tail.key, node.key)
+        for tail in old_tail
+        for node in chain
+        if tail.parent == node.parent and tail.key != node.key
+    ]
+    new = [(node, arrays_of(node)) for node in chain if node.key not in store]
+    leaf = Leaf(
+        session, chain[-1].key, n_tokens, tuple(node.key for node in chain), tuple(replaced)
+    )
+    reply = StoredReply(chain[-1].key, chain[-1].packed_ids)
+    store.keep_turn(Turn(ROOT, tuple(chain), leaf, (reply,)), new)
+
+
+def session_lengths(store: BlockStore) -> dict[str, int]:
+    return {session.name: session.n_tokens for session in store.index.sessions() if session.name}
+
+
+def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits = LIMITS) -> None:
+    """Open a store that was left behind, and find every committed turn whole and nothing else."""
+    store = BlockStore(folder, limits)
+    store.drain()
+    sessions = {session.name or "": session for session in store.index.sessions()}
+    assert len(sessions) == len(store.index.sessions()), "a session is there twice"
+    reachable: set[bytes] = set()
+    for name, n_tokens in committed.items():
+        assert name in sessions, f"the session {name} is lost"
+        assert sessions[name].n_tokens >= n_tokens, f"the last turn of {name} is lost"
+    for name, session in sessions.items():
+        expected = chain_of(session_ids(name, session.n_tokens))
+        assert [node for node, _ in store.index.chain(session.leaf)] == expected, name
+        ids = store.reply_ids(ROOT.key, expected[-1].key)
+        assert ids == expected[-1].packed_ids
+        for node in expected:
+            _check_block(folder, node)
+            reachable.add(node.key)
+    assert store.index.keys() == reachable
+    files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
+    assert files == {f"{key.hex()}.safetensors" for key in reachable}
+    ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
+    assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
+    assert store.counters.blocks_quarantined == 0
+    store.close()
+
+
+def _check_block(folder: Path, node: Node) -> None:
+    found, root, arrays = read_block(folder, node.key)
+    assert (found, root) == (node, ROOT)
+    expected = plain_arrays(node)
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.array(arrays[name]).tobytes() == array.tobytes(), f"{node.key.hex()} {name}"
+
+
+def write_turns(folder: Path, log: int, seed: int, n_turns: int) -> None:
+    """Write turns of all sessions, up to three at a time, and log each that is committed."""
+    rng = random.Random(seed)
+    store = BlockStore(folder, LIMITS)
+    os.write(log, b"open 0\n")
+    lengths = session_lengths(store)
+    while n_turns > 0:
+        together = rng.sample(SESSIONS, rng.randrange(1, 4))
+        for session in together:
+            before = lengths.get(session, 0)
+            lengths[session] = (before or _N_SHARED) + rng.randrange(1, 60)
+            keep_turn(store, session, before, lengths[session])
+        store.drain()
+        assert store.counters.turns_not_saved == 0
+        os.write(log, "".join(f"{name} {lengths[name]}\n" for name in together).encode())
+        n_turns -= len(together)
+    store.close()
+
+
+if __name__ == "__main__":
+    descriptor = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    write_turns(Path(sys.argv[1]), descriptor, int(sys.argv[3]), int(sys.argv[4]))
