@@ -31,21 +31,21 @@ def splice(
 ) -> Splice | None:
     """Return the prompt with the matched ids in front, or None if its text would change.
 
-    `text` is what `prompt` decodes to. Where the prompt has a token boundary at the cut, its own
-    ids follow. Elsewhere a cut in the middle of what is stored moves back to such a boundary, and
-    behind the end of it the rest of the text is encoded anew.
+    `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
+    of a token that the prompt has, too, and the prompt's own ids follow. So they do behind the end
+    of what is stored, if one of them begins there; if not, the rest of the text is encoded anew.
     """
     stored = match.ids
     if list(prompt[: len(stored)]) == stored:
         return Splice(list(prompt), len(stored), {i: i for i in range(len(prompt) + 1)})
-    tail = _own_tail(prompt, text[match.n_chars :], tokens)
-    if tail is None and not match.at_end:
-        # The prompt parts inside of one of its own tokens. Spelled with the stored beginning of
-        # it, the same text would get another reply than it gets alone.
+    if match.at_end:
+        rest = text[match.n_chars :]
+        tail = _own_tail(prompt, rest, tokens) or _encode_rest(rest, tokens, encode)
+    else:
+        # What follows can change how the last word is cut into tokens. Spelled as in the other
+        # prompt, the same text would get another reply than it gets alone.
         n_stored, tail = _common_boundary(prompt, stored, tokens)
         stored = stored[:n_stored]
-    if tail is None:
-        tail = _encode_rest(text[match.n_chars :], tokens, encode)
     if tail is None or not stored or tokens.decode(stored + tail) != text:
         return None
     return Splice(stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, tokens))
@@ -63,11 +63,14 @@ def _own_tail(prompt: Sequence[int], rest: str, tokens: TokenText) -> list[int] 
 def _common_boundary(
     prompt: Sequence[int], stored: Sequence[int], tokens: TokenText
 ) -> tuple[int, list[int]]:
-    """Return how many stored ids end where one of the prompt ends, and the prompt's behind."""
-    place = {end: i for i, end in enumerate([0, *tokens.n_bytes_ends(prompt)])}
-    ends = [0, *tokens.n_bytes_ends(stored)]
-    n_stored = next(n for n in range(len(stored), -1, -1) if ends[n] in place)
-    return n_stored, list(prompt[place[ends[n_stored]] :])
+    """Return how many stored ids end with a token that the prompt has there, and its ids behind."""
+    place = {end: i for i, end in enumerate(tokens.n_bytes_ends(prompt), start=1)}
+    ends = tokens.n_bytes_ends(stored)
+    for n in range(len(stored), 0, -1):
+        i = place.get(ends[n - 1])
+        if i is not None and prompt[i - 1] == stored[n - 1]:
+            return n, list(prompt[i:])
+    return 0, list(prompt)
 
 
 def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int] | None:
