@@ -1,0 +1,32 @@
+"""A replayer for each test, on a store of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .replayer import Replayer
+
+MakeReplayer = Callable[..., Replayer]
+
+
+@pytest.fixture
+def make_replayer(tmp_path: Path) -> Iterator[MakeReplayer]:
+    """Return make(model, *options); the store closes with the test."""
+    made: list[Replayer] = []
+
+    def make(model: Path, *options: str) -> Replayer:
+        made.append(Replayer(model, tmp_path / f"store-{len(made)}", *options))
+        return made[-1]
+
+    yield make
+    for replayer in made:
+        replayer.close()
+
+
+@pytest.fixture
+def replayer(make_replayer: MakeReplayer, tiny_model: Path) -> Replayer:
+    """Byte-level tokenizer, ChatML, tools, no thinking."""
+    return make_replayer(tiny_model)

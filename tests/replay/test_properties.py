@@ -1,0 +1,143 @@
+"""Random histories of appends, edits, branches and restarts: what could be reused is."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.serve.costs import MIN_DISK_TOKENS
+
+from .replayer import Message, Replayer
+
+WORDS = [
+    "the",
+    " the ",
+    " north",
+    " tower",
+    "ü",
+    "🎉",
+    "\n",
+    "\n\n",
+    "  ",
+    "1",
+    "0.5",
+    "Grüße",
+    ".",
+]
+texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=10).map("".join)
+steps = st.tuples(
+    st.sampled_from(["append", "append", "edit", "branch", "restart"]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    texts,
+    st.lists(st.integers(0, 599), max_size=12),
+)
+SYSTEM: Message = {"role": "system", "content": "You keep the light house of the north tower."}
+
+
+@dataclass
+class Talk:
+    """A conversation's messages, and the bytes of all that was fed and said in it."""
+
+    messages: list[Message] = field(default_factory=lambda: [copy.deepcopy(SYSTEM)])
+    fed: bytes = b""
+
+
+class History:
+    """Takes one random step after another, and checks each reply's prompt."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.replayer = Replayer(model, folder)
+        self.talks = [Talk()]
+        self.sayable = [
+            i
+            for i, piece in enumerate(self.replayer.bytes_of([i]) for i in range(600))
+            if i > 10 and _is_whole(piece)
+        ]
+
+    def step(self, kind: str, which: int, where: int, text: str, reply: list[int]) -> None:
+        if kind == "restart":
+            self.replayer.restart()
+            return
+        talk = self.talks[which % len(self.talks)]
+        n_messages = len(talk.messages)
+        if kind == "branch":
+            # At a question's place: what comes before is a system message or a reply.
+            talk = Talk(copy.deepcopy(talk.messages[: 1 + where % n_messages // 2 * 2]))
+            self.talks.append(talk)
+        elif kind == "edit":
+            edited = talk.messages[where % n_messages]
+            content = edited.get("content") or ""
+            middle = len(content) // 2
+            edited["content"] = content[:middle] + text + content[middle:]
+            talk.fed = b""
+        self.append(talk, text, [self.sayable[i % len(self.sayable)] for i in reply])
+
+    def append(self, talk: Talk, text: str, reply: list[int]) -> None:
+        replayer = self.replayer
+        before = list(replayer.stored)
+        talk.messages.append({"role": "user", "content": text})
+        turn = replayer.turn(talk.messages, reply)
+        prompt = replayer.bytes_of(turn.prompt)
+        # The last token must run.
+        most = len(replayer.bytes_of(turn.prompt[:-1]))
+        n_reused = len(replayer.bytes_of(turn.prompt[: turn.n_reused]))
+        n_common = [len(replayer.bytes_of(x[: replayer.n_common(x, prompt)])) for x in before]
+        nearest = [x for x, n in zip(before, n_common, strict=True) if n == max(n_common)]
+        n_tokens = min((replayer.n_reusable(ids, prompt) for ids in nearest), default=0)
+        allowed = min(
+            (len(replayer.bytes_of(x[: replayer.n_reusable(x, prompt)])) for x in nearest),
+            default=0,
+        )
+        if n_tokens >= MIN_DISK_TOKENS:  # fewer may be computed rather than read from disk
+            assert n_reused >= min(allowed, most), (nearest, turn.prompt)
+        assert prompt.startswith(talk.fed)
+        assert n_reused >= len(talk.fed), "less than the conversation's own last turn"
+        talk.fed = replayer.bytes_of(turn.ids)
+        talk.messages.append(turn.message)
+
+
+def _is_whole(piece: bytes) -> bool:
+    try:
+        return bool(piece.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(history=st.lists(steps, min_size=3, max_size=8))
+def test_nothing_stored_is_computed_again(
+    tiny_model: Path, history: list[tuple[str, int, int, str, list[int]]]
+) -> None:
+    """But for what a token of the prompt spans; the replayer compares logits with cold ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = History(tiny_model, Path(folder))
+        try:
+            for step in history:
+                made.step(*step)
+        finally:
+            made.replayer.close()
+
+
+def test_a_store_that_forgets_is_found_out(tiny_model: Path, tmp_path: Path) -> None:
+    made = History(tiny_model, tmp_path)
+    try:
+        made.step("append", 0, 0, "the north tower", [5, 6])
+        made.replayer.close()
+        shutil.rmtree(tmp_path)
+        made.replayer.open()
+        with pytest.raises(AssertionError):
+            made.step("append", 0, 0, "the north tower", [5, 6])
+    finally:
+        made.replayer.close()

@@ -1,0 +1,461 @@
+"""What requests may ask for besides a plain chat: the real server keeps its word on each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+from tokenizers import Tokenizer
+
+from tests.host.conftest import make_environment
+from tests.support import (
+    Message,
+    Reply,
+    ServerError,
+    ServerProcess,
+    StartServer,
+    make_tiny_model,
+    synthetic_text,
+    wait_until,
+)
+
+from .stored import wait_for_commit
+
+SYSTEM: Message = {"role": "system", "content": synthetic_text(120, seed=4)}
+TOOL = {
+    "type": "function",
+    "function": {"name": "wave", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Servers that end with this module."""
+    start = StartServer(tmp_path_factory.mktemp("edges"))
+    try:
+        yield start
+    finally:
+        start.close()
+
+
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    """The server of most tests; each asks something that no other does."""
+    # Its log then names every module that is imported.
+    return started.with_plugin(tiny_model, env={"PYTHONPROFILEIMPORTTIME": "1"})
+
+
+@pytest.fixture(scope="module")
+def other_weights(models_dir: Path) -> Path:
+    """The geometry of `tiny_model`, its tokenizer, other weights."""
+    return make_tiny_model(models_dir / "other-weights", seed=1)
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+def said(reply: Reply) -> Message:
+    return {"role": "assistant", "content": reply.text}
+
+
+def n_total(reply: Reply) -> int:
+    return reply.prompt_tokens + reply.completion_tokens
+
+
+def newest(server: ServerProcess) -> dict[str, Any]:
+    """Return the record of the last request."""
+    records: list[dict[str, Any]] = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
+    return records[0]
+
+
+# Models by request.
+
+
+def test_sentencepiece_sampled(server: ServerProcess, tiny_model_spm: Path) -> None:
+    model = str(tiny_model_spm)
+    talk = [SYSTEM]
+    before = 0
+    for n in range(4):
+        talk.append(user(f"{n}. Grüße 🎉  an alle"))
+        reply = server.chat(talk, "spm", max_tokens=30, temperature=1.0, model=model)
+        assert reply.cached_tokens >= before - 1, f"turn {n}"
+        assert (reply.kvpersist["outcome"] == "EXTEND") == (n > 0)
+        talk.append(said(reply))
+        before = n_total(reply)
+
+
+def test_each_model_finds_its_own_only(
+    server: ServerProcess, tiny_model: Path, other_weights: Path
+) -> None:
+    question = [SYSTEM, user("Which weights are these?")]
+    first = server.chat(question, "switch", model=str(tiny_model))
+    other = server.chat(question, "switch", model=str(other_weights))
+    # Other tests may have asked the first model with the same system message, but nobody this one.
+    assert (other.cached_tokens, other.kvpersist["outcome"]) == (0, "MISS")
+    assert other.text != first.text
+    back = server.chat(question, "switch", model=str(tiny_model))
+    assert (back.text, back.cached_tokens) == (first.text, back.prompt_tokens - 1)
+    again = server.chat(question, "switch", model=str(other_weights))
+    assert (again.text, again.cached_tokens) == (other.text, again.prompt_tokens - 1)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter whose weights are all but small."""
+    folder = tmp_path_factory.mktemp("adapter")
+    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0}
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    model, _ = load(str(tiny_model))
+    model.freeze()
+    linear_to_lora_layers(model, 2, parameters)
+    key = mx.random.key(3)
+    weights = {
+        name: mx.random.normal(value.shape, key=key) * 0.1
+        for name, value in tree_flatten(model.trainable_parameters())
+    }
+    assert weights
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+def test_an_adapter_makes_another_model(
+    server: ServerProcess, tiny_model: Path, adapter: Path
+) -> None:
+    question = [SYSTEM, user("Who adapted you?")]
+    plain = server.chat(question, "a", model=str(tiny_model))
+    adapted = server.chat(question, "a", model=str(tiny_model), adapters=str(adapter))
+    assert (adapted.cached_tokens, adapted.kvpersist["outcome"]) == (0, "MISS")
+    assert adapted.text != plain.text
+    talk = [*question, said(adapted), user("Really?")]
+    more = server.chat(talk, "a", model=str(tiny_model), adapters=str(adapter))
+    assert more.cached_tokens == n_total(adapted)
+
+
+def test_a_draft_model_is_served_as_stock(server: ServerProcess, tiny_model: Path) -> None:
+    question = [SYSTEM, user("Who drafts?")]
+    plain = server.chat(question)
+    drafted = server.chat(question, model=str(tiny_model), draft_model=str(tiny_model))
+    # Stock's caches are not in 4 bits, so the two may differ in words.
+    assert drafted.completion_tokens == plain.completion_tokens
+    assert_says_stock(server, drafted, "a draft model is in use")
+    again = server.chat(question)
+    assert (again.text, again.cached_tokens) == (plain.text, plain.prompt_tokens - 1)
+
+
+def test_a_sliding_window_is_served_as_stock(server: ServerProcess, models_dir: Path) -> None:
+    model = make_tiny_model(
+        models_dir / "sliding-window",
+        model_type="gemma3_text",
+        config={"sliding_window": 64, "sliding_window_pattern": 2},
+    )
+    reply = server.chat([SYSTEM, user("What slides?")], model=str(model))
+    assert_says_stock(server, reply, "layer 0 keeps a RotatingKVCache")
+
+
+def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
+    assert reply.kvpersist["outcome"] == "STOCK"
+    record = newest(server)
+    assert record["id"] == reply.headers["x-kvpersist-request"]
+    assert (record["outcome"], record["reason"]) == ("STOCK", "not kept")
+    assert record["detail"].startswith(why)
+    log = server.log
+    assert f"served as stock does, nothing is kept: {why}" in log
+    assert any(reply.headers["x-kvpersist-request"] in x and "STOCK" in x for x in log.splitlines())
+
+
+# Requests that end early, or never begin.
+
+
+def test_a_client_that_goes_away(server: ServerProcess) -> None:
+    """The system message was prefilled as a segment of its own, and is there for the next try."""
+    system: Message = {"role": "system", "content": synthetic_text(400, seed=21)}
+    body = {"messages": [system, user("Tell it all.")], "max_tokens": 500, "stream": True}
+    events = server.events("/v1/chat/completions", body)
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    again = server.chat([system, user("Tell it all.")], max_tokens=5)
+    n_last = 20  # of the template and the question
+    assert again.cached_tokens >= again.prompt_tokens - n_last
+    assert again.kvpersist["tier"] == "hot"
+    cold = server.chat([system, user("Tell it all.")], "cold", max_tokens=5, headers=tenant("cold"))
+    assert (cold.cached_tokens, cold.text) == (0, again.text)
+
+
+def tenant(name: str) -> dict[str, str]:
+    return {"X-KVPersist-Namespace": name}
+
+
+def spoken(reply: Reply, tokenizer: Tokenizer) -> list[str]:
+    """Return the tokens of a reply that was asked for with logprobs, "Ġ" for a space."""
+    content = reply.raw["choices"][0]["logprobs"]["content"]
+    return [str(tokenizer.id_to_token(token["id"])) for token in content]
+
+
+def stop_word(pieces: list[str], tokenizer: Tokenizer) -> tuple[int, str]:
+    """Return where a token first stands that can be a stop word, and the word."""
+    for n, piece in enumerate(pieces):
+        word = piece.replace("Ġ", " ")
+        if (
+            n >= 2
+            and word.strip().isascii()
+            and word.strip().isalpha()
+            and pieces.index(piece) == n
+        ):
+            # Stock looks for the ids that the stop word encodes to.
+            if tokenizer.encode(word).tokens == [piece]:
+                return n, word
+    raise AssertionError(f"no stop word in {pieces}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+
+def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
+    """What the client got of a reply is reused, the stop word and what it hides is not."""
+    for n in range(20):
+        question = [SYSTEM, user(f"{n}. When do you stop?")]
+        whole = server.chat(question, headers=tenant("whole"), max_tokens=30, logprobs=True)
+        pieces = spoken(whole, tokenizer)
+        if not pieces[0].startswith("Ġ"):
+            break
+    at, stop = stop_word(pieces, tokenizer)
+    cut = server.chat(question, headers=tenant("stop"), max_tokens=30, stop=stop)
+    assert whole.text.startswith(cut.text + stop)
+    assert (cut.completion_tokens, cut.finish_reason) == (at + 1, "stop")
+    talk = [*question, said(cut), user("Go on.")]
+    more = server.chat(talk, headers=tenant("stop"), max_tokens=5)
+    assert more.cached_tokens == cut.prompt_tokens + at
+    assert_as_cold(server, more, talk)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["whole", "stopped"])
+def test_a_reply_that_begins_with_a_space(
+    server: ServerProcess, tokenizer: Tokenizer, stopped: bool
+) -> None:
+    """The server drops that space; the whole reply is known again, one cut short is not."""
+    vocabulary = tokenizer.get_vocab()
+    words = [t for t in vocabulary if t[0] == "Ġ" and t[1:].isascii() and t[1:].isalpha()]
+    bias = {str(vocabulary[token]): 60.0 for token in sorted(words)}
+    params: dict[str, Any] = {"max_tokens": 12, "logit_bias": bias, "logprobs": True}
+    for n in range(20):
+        question = [SYSTEM, user(f"{n}. What is behind a space? {stopped}")]
+        whole = server.chat(question, headers=tenant("whole"), **params)
+        pieces = spoken(whole, tokenizer)
+        if len(set(pieces)) == len(pieces):
+            break
+    assert whole.text == "".join(pieces).replace("Ġ", " ")[1:]
+    at, stop = stop_word(pieces, tokenizer)
+    if stopped:
+        params["stop"] = [stop]
+    first = server.chat(question, headers=tenant(f"space-{stopped}"), **params)
+    assert whole.text.startswith(first.text)
+    assert first.finish_reason == ("stop" if stopped else "length")
+    assert first.completion_tokens == (at + 1 if stopped else 12)
+    talk = [*question, said(first), user("And?")]
+    more = server.chat(talk, headers=tenant(f"space-{stopped}"), max_tokens=5)
+    # What was cut short is rendered as it was sent: it parts from what was said at once.
+    assert more.cached_tokens == (first.prompt_tokens if stopped else n_total(first))
+    if stopped:
+        assert_as_cold(server, more, talk)
+
+
+def assert_as_cold(server: ServerProcess, reply: Reply, messages: list[Message]) -> None:
+    """The same prompt, computed from its start, must give the same reply."""
+    cold = server.chat(messages, headers=tenant(f"cold-{reply.raw['id']}"), max_tokens=5)
+    assert (cold.cached_tokens, cold.text) == (0, reply.text)
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [], ""], ids=["list", "empty-list", "empty"])
+def test_prompts_that_are_none(server: ServerProcess, prompt: Any) -> None:
+    status, _, body = server.request("POST", "/v1/completions", {"prompt": prompt})
+    assert status == 404
+    assert json.loads(body)["error"]
+    assert server.healthy()
+    assert server.complete(f"after {prompt}", max_tokens=3).completion_tokens == 3
+
+
+def test_no_messages(server: ServerProcess) -> None:
+    status, _, body = server.request("POST", "/v1/chat/completions", {"messages": []})
+    assert (status, bool(json.loads(body)["error"])) == (404, True)
+    assert server.chat([user("Still there?")], max_tokens=3).completion_tokens == 3
+
+
+# Options of a request.
+
+
+def test_logprobs(server: ServerProcess) -> None:
+    question = [SYSTEM, user("How likely?")]
+    params: dict[str, Any] = {"max_tokens": 8, "logprobs": True}
+    cold, warm = (server.chat(question, "probable", **params) for _ in range(2))
+    assert (cold.cached_tokens, warm.cached_tokens) == (cold_part(cold), warm.prompt_tokens - 1)
+    before, after = (reply.raw["choices"][0]["logprobs"]["content"] for reply in (cold, warm))
+    assert len(before) == 8
+    assert [token["id"] for token in before] == [token["id"] for token in after]
+    assert all(abs(a["logprob"] - b["logprob"]) < 0.01 for a, b in zip(before, after, strict=True))
+    top = server.chat(question, "probable", max_tokens=4, top_logprobs=3)
+    content = top.raw["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [3] * 4
+
+
+def cold_part(reply: Reply) -> int:
+    """What a first request may reuse: the system message that other tests sent."""
+    assert reply.cached_tokens < reply.prompt_tokens - 5
+    return reply.cached_tokens
+
+
+def test_tools(server: ServerProcess) -> None:
+    question = [SYSTEM, user("Wave!")]
+    first = server.chat(question, "tools", tools=[TOOL])
+    without = server.chat(question, "tools")
+    assert without.prompt_tokens < first.prompt_tokens
+    assert without.cached_tokens < without.prompt_tokens - 5
+    talk = [*question, said(first), user("Again!")]
+    more = server.chat(talk, "tools", tools=[TOOL], stream=True)
+    assert more.cached_tokens == n_total(first)
+    renamed = {**TOOL, "function": {"name": "nod", "parameters": {}}}
+    other = server.chat(talk, "tools", tools=[renamed])
+    assert other.kvpersist["outcome"] == "DIVERGE"
+    assert 0 < other.cached_tokens < first.prompt_tokens - without.prompt_tokens
+
+
+def test_three_identical_requests_at_once(server: ServerProcess) -> None:
+    system: Message = {"role": "system", "content": synthetic_text(700, seed=33)}
+    question = [system, user("All at once?")]
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda n: server.chat(question, "thrice"), range(3)))
+    assert len({reply.text for reply in replies}) == 1
+    again = server.chat(question, "thrice")
+    assert again.text == replies[0].text
+    assert again.cached_tokens == again.prompt_tokens - 1
+    talk = [*question, said(again), user("More?")]
+    assert server.chat(talk, "thrice").cached_tokens == n_total(again)
+
+
+def test_namespaces_share_nothing(server: ServerProcess) -> None:
+    question = [SYSTEM, user("Whose is this?")]
+    for name in ("red", "blue"):
+        reply = server.chat(question, "ns", headers=tenant(name))
+        assert (reply.cached_tokens, reply.kvpersist["outcome"]) == (0, "MISS")
+        assert newest(server)["namespace"] == name
+    for name in ("red", "blue"):
+        reply = server.chat(question, "ns", headers=tenant(name))
+        assert reply.cached_tokens == reply.prompt_tokens - 1
+
+
+# Options of the server.
+
+
+def test_one_at_a_time_in_small_steps(
+    started: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """No batch is ever larger than one, and no prefill step larger than seven tokens."""
+    sizes = ("--prompt-concurrency", "1", "--decode-concurrency", "1", "--prefill-step-size", "7")
+    options = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"), *sizes)
+    server = started(tiny_model, *options)
+    talks = [[SYSTEM, user(f"{n}. One at a time?")] for n in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first = list(pool.map(lambda talk: server.chat(talk, max_tokens=15), talks))
+    for talk, reply in zip(talks, first, strict=True):
+        talk += [said(reply), user("And then?")]
+    with ThreadPoolExecutor(3) as pool:
+        more = list(pool.map(lambda talk: server.chat(talk, max_tokens=15), talks))
+    assert [reply.cached_tokens for reply in more] == [n_total(reply) for reply in first]
+    assert "Traceback" not in server.log
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def cramped(
+    started: StartServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """Hardly any RAM, and a namespace for each API key."""
+    store = tmp_path_factory.mktemp("cramped")
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+    options = ("--kvpersist-ram", "20K", "--kvpersist-namespace-by-key")
+    return started(tiny_model, *plugin, *options), store
+
+
+def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
+    """Conversations are read back from disk when RAM holds none of them."""
+    server, store = cramped
+    talks: dict[str, list[Message]] = {
+        name: [{"role": "system", "content": name + synthetic_text(200)}] for name in ("a", "b")
+    }
+    before = {"a": 0, "b": 0}
+    for n in range(3):
+        for name, talk in talks.items():
+            talk.append(user(f"{n}. Is there room?"))
+            reply = server.chat(talk, name, max_tokens=10)
+            assert reply.cached_tokens >= before[name]
+            assert (reply.kvpersist["tier"] == "warm") == (n > 0)
+            talk.append(said(reply))
+            before[name] = n_total(reply)
+            wait_for_commit(store, name, before[name])
+    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]
+    assert stats["ram"]["max_bytes"] == 20 << 10
+    wait_until(lambda: ram_bytes(server) <= 20 << 10, "RAM within its budget")
+
+
+def ram_bytes(server: ServerProcess) -> int:
+    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    return int(stats["store"]["ram"]["bytes"])
+
+
+def test_namespaces_by_key(cramped: tuple[ServerProcess, Path]) -> None:
+    server, store = cramped
+    question = [SYSTEM, user("Whose key is this?")]
+    keys = [{"Authorization": "Bearer one"}, {"x-api-key": "two"}, {}]
+    for n, headers in enumerate(keys):
+        reply = server.chat(question, f"key-{n}", headers=headers, max_tokens=5)
+        assert (reply.cached_tokens, reply.kvpersist["outcome"]) == (0, "MISS")
+        wait_for_commit(store, f"key-{n}", n_total(reply))
+    for headers in keys:
+        reply = server.chat(question, headers=headers, max_tokens=5)
+        assert reply.cached_tokens == reply.prompt_tokens - 1
+    names = {r["namespace"] for r in json.loads(server.request("GET", "/v1/kvpersist/requests")[2])}
+    assert not any("one" in name or "two" in name for name in names)
+
+
+def test_a_model_that_is_not_there(server: ServerProcess) -> None:
+    """Loading fails, and the next request finds all as it was."""
+    question = [SYSTEM, user("Which model?")]
+    first = server.chat(question, max_tokens=5)
+    with pytest.raises(ServerError, match="404"):
+        server.chat(question, model="/no/such/model")
+    again = server.chat(question, max_tokens=5)
+    assert (again.text, again.cached_tokens) == (first.text, first.prompt_tokens - 1)
+
+
+# The server without the plugin.
+
+
+def test_stock_is_stock(
+    started: StartServer, server: ServerProcess, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Installed and not asked for, the package is not imported, and replies are the same."""
+    bare = make_environment(tmp_path / "venv")
+    assert bare.run("python", "-c", "import mlx_lm_kvpersist").returncode == 1
+    talk = [SYSTEM, user("Who answers?")]
+    texts = []
+    for options in ({}, {"python": str(bare.python), "cwd": tmp_path}):
+        stock = started(tiny_model, env={"PYTHONPROFILEIMPORTTIME": "1"}, **options)
+        reply = stock.chat(talk, max_tokens=40)
+        texts.append((reply.text, reply.usage))
+        assert "x-kvpersist" not in reply.headers
+        stock.stop()
+        assert "| " in stock.log and "mlx_lm.server" in stock.log
+        assert "mlx_lm_kvpersist" not in stock.log
+    assert texts[0] == texts[1]
+    assert "mlx_lm_kvpersist._startup" in server.log  # as it shows where the plugin is asked for

@@ -1,0 +1,125 @@
+"""What no request can tell: who shares a batch, and when a model's weights are given back."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load
+
+from mlx_lm_kvpersist.host import manager
+from mlx_lm_kvpersist.host.patch import PATCH_SET
+from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.kv.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.plugin import KVPersistPlugin
+from tests.support import make_tiny_model, synthetic_text
+
+
+@dataclass
+class Patched:
+    """The server's module with the plugin in it, and the options it was configured with."""
+
+    server: ModuleType
+    plugin: KVPersistPlugin
+    args: argparse.Namespace
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Iterator[Patched]:
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
+    plugin.configure(args)
+    made = manager.make_manager()
+    made.register(plugin)
+    PATCH_SET.apply(PATCHES)
+    try:
+        with manager.using(made):
+            yield Patched(importlib.import_module("mlx_lm.server"), plugin, args)
+    finally:
+        PATCH_SET.undo()
+        plugin.shutdown()
+
+
+def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
+    """Two prompts of different length are prefilled together, and speak together, in 4 bits."""
+    provider = patched.server.ModelProvider(patched.args)
+    model, tokenizer = provider.load(str(tiny_model))
+    assert provider.is_batchable
+    prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (90, 200)]
+    alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
+    together, n_prompts, n_speaking, kinds = generate(patched, model, prompts)
+    assert together == alone
+    assert (max(n_prompts), max(n_speaking)) == (2, 2)
+    assert n_speaking.count(2) >= 5
+    assert kinds == {BatchQuantizedKVCache}
+
+
+def generate(
+    patched: Patched, model: Any, prompts: list[list[int]]
+) -> tuple[list[list[int]], list[int], list[int], set[type]]:
+    """Return the replies, the sizes of all batches, and the types of their caches."""
+    stream = mx.default_stream(mx.default_device())
+    generator = patched.server.BatchGenerator(model, stream=stream)
+    uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
+    replies: dict[int, list[int]] = {uid: [] for uid in uids}
+    n_prompts, n_speaking, kinds = [0], [0], set()
+    n_open = len(prompts)
+    while n_open:
+        prompt_responses, responses = generator.next()
+        n_prompts.append(len({response.uid for response in prompt_responses}))
+        batch = generator._generation_batch
+        n_speaking.append(len(responses))
+        kinds |= {type(cache) for cache in batch.prompt_cache}
+        for response in responses:
+            replies[response.uid].append(response.token)
+            n_open -= response.finish_reason is not None
+    generator.close()
+    return [replies[uid] for uid in uids], n_prompts, n_speaking, kinds
+
+
+def test_a_models_weights_are_given_back_before_the_next_is_loaded(
+    patched: Patched, tiny_model: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models do not always fit into memory: the plugin must not hold the first."""
+    other = make_tiny_model(models_dir / "second-model", seed=1)
+    loaded: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(path: str, *args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(reference() is not None for reference in loaded))
+        made = load(path, *args, **kwargs)
+        loaded.append(weakref.ref(made[0]))
+        return made
+
+    monkeypatch.setattr(patched.server, "load", watched)
+    provider = patched.server.ModelProvider(patched.args)
+    gc.collect()
+    gc.disable()  # nothing may hold the model in a circle, either
+    # Stock's provider collects garbage before it loads; the reference count must do.
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+    try:
+        for path in (tiny_model, other, tiny_model):
+            provider.load(str(path))
+            assert provider.is_batchable
+            caches = provider.model.make_cache()
+            provider.model(mx.array([[1, 2, 3]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+            del caches
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0]
+    assert patched.plugin._loaded is not None
+    assert patched.plugin._loaded.name == str(tiny_model)
