@@ -61,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo with parsed options; return the exit status."""
     console = Console()
+    if args.model and args.model.startswith(("/", ".")) and not Path(args.model).is_dir():
+        # mlx-lm 0.31.3 would answer /health, and hang on the first request.
+        console.print(f"There is no model folder {args.model}", markup=False, soft_wrap=True)
+        return 1
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
         model = args.model or str(_make_demo_model(folder / "model"))

@@ -15,6 +15,6 @@ def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert "came from disk" in " ".join(printed.split())
 
 
-def test_demo_reports_a_server_that_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", "/no/such/model", "--chars", "100"]) == 1
-    assert "The server failed" in capsys.readouterr().out
+    assert "no model folder /no/such/model" in capsys.readouterr().out
