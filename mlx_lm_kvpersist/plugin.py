@@ -209,7 +209,7 @@ class KVPersistPlugin:
         self, state: RequestState, prompt: Prompt, request: Any, args: Any, loaded: LoadedModel
     ) -> Prompt:
         """Return the prompt with its earlier replies spelled as the model did."""
-        if not state.known_replies:
+        if not state.known_replies or not loaded.tokenizer.has_chat_template:
             return prompt
         template_args = {**self._template_args, **(args.chat_template_kwargs or {})}
 
@@ -223,7 +223,12 @@ class KVPersistPlugin:
             )
             return rendered
 
-        text = respell(request.messages, state.known_replies, render, loaded)
+        try:
+            text = respell(request.messages, state.known_replies, render, loaded)
+        except Exception as error:
+            # Templates may refuse a message that they would not have refused as it was.
+            logger.debug("kvpersist: replies stay as they were sent: %s", error)
+            text = None
         return prompt if text is None else respelled_prompt(prompt, text, loaded)
 
     def _record(self, state: RequestState) -> None:
