@@ -23,6 +23,7 @@ DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _STOCK_GROUP_SIZE = 64
 _ISOLATION = ("shared", "session")
+_KV_BITS = (4, 8)
 _VERIFY = ("canary", "checksum", "off")
 
 
@@ -118,6 +119,12 @@ def add_options(parser: ArgumentParser) -> None:
         help="Flush every file to the device; without it a power loss may cost the last turns",
     )
     group.add_argument(
+        "--kvpersist-kv-bits",
+        type=int,
+        choices=_KV_BITS,
+        help="Bits of each key and value (default: that of --kv-bits, or 4)",
+    )
+    group.add_argument(
         "--kvpersist-verify",
         choices=_VERIFY,
         default="canary",
@@ -174,12 +181,12 @@ def from_args(args: Namespace) -> Config:
             "distributed serving (mlx.launch) is not supported: every rank would have to find the "
             "same blocks; leave out --plugin kvpersist, or serve from one process"
         )
-    kv_bits, kv_group_size = 4, None
+    kv_bits, kv_group_size = args.kvpersist_kv_bits or 4, None
     if getattr(args, "kv_bits", None) is not None:
-        kv_bits = args.kv_bits
+        kv_bits = args.kvpersist_kv_bits or args.kv_bits
         # Stock's default says nothing of what the model's heads allow.
         kv_group_size = None if args.kv_group_size == _STOCK_GROUP_SIZE else args.kv_group_size
-        if kv_bits not in (4, 8):
+        if kv_bits not in _KV_BITS:
             raise ConfigError(f"--kv-bits {kv_bits} cannot be kept; choose 4 or 8")
         if kv_group_size not in (None, *GROUP_SIZES):
             raise ConfigError(

@@ -68,6 +68,12 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
     made = config.from_args(args)
     assert (made.kv_bits, made.kv_group_size, args.kv_bits) == (8, 32, None)
+    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-kv-bits", "8")
+    assert config.from_args(args).kv_bits == 8
+    args = parsed(
+        "--kvpersist-dir", str(tmp_path), "--kvpersist-kv-bits", "4", kv_bits=8, kv_group_size=64
+    )
+    assert (config.from_args(args).kv_bits, args.kv_bits) == (4, None)
     with pytest.raises(ConfigError, match="choose 4 or 8"):
         config.from_args(parsed("--kvpersist-dir", str(tmp_path), kv_bits=3, kv_group_size=64))
 

@@ -84,7 +84,7 @@ def reply_to_remember(
     else:
         said = model.text.decode(ids)
         # A template may trim what stands at its ends.
-        if content == said == said.strip() or content != _streamed(ids, model):
+        if content == said == said.strip() or content not in _streamed(ids, model):
             return None
     return StoredReply(conversation.with_reply(message), pack_ids(ids))
 
@@ -135,14 +135,17 @@ def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
     return position <= end
 
 
-def _streamed(ids: list[int], model: LoadedModel) -> str:
-    """Return what the server's streaming detokenizer makes of ids."""
+def _streamed(ids: list[int], model: LoadedModel) -> set[str]:
+    """Return what the server's streaming detokenizer makes of ids.
+
+    At the end of a reply it holds back what is incomplete, which mlx-lm 0.31.3 then never sends.
+    """
     detokenizer = model.tokenizer.detokenizer
     for token_id in ids:
         detokenizer.add_token(token_id)
+    texts = {detokenizer.text}
     detokenizer.finalize()
-    text: str = detokenizer.text
-    return text
+    return texts | {detokenizer.text}
 
 
 def _content_of(message: dict[str, Any]) -> list[Any]:

@@ -112,10 +112,9 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     server.chat([SYSTEM, QUESTION], model=str(other_model))
     assert records(server)[0]["reason"] == "stored for another model"
     server.terminate()
-    coarse = start_server.with_plugin(tiny_model, "--kv-bits", "8")
+    coarse = start_server.with_plugin(tiny_model, "--kvpersist-kv-bits", "8")
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens == 0
     assert records(coarse)[0]["reason"] == "stored in another KV precision"
-    # The stock option chooses the precision, and batching stays on.
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
 
 

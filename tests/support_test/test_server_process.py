@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from http.client import RemoteDisconnected
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.support import ServerError, ServerProcess, StartServer, parse_outcome
+from mlx_lm_kvpersist.host.versions import parse
+from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
 
 MESSAGES = [
     {"role": "system", "content": "Be short."},
@@ -52,7 +55,8 @@ def test_request_returns_refusals_and_chat_raises_them(server: ServerProcess) ->
     status, headers, body = server.request("GET", "/no/such/path")
     assert (status, body) == (404, b"Not Found")
     assert "content-type" in headers
-    with pytest.raises(ServerError, match="answered 400"):
+    # mlx-lm 0.31.3 answers what it refuses with nothing.
+    with pytest.raises((ServerError, RemoteDisconnected), match=r"answered 400|without response"):
         server.chat(MESSAGES, temperature=-1.0)
 
 
@@ -77,9 +81,14 @@ def test_failed_start_shows_the_log(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path, log_path=tmp_path / "log", start_timeout_s=60.0)
-    with pytest.raises(ServerError, match=r"config\.json"):
-        server.start()
-    assert not server.alive
+    if parse(version("mlx-lm")) >= (0, 32, 0):
+        with pytest.raises(ServerError, match=r"config\.json"):
+            server.start()
+        assert not server.alive
+    else:
+        # This one says that it is well, and never answers.
+        with server:
+            wait_until(lambda: "config.json" in server.log, "the traceback")
 
 
 def test_parse_outcome() -> None:
