@@ -18,7 +18,8 @@ from ..config import (
 from ..errors import StoreError
 from ..tiers.budget import StoreLimits
 from ..tiers.disk import DiskStore
-from ..tiers.index import Index, is_damage
+from ..tiers.index import Index
+from ..tiers.index_file import is_damage
 
 
 def common_options() -> argparse.ArgumentParser:

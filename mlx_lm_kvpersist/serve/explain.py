@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..kv.blocks import BLOCK_TOKENS
 from ..match.keys import Root, block_key, pack_ids
 from ..match.tree import Match, common_prefix
-from ..tiers.disk import Gone
 from ..tiers.store import BlockStore
+from ..tiers.turn import Gone
 from .outcome import Reason
 
 MIN_ALIKE_CHARS = 64

@@ -19,54 +19,24 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
-from ..match.keys import Root
 from ..match.tree import Node
 from .budget import StoreLimits, WriteMeter, free_bytes, tree_bytes
 from .files import Arrays, block_path, file_bytes, make_private, sync, write_block
-from .index import Index, Leaf, Session, StoredReply, is_damage
+from .index import Index, Session
+from .index_file import is_damage
 from .lock import StoreLock
 from .rebuild import rebuild_index
+from .turn import Gone, NewFile, Turn
 
 logger = logging.getLogger(__name__)
 
 _INDEX_RESERVE_BYTES = 768 << 10
 _MAX_GONE = 10_000
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one turn of a conversation puts on disk.
-
-    `nodes` are the blocks of its chain, in order from the root; those that are not on disk yet
-    wait in the pool, pinned. Without a leaf the turn has not ended: no session moves.
-    """
-
-    root: Root
-    nodes: tuple[Node, ...]
-    leaf: Leaf | None = None
-    replies: tuple[StoredReply, ...] = ()
-
-
-@dataclass(frozen=True)
-class NewFile:
-    """A block whose file `write` makes, of at most `n_bytes`; it returns the size it took."""
-
-    node: Node
-    n_bytes: int
-    write: Callable[[], int]
-
-
-class Gone(Enum):
-    """Why a block is no longer on disk."""
-
-    EVICTED = "evicted"
-    QUARANTINED = "quarantined"
 
 
 class DiskStore:
@@ -234,7 +204,8 @@ class DiskStore:
             return
         logger.warning("the store %s was removed; it is made anew", self.folder)
         make_private(self.folder)
-        self.index.close()
+        # Not closed: another thread may be reading, and SQLite would crash under it. The last
+        # one who holds the old index lets go of its connections.
         self.index = self._open_index()
 
     # Budgets.

@@ -1,80 +1,30 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
 Any thread may read; each gets a connection of its own. Only the writer changes it, and only while
-it holds the store's lock. It can be rebuilt from the files: nothing stands in it alone.
+it holds the store's lock. What it says of blocks can be rebuilt from their files.
 """
 
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
-from ..errors import StoreFormatError
 from ..match.keys import Root, block_key
 from ..match.tree import Node, common_prefix
-from .files import FORMAT
+from .index_file import IndexFile
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS roots (
-    key BLOB PRIMARY KEY,
-    about TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS blocks (
-    key BLOB PRIMARY KEY,
-    parent BLOB NOT NULL,
-    root BLOB NOT NULL,
-    start INTEGER NOT NULL,
-    ids BLOB NOT NULL,
-    text TEXT NOT NULL,
-    pending BLOB NOT NULL,
-    n_bytes INTEGER NOT NULL,
-    used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS blocks_by_text ON blocks (parent, text);
-CREATE INDEX IF NOT EXISTS blocks_by_use ON blocks (used);
-CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY,
-    root BLOB NOT NULL,
-    name TEXT,
-    leaf BLOB NOT NULL,
-    n_tokens INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL,
-    used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS sessions_by_name ON sessions (root, name);
-CREATE INDEX IF NOT EXISTS sessions_by_leaf ON sessions (leaf);
-CREATE TABLE IF NOT EXISTS replies (
-    root BLOB NOT NULL,
-    digest BLOB NOT NULL,
-    ids BLOB NOT NULL,
-    used REAL NOT NULL,
-    PRIMARY KEY (root, digest)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS file_hashes (
-    path TEXT PRIMARY KEY,
-    stamp TEXT NOT NULL,
-    hash TEXT NOT NULL
-);
-"""
 _MAX_REPLIES = 10_000
 _FEW = 16
 """Children of a block that are looked at one by one."""
 _MAX_KEY_CHARS = 4096
 """Of the text ahead that is compared in SQL; few blocks have a longer text."""
 _MAX_STEPS = 64
-_APPLICATION_ID = 0x6B767000
-"""SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
 _SEAL_BYTES = 8
-_NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
-"""What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
 _SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
@@ -116,87 +66,8 @@ class Session:
     used: float
 
 
-class Index:
-    """The SQLite file of a store.
-
-    Opening makes it where it is missing. Raises StoreFormatError when a newer version wrote it
-    and sqlite3.DatabaseError when it is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
-        self._lock = threading.Lock()
-        path.touch(mode=0o600)
-        self._inode = path.stat().st_ino
-        try:
-            self._prepare()
-        except UnicodeDecodeError as error:
-            # A message of SQLite's that quotes a damaged schema.
-            self.close()
-            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def _prepare(self) -> None:
-        db = self._db
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        (made_for,) = db.execute("PRAGMA application_id").fetchone()
-        if version > FORMAT and made_for == _APPLICATION_ID + FORMAT:
-            raise sqlite3.DatabaseError(f"an index of format {FORMAT} that claims to be {version}")
-        if version > FORMAT:
-            raise StoreFormatError(
-                f"{self.path} was written in format {version}; this version reads up to {FORMAT}. "
-                "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
-            )
-        if version < FORMAT:
-            with db:
-                db.executescript(_SCHEMA)
-                db.execute(f"PRAGMA application_id = {_APPLICATION_ID + FORMAT}")
-                db.execute(f"PRAGMA user_version = {FORMAT}")
-        (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
-        if verdict != "ok":
-            raise sqlite3.DatabaseError(verdict)
-        with closing(sqlite3.connect(":memory:")) as as_made:
-            as_made.executescript(_SCHEMA)
-            if not _statements(as_made) <= _statements(db):
-                raise sqlite3.DatabaseError("its tables are not as they were made")
-
-    @property
-    def _db(self) -> sqlite3.Connection:
-        db: sqlite3.Connection | None = getattr(self._local, "db", None)
-        if db is None:
-            db = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
-            # A small log: it counts towards the disk budget like every other file.
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA wal_autocheckpoint = 64")
-            db.execute("PRAGMA journal_size_limit = 262144")
-            # What is removed is overwritten: a page may have held a conversation's text.
-            db.execute("PRAGMA secure_delete = ON")
-            self._local.db = db
-            with self._lock:
-                self._connections.append(db)
-        return db
-
-    def close(self) -> None:
-        with self._lock:
-            for db in self._connections:
-                db.close()
-            self._connections.clear()
-
-    def checkpoint(self) -> None:
-        """Empty the log into the index, as far as other readers allow."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-
-    def is_current(self) -> bool:
-        """Say whether the file is still where it was opened."""
-        try:
-            return self.path.stat().st_ino == self._inode
-        except OSError:
-            return False
+class Index(IndexFile):
+    """What is on disk, in rows. Opens and fails as `IndexFile` does."""
 
     # Reading.
 
@@ -296,11 +167,6 @@ class Index:
         )
         return [(Root.from_json(about), count, n_bytes) for about, count, n_bytes in rows]
 
-    def format(self) -> int:
-        """Return the format of the store."""
-        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        return version
-
     def root(self, key: bytes) -> Root | None:
         row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
         return Root.from_json(row[0]) if row else None
@@ -324,12 +190,6 @@ class Index:
         """Return the sessions that end in a block."""
         rows = self._db.execute(f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE leaf = ?", (leaf,))
         return [_session(row) for row in rows]
-
-    def session_leaves(self, root: bytes, name: str) -> list[bytes]:
-        rows = self._db.execute(
-            "SELECT leaf FROM sessions WHERE root = ? AND name = ?", (root, name)
-        )
-        return [leaf for (leaf,) in rows]
 
     def session_blocks(self, root: bytes, name: str) -> set[bytes]:
         """Return the keys of all blocks of all branches of a session."""
@@ -494,49 +354,6 @@ class Index:
         with self._db as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-    def take_over(self, path: Path) -> None:
-        """Replace what the files say by the content of the index at `path`, in one transaction.
-
-        What the files do not say is kept where it still applies: sessions that have neither name
-        nor pin, times of use, remembered replies. Others read the old content until it is done.
-        """
-        db = self._db
-        db.execute("ATTACH ? AS fresh", (str(path),))
-        try:
-            with db:
-                db.execute("BEGIN IMMEDIATE")
-                db.execute(
-                    "UPDATE fresh.blocks SET used = max(used, "
-                    "(SELECT old.used FROM main.blocks AS old WHERE old.key = blocks.key)) "
-                    "WHERE key IN (SELECT key FROM main.blocks)"
-                )
-                db.execute(
-                    "INSERT OR REPLACE INTO fresh.sessions SELECT * FROM main.sessions AS s "
-                    "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE key = s.leaf AND root = s.root)"
-                )
-                for table in ("roots", "blocks", "sessions"):
-                    db.execute(f"DELETE FROM main.{table}")
-                    db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
-        finally:
-            db.execute("DETACH fresh")
-
-    def copy_outline(self, path: Path) -> None:
-        """Fill this empty index from the one at `path`: its tree and sizes, no texts, no names."""
-        db = self._db
-        db.execute("ATTACH ? AS other", (str(path),))
-        try:
-            with db:
-                db.execute(
-                    "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
-                    "n_bytes, used FROM other.blocks"
-                )
-                db.execute(
-                    "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
-                    "created, used FROM other.sessions"
-                )
-        finally:
-            db.execute("DETACH other")
-
     def touch(self, key: bytes) -> None:
         """Mark a block as used now."""
         with self._db as db:
@@ -574,18 +391,6 @@ class Index:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error tells of the index itself, and not of the disk or another process."""
-    if not isinstance(error, sqlite3.OperationalError):
-        return isinstance(error, sqlite3.DatabaseError)
-    return not any(words in str(error) for words in _NOT_DAMAGE)
-
-
-def _statements(db: sqlite3.Connection) -> set[tuple[str, str]]:
-    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-    return {(name, sql) for name, sql in rows}
 
 
 def _seal(root: bytes, digest: bytes, ids: bytes) -> bytes:

@@ -18,7 +18,8 @@ from ..errors import BlockCorrupt, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
 from .files import block_path, make_private, node_of, read_metadata
-from .index import Index, Session, is_damage
+from .index import Index, Session
+from .index_file import is_damage
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from .budget import StoreLimits, free_bytes
-from .disk import DiskStore, Gone
+from .disk import DiskStore
 from .index import Index
 from .lock import StoreLock
+from .turn import Gone
 
 
 class Rehearsal(DiskStore):

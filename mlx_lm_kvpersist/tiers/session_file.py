@@ -32,9 +32,10 @@ import xxhash
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
-from .disk import DiskStore, NewFile, Turn
+from .disk import DiskStore
 from .files import block_path, checksum, make_private, node_of, read_block, sync
 from .index import Index, Leaf, Session
+from .turn import NewFile, Turn
 
 __all__ = ["Imported", "SessionFile", "export_session", "import_session"]
 

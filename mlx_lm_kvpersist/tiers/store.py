@@ -16,10 +16,11 @@ from ..errors import BlockCorrupt, StoreError
 from ..match.keys import Root
 from ..match.tree import Node
 from .budget import StoreLimits
-from .disk import DiskStore, Gone, Turn
+from .disk import DiskStore
 from .files import Arrays, read_block
 from .index import Index
 from .pool import BlockPool, KVBlock
+from .turn import Gone, Turn
 from .writer import Writer
 
 __all__ = ["BlockStore", "Loaded", "StoreLimits", "Turn"]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .disk import Turn
+from .turn import Turn
 
 logger = logging.getLogger(__name__)
 

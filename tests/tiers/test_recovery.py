@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from mlx_lm_kvpersist.tiers.disk import DiskStore
@@ -28,7 +29,7 @@ def test_a_folder_removed_under_an_open_store_is_made_anew(store: BlockStore) ->
     again = chain([3], [4])
     save_turn(store, again, "t")
     assert not store.counters.failures
-    assert store.index.session_leaves(ROOT.key, "t") == [again[-1].key]
+    assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [again[-1].key]
     assert names(store.folder) == {f"{node.key.hex()}.safetensors" for node in again}
 
 
@@ -92,7 +93,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
         longer = chain([1], [2], [3 + index_is_there])
         save_turn(store, longer, "s")
         assert not store.counters.failures
-        assert longer[-1].key in store.index.session_leaves(ROOT.key, "s")
+        assert longer[-1].key in [x.leaf for x in store.index.sessions() if x.name == "s"]
     store.close()
     disk = DiskStore(store.folder, store.limits)
     assert disk.sweep() == 0 and disk.index.n_blocks() == 4
@@ -110,3 +111,29 @@ def test_sessions_that_moved_with_another_outlive_the_index(store: BlockStore) -
     disk = DiskStore(store.folder, store.limits)
     assert {session.name for session in disk.index.sessions()} == {"s", "other"}
     disk.close()
+
+
+def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
+    """The reader's connection must not be closed under it: that ends the process."""
+    save_turn(store, chain([1], [2]), "s")
+    stop = threading.Event()
+    n_reads = 0
+
+    def read() -> None:
+        nonlocal n_reads
+        while not stop.is_set():
+            store.children(ROOT.key)
+            _ = chain([1])[0].key in store
+            n_reads += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for n in range(30):
+            shutil.rmtree(store.folder)
+            save_turn(store, chain([n, 7], [n, 8]), "s")
+            assert store.index.n_blocks() == 2
+    finally:
+        stop.set()
+        reader.join()
+    assert n_reads > 100

@@ -30,7 +30,7 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
     again = reopened(store)
     assert again.children(ROOT.key) == [nodes[0]]
     assert again.children(nodes[0].key) == [nodes[1]]
-    assert again.index.session_leaves(ROOT.key, "s") == [nodes[1].key]
+    assert [x.leaf for x in again.index.sessions() if x.name == "s"] == [nodes[1].key]
     for node in nodes:
         loaded = again.load(node, ROOT)
         assert loaded is not None and loaded.from_disk
@@ -63,11 +63,14 @@ def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s")
-    assert store.index.session_leaves(ROOT.key, "s") == [longer[-1].key]
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == [longer[-1].key]
     # A branch is a second leaf; the first stays.
     branch = chain([1], [9])
     save_turn(store, branch, "s")
-    assert set(store.index.session_leaves(ROOT.key, "s")) == {longer[-1].key, branch[-1].key}
+    assert set([x.leaf for x in store.index.sessions() if x.name == "s"]) == {
+        longer[-1].key,
+        branch[-1].key,
+    }
 
 
 def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> None:
@@ -79,7 +82,7 @@ def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> No
     assert tail.key not in store
     assert not block_path(store.folder, tail.key).exists()
     for name in ("s", "other"):
-        assert store.index.session_leaves(ROOT.key, name) == [longer[1].key]
+        assert [x.leaf for x in store.index.sessions() if x.name == name] == [longer[1].key]
 
 
 def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
@@ -119,7 +122,7 @@ def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
     store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
     assert store.index.n_blocks() == 2
-    assert store.index.session_leaves(ROOT.key, "s") == []
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
 
 
 def test_a_failed_write_commits_nothing(
@@ -129,7 +132,7 @@ def test_a_failed_write_commits_nothing(
     (store.folder / "blocks").write_text("in the way")
     save_turn(store, nodes, "s")
     assert store.index.n_blocks() == 0
-    assert store.index.session_leaves(ROOT.key, "s") == []
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
     assert "cannot save a turn" in caplog.text
     # What could not be written is still served from RAM, and may go when RAM is needed.
     block = store.pool.get(nodes[0].key)
