@@ -286,13 +286,13 @@ class KVPersistPlugin:
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
-        outcome = RequestState.of(request).outcome
-        if outcome is None:
-            return []
-        return [
-            ("X-KVPersist", outcome.header),
-            ("X-KVPersist-Request", RequestState.of(request).id),
-        ]
+        state = RequestState.of(request)
+        if state.outcome is None:
+            # The server prepares prompts with images by itself, and asks nobody.
+            detail = "prompts with images are left to the stock server"
+            state.outcome = Outcome(Kind.STOCK, 0, reason=Reason.NOT_KEPT, detail=detail)
+            self._record(state)
+        return [("X-KVPersist", state.outcome.header), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def routes(self) -> list[Route]:
