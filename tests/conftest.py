@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support import StartServer, make_tiny_model
+
+# A change is judged by the same examples each time; new ones are tried wherever people work.
+# No deadlines: how long an example takes says more about the machine than about the code.
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("here", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session")
