@@ -12,7 +12,7 @@ KVPersistError
 ├── ModelNotSupported           this model's cache cannot be kept
 └── StoreError
     ├── StoreFormatError        the store was written by a newer version
-    └── BlockCorrupt            a block file is not what its name promises
+    └── BlockCorrupt            the file of a block or part is not what its name promises
 """
 
 __all__ = [
@@ -81,4 +81,4 @@ class StoreFormatError(StoreError):
 
 
 class BlockCorrupt(StoreError):
-    """A block file is not what its name and metadata promise."""
+    """The file of a block or part is not what its name and metadata promise."""

@@ -1,4 +1,4 @@
-"""The 4-bit KV cache of several sequences that run as one batch.
+"""The quantized KV cache of several sequences that run as one batch.
 
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Unlike there, the padding is also known to Python, so that no step waits for the device
@@ -13,17 +13,21 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, _BaseCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from . import packed as pk
+from .fetch import PackedCache
 from .packed import Packed
+from .plan import AttentionPlan
 from .precision import KVPrecision
 from .quantized import SequenceQuantizedKVCache
 
 __all__ = ["BatchQuantizedKVCache"]
 
+_STOCK = (KVCache, QuantizedKVCache)
 
-class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
+
+class BatchQuantizedKVCache(PackedCache):
     """Keys and values of one layer for B sequences.
 
     `keys` and `values` are None or packed buffers [B, H, S, ...]; all rows end at `_idx`, row i
@@ -34,8 +38,14 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
     left_padding: mx.array
     offset: mx.array
 
-    def __init__(self, left_padding: Sequence[int], precision: KVPrecision) -> None:
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        precision: KVPrecision,
+        plan: AttentionPlan | None = None,
+    ) -> None:
         self.precision = precision
+        self.plan = plan
         self.keys: Packed | None = None
         self.values: Packed | None = None
         self._right_padding: list[int] | None = None
@@ -49,7 +59,7 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
 
         Takes our own caches and mlx-lm's KVCache and QuantizedKVCache, which are quantized on the
         way in. A single filled cache of ours is adopted, not copied. Without `precision`, that of
-        the first cache of ours holds, else the default.
+        the first cache of ours holds, else the default; so does the first plan.
 
         Raises:
             TypeError: a cache is of another class.
@@ -57,13 +67,14 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
         """
         if not caches:
             raise ValueError("nothing to merge")
+        ours = [cache for cache in caches if isinstance(cache, SequenceQuantizedKVCache)]
         if precision is None:
-            ours = (c.precision for c in caches if isinstance(c, SequenceQuantizedKVCache))
-            precision = next(ours, KVPrecision())
+            precision = ours[0].precision if ours else KVPrecision()
+        plan = next((cache.plan for cache in ours if cache.plan is not None), None)
         rows = [_packed_row(cache, precision) for cache in caches]
         lengths = [0 if row is None else row[0][0].shape[2] for row in rows]
         n_tokens = max(lengths)
-        batch = cls([n_tokens - n for n in lengths], precision)
+        batch = cls([n_tokens - n for n in lengths], precision, plan)
         if n_tokens == 0:
             return batch
         batch._place(batch._padding, n_tokens)
@@ -87,18 +98,18 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
                 _write(batch.values, slice(i, i + 1), at, row[1])
         return batch
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both, plain.
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both, padding in front.
 
-        The result has the dtype of what came in and the padding in front: [B, H, _idx, D].
+        By the plan: arrays of the dtype of what came in, [B, H, _idx, D], or two `PackedKV`.
         """
         n_new = keys.shape[2]
-        self.keys = pk.append(self.keys, self._idx, pk.quantize(keys, self.precision))
-        self.values = pk.append(self.values, self._idx, pk.quantize(values, self.precision))
+        precision = self.precision
+        self.keys = pk.append(self.keys, self._idx, pk.quantize(keys, precision))
+        self.values = pk.append(self.values, self._idx, pk.quantize(values, precision.of_values))
         self._idx += n_new
         self.offset = _offsets(self._padding, self._idx)
-        all_keys, all_values = self.keys_and_values()
-        return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
+        return self._fetch((self.keys, self.values), self._idx, (keys, values))
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values, plain, padding included.
@@ -110,7 +121,7 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
             raise ValueError("the cache is empty")
         return (
             pk.read(self.keys, self.precision, self._idx),
-            pk.read(self.values, self.precision, self._idx),
+            pk.read(self.values, self.precision.of_values, self._idx),
         )
 
     def make_mask(
@@ -202,9 +213,16 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
         if isinstance(other, BatchKVCache):
             other = _from_stock_batch(other, self.precision)
         if not isinstance(other, BatchQuantizedKVCache):
-            raise TypeError(f"cannot extend a 4-bit batch by a {type(other).__name__}")
+            raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
         if other.precision != self.precision:
             raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
+        self.plan = self.plan or other.plan
+        if not self._padding:
+            if other.keys is not None and other.values is not None:
+                self.keys, self.values = pk.share(other.keys), pk.share(other.values)
+            self._right_padding = other._right_padding
+            self._place(other._padding, other._idx)
+            return
         sides = (self, other)
         idx = max(self._idx, other._idx)
         padding = [n + idx - side._idx for side in sides for n in side._padding]
@@ -234,17 +252,22 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
         """Return row `idx` as a cache of lazy views, without its padding.
 
-        Take what you need from it and drop it: a live view makes our next update copy everything.
+        The only row, when it has none, keeps the room behind it too. Take what you need from it
+        and drop it: a live view makes our next update copy everything.
         """
         padding = self._padding[idx]
         if self.keys is None or self.values is None or padding >= self._idx:
-            return SequenceQuantizedKVCache(self.precision)
+            return SequenceQuantizedKVCache(self.precision, self.plan)
+        if self._padding == [0]:
+            return SequenceQuantizedKVCache.from_packed(
+                self.precision, pk.share(self.keys), pk.share(self.values), self._idx, self.plan
+            )
         row = slice(idx, idx + 1)
         at = slice(padding, self._idx)
         keys = pk.each(lambda x: x[row, :, at], self.keys)
         values = pk.each(lambda x: x[row, :, at], self.values)
         return SequenceQuantizedKVCache.from_packed(
-            self.precision, keys, values, self._idx - padding
+            self.precision, keys, values, self._idx - padding, self.plan
         )
 
     def trim(self, n: int) -> int:
@@ -270,7 +293,7 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Everything the batch is: keys, values, offset, left padding, end, bits, group size."""
+        """Everything the batch holds: buffers, where each row is, bits, group size, value bits."""
         return (
             self.keys,
             self.values,
@@ -279,12 +302,13 @@ class BatchQuantizedKVCache(_BaseCache):  # type: ignore[misc]
             self._idx,
             self.precision.bits,
             self.precision.group_size,
+            self.precision.value_bits,
         )
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, _, left_padding, idx, bits, group_size = state
-        self.precision = KVPrecision(bits, group_size)
+        self.keys, self.values, _, left_padding, idx, *precision = state
+        self.precision = KVPrecision(*precision)
         self._right_padding = None
         self._place(_ints(left_padding), idx)
 
@@ -312,33 +336,36 @@ def _write(buffers: Packed, rows: slice, at: slice, new: Packed) -> None:
 
 def _packed_row(cache: Any, precision: KVPrecision) -> tuple[Packed, Packed] | None:
     """Return the tokens of one sequence's cache, packed, or None when it holds none."""
+    if not isinstance(cache, SequenceQuantizedKVCache) and type(cache) not in _STOCK:
+        raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
+    if isinstance(cache, SequenceQuantizedKVCache) and cache.precision != precision:
+        raise ValueError(f"cannot merge a cache of {cache.precision} into {precision}")
+    if cache.keys is None or not cache.offset:
+        return None
     if isinstance(cache, SequenceQuantizedKVCache):
-        if cache.precision != precision:
-            raise ValueError(f"cannot merge a cache of {cache.precision} into {precision}")
-        return None if cache.keys is None or not cache.offset else cache.packed(0, cache.offset)
+        return cache.packed(0, cache.offset)
+    return (
+        _packed_part(cache, cache.keys, precision),
+        _packed_part(cache, cache.values, precision.of_values),
+    )
+
+
+def _packed_part(cache: Any, held: Any, precision: KVPrecision) -> Packed:
+    """Return the keys or the values of a stock cache in `precision`."""
     if type(cache) is KVCache:
-        if cache.keys is None or not cache.offset:
-            return None
-        plain = [x[:, :, : cache.offset] for x in (cache.keys, cache.values)]
-    elif type(cache) is QuantizedKVCache:
-        if cache.keys is None or not cache.offset:
-            return None
-        theirs = KVPrecision(cache.bits, cache.group_size)
-        keys: Packed = tuple(cache.keys)
-        values: Packed = tuple(cache.values)
-        if theirs == precision:
-            return pk.view(keys, 0, cache.offset), pk.view(values, 0, cache.offset)
-        plain = [pk.read(x, theirs, cache.offset) for x in (keys, values)]
-    else:
-        raise TypeError(f"cannot merge a {type(cache).__name__} into a 4-bit batch")
-    return pk.quantize(plain[0], precision), pk.quantize(plain[1], precision)
+        return pk.quantize(held[:, :, : cache.offset], precision)
+    part: Packed = tuple(held)
+    theirs = KVPrecision(cache.bits, cache.group_size)
+    if (theirs.bits, theirs.group_size) == (precision.bits, precision.group_size):
+        return pk.view(part, 0, cache.offset)
+    return pk.quantize(pk.read(part, theirs, cache.offset), precision)
 
 
 def _from_stock_batch(stock: BatchKVCache, precision: KVPrecision) -> BatchQuantizedKVCache:
     batch = BatchQuantizedKVCache([], precision)
     if stock.keys is not None:
         batch.keys = pk.quantize(stock.keys[:, :, : stock._idx], precision)
-        batch.values = pk.quantize(stock.values[:, :, : stock._idx], precision)
+        batch.values = pk.quantize(stock.values[:, :, : stock._idx], precision.of_values)
     if stock._right_padding is not None:
         batch._right_padding = _ints(stock._right_padding)
     batch._place(_ints(stock.left_padding), stock._idx)

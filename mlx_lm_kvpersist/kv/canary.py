@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from .packed import Packed
-from .quantized import SequenceQuantizedKVCache
-from .spec import ModelCacheSpec
+from .blocks import Piece, Pieces
+from .precision import KVPrecision
+from .slots import Fields, slots_of, tokens
+from .spec import FIELDS, LayerGroup, ModelCacheSpec
 
-__all__ = ["CANARY_TOKENS", "CANARY_TOLERANCE", "canary_difference"]
+__all__ = ["CANARY_TOKENS", "CANARY_TOLERANCE", "can_step_back", "canary_difference"]
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -21,65 +22,77 @@ Arithmetic noise moves few values to the next of 16 steps: some percent. KV of o
 positions or another model differs by its whole size.
 """
 
-_FIELDS = ("weights", "scales", "biases")
-_Part = tuple[Mapping[str, mx.array], int]
+
+def can_step_back(spec: ModelCacheSpec, n_tokens: int) -> bool:
+    """Say whether caches of so many tokens can forget the last ones, to compute them again.
+
+    A state cannot, nor can a window that has dropped what it would need again.
+    """
+    return not spec.recurrent and all(n_tokens < window for window in spec.sliding)
 
 
 def canary_difference(
     model: Any,
     spec: ModelCacheSpec,
-    caches: Sequence[SequenceQuantizedKVCache],
-    parts: Sequence[_Part],
+    caches: Sequence[Any],
+    pieces: Pieces,
     ids: Sequence[int],
 ) -> float:
     """Run the last tokens of restored caches again; return how far their KV is off, 0 for not.
 
-    `parts` are the blocks that the caches were joined from, `ids` all their tokens. The result is
-    the largest, over layers, keys and values, of the median over tokens of |new - old| / |old|.
-    The caches hold the stored values again afterwards: nothing depends on there being a canary.
+    `pieces` are what the caches were joined from, `ids` all their tokens; they can step back. The
+    result is the largest, over slots, keys and values, of the median over tokens of
+    |new - old| / |old|. The caches hold the stored values again afterwards: nothing depends on
+    there being a canary.
     """
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
-    stored = _tail(parts, n_tokens)
-    for cache in caches:
-        cache.trim(n_tokens)
+    slots = slots_of(caches)
+    used = {
+        slot for groups in (spec.full, *spec.sliding.values()) for g in groups for slot in g.slots
+    }
+    for slot in used:
+        slots[slot].trim(n_tokens)
     model(mx.array([list(ids[start:])]), cache=list(caches))
-    differences = []
-    for group in spec.groups:
-        for place, layer in enumerate(group.layers):
-            for part, new in zip("kv", caches[layer].packed(start, stop), strict=True):
-                old = _layer(stored, f"{group.name}.{part}", place)
-                differences.append(_difference(old, new, spec))
+    sources = [(group, pieces.blocks) for group in spec.full]
+    for window, groups in spec.sliding.items():
+        sources += [(group, pieces.windows[window]) for group in groups]
+    differences, stored = [], []
+    for group, source in sources:
+        for part in ("k", "v"):
+            precision = group.precision
+            if precision is not None and part == "v":
+                precision = precision.of_values
+            tail = _tail(group, part, source, n_tokens)
+            for place, slot in enumerate(group.slots):
+                old = tuple(array[place : place + 1] for array in tail)
+                new = tokens(slots[slot], start, stop)[part == "v"]
+                differences.append(_difference(old, new, precision))
+                stored.append((slots[slot], part, old))
     worst = float(mx.max(mx.stack(differences)))
-    for group in spec.groups:
-        for place, layer in enumerate(group.layers):
-            cache = caches[layer]
-            for part, buffers in (("k", cache.keys), ("v", cache.values)):
-                assert buffers is not None
-                old = _layer(stored, f"{group.name}.{part}", place)
-                for buffer, value in zip(buffers, old, strict=True):
-                    buffer[:, :, start:stop] = value
-    mx.eval([cache.state for cache in caches])
+    for cache, part, old in stored:
+        buffers = cache.keys if part == "k" else cache.values
+        for buffer, value in zip(_fields(buffers), old, strict=True):
+            buffer[:, :, start:stop] = value
+    mx.eval([cache.state for cache in slots])
     return worst
 
 
-def _layer(stored: Mapping[str, mx.array], name: str, place: int) -> Packed:
-    """Return one layer of stacked arrays, each [1, H, n, ...]."""
-    weights, scales, biases = (stored[f"{name}.{field}"][place : place + 1] for field in _FIELDS)
-    return weights, scales, biases
+def _fields(buffers: Any) -> Fields:
+    return (buffers,) if isinstance(buffers, mx.array) else tuple(buffers)
 
 
-def _difference(old: Packed, new: Packed, spec: ModelCacheSpec) -> mx.array:
-    """Return the median over tokens of |new - old| / |old|; both are packed, [1, H, n, D]."""
+def _difference(old: Fields, new: Fields, precision: KVPrecision | None) -> mx.array:
+    """Return the median over tokens of |new - old| / |old|; both hold [1, H, n, D]."""
     plain = []
-    for weights, scales, biases in (old, new):
-        values = mx.dequantize(
-            weights,
-            scales,
-            biases,
-            group_size=spec.precision.group_size,
-            bits=spec.precision.bits,
-        )
+    for fields in (old, new):
+        if precision is None:
+            (values,) = fields
+        else:
+            weights, scales, biases = fields
+            values = mx.dequantize(
+                weights, scales, biases, group_size=precision.group_size, bits=precision.bits
+            )
         plain.append(values.astype(mx.float32))
     error = mx.square(plain[1] - plain[0]).sum(axis=(0, 1, 3))
     size = mx.square(plain[0]).sum(axis=(0, 1, 3))
@@ -87,16 +100,18 @@ def _difference(old: Packed, new: Packed, spec: ModelCacheSpec) -> mx.array:
     return mx.sort(ratio)[ratio.shape[0] // 2]
 
 
-def _tail(parts: Sequence[_Part], n_tokens: int) -> dict[str, mx.array]:
-    """Return the last `n_tokens` of joined blocks, [L, H, n_tokens, ...] by array name."""
-    pieces: list[tuple[Mapping[str, mx.array], int, int]] = []
-    for arrays, n_used in reversed(parts):
-        n_taken = min(n_used, n_tokens)
-        pieces.insert(0, (arrays, n_used - n_taken, n_used))
+def _tail(group: LayerGroup, part: str, pieces: Sequence[Piece], n_tokens: int) -> Fields:
+    """Return the last `n_tokens` of a group's keys or values in pieces, [slots, H, n_tokens, D]."""
+    last: list[Piece] = []
+    for piece in reversed(pieces):
+        n_taken = min(piece.stop - piece.start, n_tokens)
+        last.insert(0, Piece(piece.arrays, piece.stop - n_taken, piece.stop))
         n_tokens -= n_taken
         if n_tokens == 0:
             break
-    return {
-        name: mx.concatenate([arrays[name][:, :, a:b] for arrays, a, b in pieces], axis=2)
-        for name in pieces[0][0]
-    }
+    name = f"{group.name}.{part}"
+    names = [name] if group.precision is None else [f"{name}.{field}" for field in FIELDS]
+    return tuple(
+        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)
+        for name in names
+    )

@@ -45,13 +45,19 @@ def headroom(n_new: int) -> int:
 
 
 def quantize(x: mx.array, precision: KVPrecision) -> Packed:
-    """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
+    """Pack `x` [B, H, T, D] to `precision.bits`; scales and biases keep its dtype.
+
+    For values give `precision.of_values`.
+    """
     weights, scales, biases = mx.quantize(x, group_size=precision.group_size, bits=precision.bits)
     return weights, scales, biases
 
 
 def read(packed: Packed, precision: KVPrecision, n_tokens: int) -> mx.array:
-    """Return the first `n_tokens` plain: [B, H, n_tokens, D] in the dtype of the scales."""
+    """Return the first `n_tokens` plain: [B, H, n_tokens, D] in the dtype of the scales.
+
+    For values give `precision.of_values`.
+    """
     weights, scales, biases = view(packed, 0, n_tokens)
     return mx.dequantize(
         weights, scales, biases, group_size=precision.group_size, bits=precision.bits

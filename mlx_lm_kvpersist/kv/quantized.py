@@ -1,8 +1,4 @@
-"""The 4-bit KV cache of one sequence: stored packed, read as plain arrays.
-
-It has no attribute `bits`: mlx-lm asks for that name to choose its own quantized attention, which
-fails for a quarter of its models. Plain arrays work for all of them.
-"""
+"""The quantized KV cache of one sequence: stored packed, read in the form its plan says."""
 
 from __future__ import annotations
 
@@ -10,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache, create_attention_mask
+from mlx_lm.models.cache import create_attention_mask
 
 from . import packed as pk
+from .fetch import PackedCache
 from .packed import Packed
+from .plan import AttentionPlan
 from .precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -22,39 +20,45 @@ if TYPE_CHECKING:
 __all__ = ["SequenceQuantizedKVCache"]
 
 
-class SequenceQuantizedKVCache(_BaseCache):  # type: ignore[misc]
+class SequenceQuantizedKVCache(PackedCache):
     """Keys and values of one layer and one sequence, `offset` tokens long.
 
     `keys` and `values` are None or packed buffers [1, H, S, ...] (see `packed`), S >= `offset`.
     Owned by the thread that runs the model.
     """
 
-    def __init__(self, precision: KVPrecision) -> None:
+    def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
         self.precision = precision
+        self.plan = plan
         self.keys: Packed | None = None
         self.values: Packed | None = None
         self.offset = 0
 
     @classmethod
     def from_packed(
-        cls, precision: KVPrecision, keys: Packed, values: Packed, offset: int
+        cls,
+        precision: KVPrecision,
+        keys: Packed,
+        values: Packed,
+        offset: int,
+        plan: AttentionPlan | None = None,
     ) -> SequenceQuantizedKVCache:
         """Return a cache that owns these buffers, of which the first `offset` tokens are real."""
-        cache = cls(precision)
+        cache = cls(precision, plan)
         cache.keys, cache.values, cache.offset = keys, values, offset
         return cache
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys [1, H, n, Dk] and values [1, H, n, Dv]; return all of both, plain.
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys [1, H, n, Dk] and values [1, H, n, Dv]; return all of both.
 
-        The result has the dtype of what came in: [1, H, offset, Dk] and [1, H, offset, Dv].
+        By the plan: arrays of the dtype of what came in, [1, H, offset, D], or two `PackedKV`.
         """
         n_new = keys.shape[2]
-        self.keys = pk.append(self.keys, self.offset, pk.quantize(keys, self.precision))
-        self.values = pk.append(self.values, self.offset, pk.quantize(values, self.precision))
+        precision = self.precision
+        self.keys = pk.append(self.keys, self.offset, pk.quantize(keys, precision))
+        self.values = pk.append(self.values, self.offset, pk.quantize(values, precision.of_values))
         self.offset += n_new
-        all_keys, all_values = self.keys_and_values()
-        return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
+        return self._fetch((self.keys, self.values), self.offset, (keys, values))
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values, plain, in the dtype they came in.
@@ -65,7 +69,7 @@ class SequenceQuantizedKVCache(_BaseCache):  # type: ignore[misc]
         keys, values = self._filled()
         return (
             pk.read(keys, self.precision, self.offset),
-            pk.read(values, self.precision, self.offset),
+            pk.read(values, self.precision.of_values, self.offset),
         )
 
     def packed(self, start: int, stop: int) -> tuple[Packed, Packed]:
@@ -84,7 +88,12 @@ class SequenceQuantizedKVCache(_BaseCache):  # type: ignore[misc]
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | str | None:
-        """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S]."""
+        """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S].
+
+        An array only where it is asked for, or where the window cuts something off.
+        """
+        if window_size is not None and self.offset + N <= window_size:
+            window_size = None
         mask: mx.array | str | None = create_attention_mask(
             N, offset=self.offset, return_array=return_array, window_size=window_size
         )
@@ -113,19 +122,20 @@ class SequenceQuantizedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Everything the cache is: keys, values, offset, bits, group size."""
+        """Everything the cache holds: keys, values, offset, bits, group size, bits of values."""
         return (
             self.keys,
             self.values,
             self.offset,
             self.precision.bits,
             self.precision.group_size,
+            self.precision.value_bits,
         )
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, bits, group_size = state
-        self.precision = KVPrecision(bits, group_size)
+        self.keys, self.values, self.offset, *precision = state
+        self.precision = KVPrecision(*precision)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:

@@ -1,37 +1,44 @@
-"""What a model's KV cache looks like: found by running the model, never read from its config."""
+"""What a model's prompt cache looks like: found by running it, never read from its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..errors import ModelNotSupported
-from .precision import GROUP_SIZES, KVPrecision
-from .quantized import SequenceQuantizedKVCache
+from .plan import AttentionPlan
+from .precision import KVPrecision, PrecisionChoice
+from .slots import Kind, replaced, slots_of
 
-__all__ = ["LayerGroup", "ModelCacheSpec"]
+__all__ = [
+    "FIELDS",
+    "ArrayForm",
+    "Batching",
+    "LayerGroup",
+    "ModelCacheSpec",
+    "TensorShape",
+    "arrays_fit",
+    "dtype_name",
+]
 
-_SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_PROBE_TOKENS = 2
+FIELDS = ("weights", "scales", "biases")
+"""Of keys or values that are quantized; those in their own precision are one array."""
+
+ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
+"""Name, shape and dtype of an array in a file."""
 
 
 @dataclass(frozen=True)
-class LayerGroup:
-    """Layers whose keys and values have one geometry: `n_kv_heads` heads of `k_dim` and `v_dim`.
+class TensorShape:
+    """Keys, or values, of a slot: `n_heads` heads of `dim` numbers, `dtype` being "bfloat16"."""
 
-    `name` is the group's number as text, `layers` are indices into the prompt cache, ascending,
-    `dtype` is the name of what the model computes in ("bfloat16"), and thus of all scales.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    n_kv_heads: int
-    k_dim: int
-    v_dim: int
+    n_heads: int
+    dim: int
     dtype: str
 
     @property
@@ -39,150 +46,234 @@ class LayerGroup:
         dtype: mx.Dtype = getattr(mx, self.dtype)
         return dtype
 
+    def n_bytes(self, precision: KVPrecision | None) -> int:
+        """Bytes of one token, quantized or plain."""
+        if precision is None:
+            return self.n_heads * self.dim * self.mx_dtype.size
+        return self.n_heads * precision.n_bytes(self.dim, self.mx_dtype.size)
+
 
 @dataclass(frozen=True)
-class ModelCacheSpec:
-    """The layer groups of a model and the precision in which we keep them."""
+class LayerGroup:
+    """Slots of one kind and geometry, kept with their arrays stacked.
 
-    precision: KVPrecision
-    groups: tuple[LayerGroup, ...]
-    n_layers: int
+    `name` is the group's number as text and `cache` the class that the model makes. `slots` are
+    places in the flattened prompt cache, ascending. `keys` and `values` are None for a recurrent
+    group, whose `states` are shape (without the row) and dtype of each array, None for one that
+    the model leaves empty. `window` is a sliding group's. `why` says why a group is not quantized.
+    """
 
-    @classmethod
-    def probe(cls, model: Any, bits: int = 4, group_size: int | None = None) -> ModelCacheSpec:
-        """Run two tokens through `model` with its own caches and look at what they hold.
-
-        Only shapes are looked at, nothing is evaluated. `group_size` None takes the first of 64,
-        32 and 128 that divides every layer's last dimensions.
-
-        Raises:
-            ModelNotSupported: a layer's cache is not a plain KVCache or was not filled, or no
-                group size fits.
-            ValueError: MLX cannot quantize to `bits`, or in groups of `group_size`.
-        """
-        caches = make_prompt_cache(model)
-        for i, cache in enumerate(caches):
-            if type(cache) is not KVCache:
-                raise ModelNotSupported(
-                    f"layer {i} keeps a {type(cache).__name__}; only KVCache can be kept in 4 bits"
-                )
-        try:
-            model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches)
-        except Exception as error:
-            raise ModelNotSupported(
-                f"a forward pass of {_PROBE_TOKENS} tokens failed: {error!r}"
-            ) from error
-        layers_of: dict[tuple[int, int, int, str], list[int]] = {}
-        for i, cache in enumerate(caches):
-            layers_of.setdefault(_geometry(i, cache), []).append(i)
-        if not layers_of:
-            raise ModelNotSupported("the model has no KV cache")
-        dims = {dim for _, k_dim, v_dim, _ in layers_of for dim in (k_dim, v_dim)}
-        groups = tuple(
-            LayerGroup(str(n), tuple(layers), *geometry)
-            for n, (geometry, layers) in enumerate(layers_of.items())
-        )
-        return cls(_fitting_precision(dims, bits, group_size), groups, len(caches))
+    name: str
+    kind: Kind
+    cache: str
+    slots: tuple[int, ...]
+    keys: TensorShape | None = None
+    values: TensorShape | None = None
+    precision: KVPrecision | None = None
+    why: str = ""
+    window: int | None = None
+    states: tuple[tuple[tuple[int, ...], str] | None, ...] = ()
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers, packed."""
-        return sum(
-            len(group.layers)
-            * group.n_kv_heads
-            * self.precision.n_bytes(dim, _SCALE_BYTES[group.dtype])
-            for group in self.groups
-            for dim in (group.k_dim, group.v_dim)
-        )
+        """Bytes of one token in all slots; 0 for a recurrent group."""
+        if self.keys is None or self.values is None:
+            return 0
+        values = self.precision.of_values if self.precision else None
+        return len(self.slots) * (self.keys.n_bytes(self.precision) + self.values.n_bytes(values))
 
-    def make_cache(self) -> list[SequenceQuantizedKVCache]:
-        """Return one empty cache per layer; takes the place of a model's `make_cache`."""
-        return [SequenceQuantizedKVCache(self.precision) for _ in range(self.n_layers)]
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots, whatever the number of tokens."""
+        return sum(_n_bytes(form) for form in self.state_arrays())
+
+    @property
+    def own_bytes_per_token(self) -> int:
+        """Bytes of one token in all slots in the precision that the model computes in."""
+        if self.keys is None or self.values is None:
+            return 0
+        return len(self.slots) * (self.keys.n_bytes(None) + self.values.n_bytes(None))
+
+    def token_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
+        """Yield the arrays of `n_tokens` of this group, [slots, heads, tokens, ...]."""
+        for part, shape, precision in (
+            ("k", self.keys, self.precision),
+            ("v", self.values, self.precision.of_values if self.precision else None),
+        ):
+            if shape is None:
+                return
+            name, lead = f"{self.name}.{part}", (len(self.slots), shape.n_heads, n_tokens)
+            if precision is None:
+                yield name, (*lead, shape.dim), shape.mx_dtype
+                continue
+            n_groups = precision.groups(shape.dim)
+            yield f"{name}.weights", (*lead, precision.packed_dim(shape.dim)), mx.uint32
+            yield f"{name}.scales", (*lead, n_groups), shape.mx_dtype
+            yield f"{name}.biases", (*lead, n_groups), shape.mx_dtype
+
+    def state_arrays(self) -> Iterator[ArrayForm]:
+        """Yield the arrays of this group's states, [slots, ...]."""
+        for number, state in enumerate(self.states):
+            if state is not None:
+                shape, dtype = state
+                yield f"{self.name}.{number}", (len(self.slots), *shape), getattr(mx, dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the group as JSON values."""
+        described: dict[str, Any] = {
+            "name": self.name,
+            "kind": self.kind.value,
+            "cache": self.cache,
+            "slots": list(self.slots),
+            "bits": str(self.precision) if self.precision else None,
+            "why_not_quantized": self.why or None,
+            "bytes_per_token": self.bytes_per_token,
+        }
+        for name, shape in (("keys", self.keys), ("values", self.values)):
+            if shape is not None:
+                described[name] = vars(shape).copy()
+        if self.window is not None:
+            described["window"] = self.window
+        if self.states:
+            described["state_bytes"] = self.state_bytes
+        return described
+
+
+class Batching(Enum):
+    """What of sequences of unequal length may run in one forward pass, and be right."""
+
+    ALL = "prefill and decode"
+    """Prompts are padded on the right, as mlx-lm does."""
+    DECODE = "decode"
+    """The model reads the padding of a prompt as if it were tokens."""
+    NONE = "nothing"
+    """The model mixes rows up, fails, or its caches have no form for a batch."""
+
+
+@dataclass(frozen=True)
+class ModelCacheSpec:
+    """The layer groups of a model, and how its live caches are made.
+
+    `template` is an empty prompt cache of the classes that run live. `plans` say, by the name of
+    a quantized group, how its layers attend; without one they dequantize.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    template: Sequence[Any] = field(repr=False, compare=False)
+    batching: Batching = Batching.ALL
+    plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def probe(
+        cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
+    ) -> ModelCacheSpec:
+        """Find a model's spec by running it: see `probe_spec`."""
+        from .probe import probe_spec  # it builds on this module
+
+        return probe_spec(model, choice or PrecisionChoice(), evaluate=evaluate)
+
+    @cached_property
+    def full(self) -> tuple[LayerGroup, ...]:
+        """Groups that hold every token: what a block's own file has."""
+        return tuple(group for group in self.groups if group.kind is Kind.FULL)
+
+    @cached_property
+    def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
+        """Sliding groups by their window, in tokens."""
+        windows = sorted({group.window for group in self.groups if group.window is not None})
+        return {
+            window: tuple(group for group in self.groups if group.window == window)
+            for window in windows
+        }
+
+    @cached_property
+    def recurrent(self) -> tuple[LayerGroup, ...]:
+        """Groups whose state is copied at restore points."""
+        return tuple(group for group in self.groups if group.kind is Kind.RECURRENT)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token's end is a restore point: all groups are full."""
+        return not self.sliding and not self.recurrent
+
+    @property
+    def layout(self) -> str:
+        """How this model's KV is stored, in one word that tells different ways apart."""
+        forms = [str(group.precision or "own") for group in self.full]
+        forms += [f"w{window}" for window in self.sliding]
+        forms += ["state"] if self.recurrent else []
+        return ",".join(dict.fromkeys(forms))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in the groups that hold every token, live and on disk."""
+        return sum(group.bytes_per_token for group in self.full)
+
+    @property
+    def point_bytes(self) -> int:
+        """Bytes that restoring needs beyond the full groups, at most: windows and states."""
+        windows = sum(
+            window * group.bytes_per_token
+            for window, groups in self.sliding.items()
+            for group in groups
+        )
+        return windows + sum(group.state_bytes for group in self.recurrent)
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty prompt cache; takes the place of a model's `make_cache`."""
+        return replaced(self.template, [copy.deepcopy(slot) for slot in slots_of(self.template)])
 
     def describe(self) -> dict[str, Any]:
         """Return the spec as JSON values; equal specs give equal descriptions."""
         return {
-            "precision": str(self.precision),
-            "n_layers": self.n_layers,
+            "layout": self.layout,
+            "n_layers": len(self.template),
             "bytes_per_token": self.bytes_per_token,
-            "groups": [
-                {
-                    "name": group.name,
-                    "layers": list(group.layers),
-                    "n_kv_heads": group.n_kv_heads,
-                    "k_dim": group.k_dim,
-                    "v_dim": group.v_dim,
-                    "dtype": group.dtype,
-                }
-                for group in self.groups
-            ],
+            "point_bytes": self.point_bytes,
+            "batching": self.batching.value,
+            "groups": [group.describe() for group in self.groups],
         }
 
-    def block_arrays(self, n_tokens: int) -> Iterator[tuple[str, tuple[int, ...], mx.Dtype]]:
-        """Yield name, shape and dtype of each array of a block of `n_tokens`, in stored order."""
-        for group in self.groups:
-            shape = (len(group.layers), group.n_kv_heads, n_tokens)
-            for part, dim in (("k", group.k_dim), ("v", group.v_dim)):
-                n_groups = self.precision.groups(dim)
-                name = f"{group.name}.{part}"
-                yield f"{name}.weights", (*shape, self.precision.packed_dim(dim)), mx.uint32
-                yield f"{name}.scales", (*shape, n_groups), group.mx_dtype
-                yield f"{name}.biases", (*shape, n_groups), group.mx_dtype
+    def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
+        """Yield the arrays of a block of `n_tokens`, in stored order."""
+        for group in self.full:
+            yield from group.token_arrays(n_tokens)
 
-    def block_arrays_fit(self, arrays: Mapping[str, mx.array], n_tokens: int) -> str | None:
-        """Return why `arrays` are not a block of `n_tokens` of this model, or None if they are."""
-        expected = {name: (shape, dtype) for name, shape, dtype in self.block_arrays(n_tokens)}
-        if missing := sorted(expected.keys() - arrays.keys()):
-            return f"no array {missing[0]}"
-        if extra := sorted(arrays.keys() - expected.keys()):
-            return f"unknown array {extra[0]}"
-        for name, (shape, dtype) in expected.items():
-            found = arrays[name]
-            if tuple(found.shape) != shape:
-                return f"{name} has shape {tuple(found.shape)}, expected {shape}"
-            if found.dtype != dtype:
-                return f"{name} is {_dtype_name(found.dtype)}, expected {_dtype_name(dtype)}"
-        return None
+    def window_arrays(self, window: int, n_tokens: int) -> Iterator[ArrayForm]:
+        """Yield the arrays of `n_tokens` of the groups with this window."""
+        for group in self.sliding[window]:
+            yield from group.token_arrays(n_tokens)
+
+    def state_arrays(self) -> Iterator[ArrayForm]:
+        """Yield the arrays of a state."""
+        for group in self.recurrent:
+            yield from group.state_arrays()
 
 
-def _geometry(layer: int, cache: KVCache) -> tuple[int, int, int, str]:
-    """Return heads, K and V last dimension and dtype name of a cache filled by the probe."""
-    keys, values = cache.keys, cache.values
-    if keys is None or values is None or cache.offset != _PROBE_TOKENS:
-        raise ModelNotSupported(
-            f"layer {layer} was not filled by a forward pass: {cache.offset} of "
-            f"{_PROBE_TOKENS} tokens"
-        )
-    for name, x in (("keys", keys), ("values", values)):
-        if not isinstance(x, mx.array) or x.ndim != 4 or x.shape[0] != 1:
-            raise ModelNotSupported(
-                f"layer {layer} keeps {name} of shape {getattr(x, 'shape', None)}, expected "
-                f"(1, heads, tokens, dim)"
-            )
-    dtype = _dtype_name(keys.dtype)
-    if keys.dtype != values.dtype or keys.shape[1] != values.shape[1]:
-        raise ModelNotSupported(
-            f"layer {layer} keeps keys {keys.shape} {dtype} beside values {values.shape} "
-            f"{_dtype_name(values.dtype)}; heads and dtype must agree"
-        )
-    if dtype not in _SCALE_BYTES:
-        raise ModelNotSupported(
-            f"layer {layer} keeps {dtype}, expected one of {', '.join(_SCALE_BYTES)}"
-        )
-    return keys.shape[1], keys.shape[3], values.shape[3], dtype
+def arrays_fit(forms: Iterator[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:
+    """Return in what `arrays` differ from the arrays that they should be, or None."""
+    expected = {name: (shape, dtype) for name, shape, dtype in forms}
+    if missing := sorted(expected.keys() - arrays.keys()):
+        return f"no array {missing[0]}"
+    if extra := sorted(arrays.keys() - expected.keys()):
+        return f"unknown array {extra[0]}"
+    for name, (shape, dtype) in expected.items():
+        found = arrays[name]
+        if tuple(found.shape) != shape:
+            return f"{name} has shape {tuple(found.shape)}, expected {shape}"
+        if found.dtype != dtype:
+            return f"{name} is {dtype_name(found.dtype)}, expected {dtype_name(dtype)}"
+    return None
 
 
-def _fitting_precision(dims: set[int], bits: int, group_size: int | None) -> KVPrecision:
-    sizes = GROUP_SIZES if group_size is None else (group_size,)
-    for size in sizes:
-        precision = KVPrecision(bits, size)
-        if all(precision.fits(dim) for dim in dims):
-            return precision
-    raise ModelNotSupported(
-        f"no group size of {', '.join(map(str, sizes))} divides the last dimensions of keys and "
-        f"values, {', '.join(map(str, sorted(dims)))}"
-    )
-
-
-def _dtype_name(dtype: mx.Dtype) -> str:
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return a dtype's name in mlx.core: "float32"."""
     return str(dtype).rpartition(".")[2]
+
+
+def _n_bytes(form: ArrayForm) -> int:
+    _, shape, dtype = form
+    n_bytes = int(dtype.size)
+    for n in shape:
+        n_bytes *= n
+    return n_bytes

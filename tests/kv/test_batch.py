@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.kv import packed as pk
@@ -16,11 +17,14 @@ from mlx_lm_kvpersist.kv.quantized import SequenceQuantizedKVCache
 from .conftest import K_DIM, N_HEADS, address, random_kv, same_packed
 
 PRECISION = KVPrecision(4, 32)
+FINER_KEYS = KVPrecision(8, 32, 4)
 MAX_SPARE = 1024
 
 
-def sequence(n_tokens: int, seed: int = 0) -> SequenceQuantizedKVCache:
-    cache = SequenceQuantizedKVCache(PRECISION)
+def sequence(
+    n_tokens: int, seed: int = 0, precision: KVPrecision = PRECISION
+) -> SequenceQuantizedKVCache:
+    cache = SequenceQuantizedKVCache(precision)
     if n_tokens:
         cache.update_and_fetch(*random_kv(seed, n_tokens))
     return cache
@@ -45,12 +49,16 @@ def assert_row_is(batch: BatchQuantizedKVCache, row: int, own: SequenceQuantized
 class Rows:
     """A batch beside one sequence cache per row that is fed the same tokens alone."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, precision: KVPrecision) -> None:
         self.rng = rng
+        self.precision = precision
         self.seed = rng.randrange(1 << 30)
         self.own: list[SequenceQuantizedKVCache] = []
         caches = [self.new_cache() for _ in range(rng.randint(1, 3))]
-        self.batch = BatchQuantizedKVCache.merge(caches, PRECISION)
+        self.batch = BatchQuantizedKVCache.merge(caches, self.precision)
+
+    def sequence(self) -> SequenceQuantizedKVCache:
+        return sequence(0, precision=self.precision)
 
     def tokens(self, n_tokens: int, n_rows: int = 1) -> tuple[mx.array, mx.array]:
         self.seed += 1
@@ -59,10 +67,10 @@ class Rows:
     def new_cache(self) -> Any:
         """Return a cache of any class that merge takes, and remember what its row must hold."""
         kind = self.rng.choice(["empty", "ours", "ours", "plain", "quantized", "trimmed"])
-        own = sequence(0)
+        own = self.sequence()
         self.own.append(own)
         if kind == "empty":
-            return self.rng.choice([sequence(0), KVCache(), QuantizedKVCache(32, 4)])
+            return self.rng.choice([self.sequence(), KVCache(), QuantizedKVCache(32, 4)])
         keys, values = self.tokens(self.rng.choice([1, 5, 40, 300]))
         own.update_and_fetch(keys, values)
         if kind == "trimmed":
@@ -70,7 +78,9 @@ class Rows:
             return copy.deepcopy(own)
         if kind == "ours":
             return copy.deepcopy(own)
-        cache = KVCache() if kind == "plain" else QuantizedKVCache(group_size=32, bits=4)
+        # What was coarser before cannot become what was never that coarse.
+        is_plain = kind == "plain" or self.precision != PRECISION
+        cache = KVCache() if is_plain else QuantizedKVCache(group_size=32, bits=4)
         cache.update_and_fetch(keys, values)
         return cache
 
@@ -113,12 +123,12 @@ class Rows:
             other.update_and_fetch(keys, values)
             other.finalize()
             for i, length in enumerate((n, n - 2)):
-                own = sequence(0)
+                own = self.sequence()
                 own.update_and_fetch(keys[i : i + 1, :, :length], values[i : i + 1, :, :length])
                 self.own.append(own)
         else:
             other = BatchQuantizedKVCache.merge(
-                [self.new_cache() for _ in range(self.rng.randint(1, 2))], PRECISION
+                [self.new_cache() for _ in range(self.rng.randint(1, 2))], self.precision
             )
         self.batch.extend(other)
 
@@ -140,7 +150,7 @@ class Rows:
 
     def remerge(self) -> None:
         self.batch = BatchQuantizedKVCache.merge(
-            [self.batch.extract(i) for i in range(len(self.own))], PRECISION
+            [self.batch.extract(i) for i in range(len(self.own))], self.precision
         )
 
     def restate(self) -> None:
@@ -162,7 +172,7 @@ class Rows:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
     rng = random.Random(seed)
-    rows = Rows(rng)
+    rows = Rows(rng, FINER_KEYS if seed % 3 == 0 else PRECISION)
     rows.check()
     steps = [
         rows.prefill,
@@ -243,6 +253,53 @@ def test_extract_is_views() -> None:
     row = batch.extract(1)
     mx.eval(row.state)
     assert mx.get_active_memory() == active
+
+
+def test_the_only_row_is_extracted_with_the_room_behind_it() -> None:
+    """What is extracted and merged again, between the segments of a prompt, is not copied."""
+    batch = batch_of(400)
+    assert batch.keys is not None
+    before = [address(x) for x in batch.keys]
+    again = BatchQuantizedKVCache.merge([batch.extract(0)])
+    del batch
+    mx.eval(again.update_and_fetch(*random_kv(1, 3)), again.state)
+    assert again.keys is not None and again.offset.tolist() == [403]
+    assert [address(x) for x in again.keys] == before
+
+
+def test_a_batch_without_rows_takes_over_those_of_another() -> None:
+    batch, other = batch_of(4), batch_of(300, 7)
+    batch.filter([])
+    assert other.keys is not None
+    before = [address(x) for x in other.keys]
+    batch.extend(other)
+    del other
+    assert batch.keys is not None
+    assert [address(x) for x in batch.keys] == before
+    assert_row_is(batch, 0, sequence(300, 0))
+    assert_row_is(batch, 1, sequence(7, 1))
+
+
+@pytest.mark.parametrize("lengths", [(300,), (300, 300)])
+def test_splitting_all_prompts_off_copies_nothing(lengths: tuple[int, ...]) -> None:
+    """mlx-lm deep-copies the caches of a batch of prompts and filters both copies."""
+    prompts = PromptProcessingBatch.empty(None, None)
+    batch = batch_of(*lengths)
+    assert batch.keys is not None
+    before = [address(x) for x in batch.keys]
+    prompts.uids, prompts.prompt_cache = list(range(len(lengths))), [batch]
+    for name in ("tokens", "samplers", "logits_processors", "max_tokens", "stop_sequences"):
+        if hasattr(prompts, name):
+            setattr(prompts, name, [[] for _ in lengths])
+    for name in ("state_machines",):
+        if hasattr(prompts, name):
+            setattr(prompts, name, [None for _ in lengths])
+    del batch
+    ready = prompts.split(list(range(len(lengths))))
+    assert prompts.prompt_cache == []
+    (split,) = ready.prompt_cache
+    mx.eval(split.update_and_fetch(*random_kv(1, 1, len(lengths))), split.state)
+    assert [address(x) for x in split.keys] == before
 
 
 def test_an_extracted_row_does_not_see_what_the_batch_writes() -> None:
@@ -416,6 +473,19 @@ def test_merge_requantizes_a_quantized_cache_of_another_precision() -> None:
     assert batch.precision == PRECISION
 
 
+def test_merge_takes_over_the_part_of_a_quantized_cache_that_fits() -> None:
+    keys, values = random_kv(4, 20)
+    theirs = QuantizedKVCache(group_size=32, bits=8)
+    theirs.update_and_fetch(keys, values)
+    batch = BatchQuantizedKVCache.merge([theirs], FINER_KEYS)
+    expected = pk.quantize(keys, FINER_KEYS)
+    found, found_values = batch.extract(0).packed(0, 20)
+    assert same_packed(found, expected)
+    assert found_values[0].shape[3] == FINER_KEYS.of_values.packed_dim(values.shape[3])
+    _, plain = batch.keys_and_values()
+    assert mx.abs(plain - values).max() < 0.5
+
+
 def test_dtype_follows_the_model() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     cache.update_and_fetch(*random_kv(1, 3, dtype=mx.float16))
@@ -435,6 +505,8 @@ def test_what_does_not_fit_is_named() -> None:
         BatchQuantizedKVCache.merge([])
     with pytest.raises(ValueError, match="4b32 by 8b32"):
         batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision(8, 32)))
+    with pytest.raises(ValueError, match="4b32 into k8v4b32"):
+        BatchQuantizedKVCache.merge([sequence(1)], FINER_KEYS)
     with pytest.raises(TypeError, match="list"):
         batch_of(1).extend([])
 

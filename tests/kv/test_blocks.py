@@ -9,32 +9,50 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, block_nbytes, join_blocks, split_blocks
+from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes, split_blocks
 from mlx_lm_kvpersist.kv.quantized import SequenceQuantizedKVCache
-from mlx_lm_kvpersist.kv.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.kv.slots import Kind
+from mlx_lm_kvpersist.kv.spec import LayerGroup, ModelCacheSpec, TensorShape, arrays_fit
 
 from .conftest import VOCAB, address, random_kv, same_packed
 from .test_quantized import PRECISION
 
+
+def quantized(name: str, slots: tuple[int, ...], n_heads: int, k: int, v: int) -> LayerGroup:
+    return LayerGroup(
+        name,
+        Kind.FULL,
+        "KVCache",
+        slots,
+        TensorShape(n_heads, k, "float32"),
+        TensorShape(n_heads, v, "float32"),
+        PRECISION,
+    )
+
+
 SPEC = ModelCacheSpec(
-    PRECISION,
-    (
-        LayerGroup("0", (0, 2), 2, 64, 32, "float32"),
-        LayerGroup("1", (1,), 1, 32, 64, "float32"),
-    ),
-    3,
+    (quantized("0", (0, 2), 2, 64, 32), quantized("1", (1,), 1, 32, 64)),
+    [SequenceQuantizedKVCache(PRECISION) for _ in range(3)],
 )
+
+
+def join_blocks(
+    spec: ModelCacheSpec, used: list[tuple[dict[str, mx.array], int]], headroom: int
+) -> list[Any]:
+    pieces = [Piece(arrays, 0, n_tokens) for arrays, n_tokens in used]
+    return join(spec, Pieces(sum(n for _, n in used), pieces), headroom)
 
 
 def caches_of(n_tokens: int, spec: ModelCacheSpec = SPEC) -> list[SequenceQuantizedKVCache]:
     caches = spec.make_cache()
     for group in spec.groups:
-        for layer in group.layers:
+        for slot in group.slots:
+            assert group.keys is not None and group.values is not None
             keys, values = (
-                mx.random.normal((1, group.n_kv_heads, n_tokens, dim), key=mx.random.key(seed))
-                for seed, dim in ((2 * layer, group.k_dim), (2 * layer + 1, group.v_dim))
+                mx.random.normal((1, shape.n_heads, n_tokens, shape.dim), key=mx.random.key(seed))
+                for seed, shape in ((2 * slot, group.keys), (2 * slot + 1, group.values))
             )
-            caches[layer].update_and_fetch(keys, values)
+            caches[slot].update_and_fetch(keys, values)
     return caches
 
 
@@ -68,7 +86,7 @@ def test_any_cut_joins_to_the_same_bits(
         ranges.append((start, start + size))
         start += size
     blocks = split_blocks(SPEC, caches, ranges)
-    assert [SPEC.block_arrays_fit(b, n) for b, n in zip(blocks, sizes, strict=True)] == [
+    assert [arrays_fit(SPEC.block_arrays(n), b) for b, n in zip(blocks, sizes, strict=True)] == [
         None
     ] * len(sizes)
     used = [*sizes[:-1], max(1, round(last_used * sizes[-1]))]
@@ -97,7 +115,7 @@ def test_a_block_names_its_arrays() -> None:
     ]
     assert block["0.k.weights"].shape == (2, 2, 10, 8)
     assert block["1.v.biases"].shape == (1, 1, 10, 2)
-    assert block_nbytes(block) == 10 * SPEC.bytes_per_token
+    assert n_bytes(block) == 10 * SPEC.bytes_per_token
 
 
 def test_blocks_share_no_memory_with_the_caches() -> None:
@@ -145,8 +163,7 @@ def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     blocks = split_blocks(SPEC, caches, [(i, i + 256) for i in range(0, 8192, 256)])
-    n_bytes = sum(map(block_nbytes, blocks))
-    assert mx.get_peak_memory() - before < 1.3 * n_bytes
+    assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
 
 
 def test_the_arrays_are_evaluated() -> None:
@@ -184,7 +201,7 @@ def test_no_blocks_are_empty_caches() -> None:
         ([(-1, 5)], "not a block"),
         ([(5, 9), (0, 3)], "overlaps"),
         ([(0, 9), (8, 12)], "overlaps"),
-        ([(90, 101)], "of a cache of 100"),
+        ([(90, 101)], "of a cache that holds 0 to 100"),
     ],
 )
 def test_ranges_that_are_no_blocks(ranges: list[tuple[int, int]], reason: str) -> None:
@@ -195,7 +212,7 @@ def test_ranges_that_are_no_blocks(ranges: list[tuple[int, int]], reason: str) -
 def test_what_a_block_does_not_hold() -> None:
     (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
     for n_tokens in (0, 11):
-        with pytest.raises(ValueError, match=f"{n_tokens} tokens of a block of 10"):
+        with pytest.raises(ValueError, match=f"tokens 0 to {n_tokens} of a block of 10"):
             join_blocks(SPEC, [(block, n_tokens)], 0)
     with pytest.raises(ValueError, match="1 caches for 3 layers"):
         split_blocks(SPEC, caches_of(10)[:1], [(0, 10)])
@@ -220,3 +237,22 @@ def test_a_restored_conversation_goes_on_as_if_never_stored(
     recomputed = llama_spec.make_cache()
     llama_model(prompt[:, :cut], cache=recomputed)
     assert mx.allclose(found, llama_model(prompt[:, cut:], cache=recomputed), atol=1e-3)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 3])
+def test_many_small_copies_and_few_large_ones_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, n_blocks: int
+) -> None:
+    ranges = [(i * 50, i * 50 + 50) for i in range(n_blocks)]
+    found = []
+    for few in (False, True):
+        monkeypatch.setattr("mlx_lm_kvpersist.kv.blocks._prefers_few_copies", lambda few=few: few)
+        caches = caches_of(200)
+        blocks = split_blocks(SPEC, caches, ranges)
+        addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
+        assert not addresses & {address(x) for block in blocks for x in block.values()}
+        restored = join_blocks(SPEC, [(block, 50) for block in blocks], 64)
+        assert_same(restored, caches, 0, 50 * n_blocks)
+        found.append(blocks)
+    for small, large in zip(*found, strict=True):
+        assert all(mx.array_equal(small[name], large[name]) for name in small)

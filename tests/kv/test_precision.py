@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.kv.precision import GROUP_SIZES, KVPrecision
+from mlx_lm_kvpersist.kv.precision import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
 
 
 def test_reads_like_a_name() -> None:
@@ -31,3 +31,21 @@ def test_a_dimension_fits_in_whole_groups_only() -> None:
 def test_what_mlx_cannot_do_is_refused(bits: int, group_size: int) -> None:
     with pytest.raises(ValueError, match="MLX quantizes"):
         KVPrecision(bits, group_size)
+
+
+def test_values_may_take_other_bits() -> None:
+    precision = KVPrecision(8, 64, 4)
+    assert str(precision) == "k8v4b64"
+    assert precision.of_values == KVPrecision(4, 64)
+    assert precision.of_values.of_values == KVPrecision(4, 64)
+    assert KVPrecision(8, 64, 8) == KVPrecision(8, 64)
+    assert len({precision, KVPrecision(8, 64), precision.of_values}) == 3
+    with pytest.raises(ValueError, match="bits is 7"):
+        KVPrecision(8, 64, 7)
+
+
+def test_what_is_asked_for_names_what_to_try() -> None:
+    assert PrecisionChoice().candidates() == [KVPrecision(4, size) for size in GROUP_SIZES]
+    assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision(8, 32, 4)]
+    own = PrecisionChoice(OWN_BITS, OWN_BITS)
+    assert own.is_own and own.candidates() == []

@@ -35,6 +35,26 @@ def test_returns_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -
         assert same_bits(plain, expected)
 
 
+def test_values_may_take_other_bits_than_keys() -> None:
+    precision = KVPrecision(8, 32, 4)
+    cache = SequenceQuantizedKVCache(precision)
+    keys, values = random_kv(1, 9)
+    plain = cache.update_and_fetch(keys, values)
+    for found, x, bits in zip(plain, (keys, values), (8, 4), strict=True):
+        expected = mx.dequantize(
+            *mx.quantize(x, group_size=32, bits=bits), group_size=32, bits=bits
+        )
+        assert same_bits(found, expected)
+    for found, again in zip(plain, cache.keys_and_values(), strict=True):
+        assert same_bits(found, again)
+    assert cache.nbytes == (9 + 512) * 2 * (
+        precision.n_bytes(K_DIM, 4) + precision.of_values.n_bytes(V_DIM, 4)
+    )
+    other = SequenceQuantizedKVCache(PRECISION)
+    other.state = cache.state
+    assert other.precision == precision
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
     n_tokens = 900
@@ -97,6 +117,10 @@ def test_masks_are_those_of_a_plain_cache() -> None:
     windowed = cache.make_mask(1, window_size=4)
     assert isinstance(windowed, mx.array)
     assert windowed.tolist() == [[False] * 7 + [True] * 4]
+    assert cache.make_mask(1, window_size=11) is None
+    assert cache.make_mask(3, window_size=13) == "causal"
+    assert isinstance(cache.make_mask(3, window_size=12), mx.array)
+    assert isinstance(cache.make_mask(3, window_size=13, return_array=True), mx.array)
 
 
 def test_an_empty_cache_is_nothing() -> None:

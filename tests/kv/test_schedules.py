@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import KVCache
 
+from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.kv.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.kv.observe import observed_attention
+from mlx_lm_kvpersist.kv.plan import AttentionPlan, forced_plan
+from mlx_lm_kvpersist.kv.precision import KVPrecision
 from mlx_lm_kvpersist.kv.quantized import SequenceQuantizedKVCache
-from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
 
-from .conftest import ARCHITECTURES, VOCAB
+from .conftest import ARCHITECTURES, VOCAB, tiny_gemma3
 
+MODELS: dict[str, Callable[[], Any]] = {**ARCHITECTURES, "gemma3": tiny_gemma3}
+PRECISION = KVPrecision(4, 32)
 MAX_TOKENS = 8
 TIE = 2e-3
 """Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and
@@ -40,10 +46,10 @@ class Alone:
         return True
 
 
-def run_alone(model: Any, spec: ModelCacheSpec, prompt: list[int]) -> Alone:
+def run_alone(model: Any, prompt: list[int]) -> Alone:
     steps = list(
         generate_step(
-            mx.array(prompt), model, max_tokens=MAX_TOKENS, prompt_cache=spec.make_cache()
+            mx.array(prompt), model, max_tokens=MAX_TOKENS, prompt_cache=model.make_cache()
         )
     )
     logprobs: list[list[float]] = [logprobs.tolist() for _, logprobs in steps]
@@ -51,21 +57,34 @@ def run_alone(model: Any, spec: ModelCacheSpec, prompt: list[int]) -> Alone:
 
 
 class Setup:
-    """A model whose caches are ours, and a pool of prompts with what each gives alone."""
+    """A model whose caches are ours, and a pool of prompts with what each gives alone.
 
-    def __init__(self, architecture: str) -> None:
-        self.model = ARCHITECTURES[architecture]()
-        self.spec = ModelCacheSpec.probe(self.model)
-        self.model.make_cache = self.spec.make_cache
+    Alone every layer reads plain keys; in the batch the layers attend by `plan`.
+    """
+
+    def __init__(self, architecture: str, plan: AttentionPlan | None = None) -> None:
+        self.model = MODELS[architecture]()
+        self.model.make_cache = self.make_caches
+        self.plan: AttentionPlan | None = None
         rng = random.Random(1)
         prompts = [
             [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 5, 9, 17, 26]))]
             for _ in range(24)
         ]
-        self.pool = [run_alone(self.model, self.spec, prompt) for prompt in prompts]
+        self.pool = [run_alone(self.model, prompt) for prompt in prompts]
+        self.plan = plan
 
-    def prefix_cache(self, prompt: list[int]) -> list[SequenceQuantizedKVCache]:
-        caches: list[SequenceQuantizedKVCache] = self.model.make_cache()
+    def make_caches(self) -> list[Any]:
+        """Return the model's own caches, with one of ours for each KVCache."""
+        own = getattr(type(self.model), "make_cache", None)
+        caches = own(self.model) if own else [KVCache() for _ in self.model.layers]
+        return [
+            SequenceQuantizedKVCache(PRECISION, self.plan) if type(cache) is KVCache else cache
+            for cache in caches
+        ]
+
+    def prefix_cache(self, prompt: list[int]) -> list[Any]:
+        caches: list[Any] = self.model.make_cache()
         self.model(mx.array([prompt]), cache=caches)
         return caches
 
@@ -134,11 +153,47 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.mark.parametrize(
     ("setup", "n_schedules"),
-    [("llama", 200), ("qwen3", 25), ("deepseek_v2", 25)],
+    [
+        ("llama", 30),
+        ("qwen3", 10),
+        ("deepseek_v2", 10),
+        ("gemma3", 10),
+        pytest.param("llama", 200, marks=pytest.mark.slow),
+    ],
     indirect=["setup"],
 )
 def test_sequences_in_a_batch_give_what_they_give_alone(setup: Setup, n_schedules: int) -> None:
     bad = {seed: n for seed in range(n_schedules) if (n := setup.run(seed))}
+    assert not bad
+
+
+# --- the same schedules, attending over packed keys
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = patch.apply()
+    yield
+    applied.undo()
+
+
+PLANS = {
+    "packed": forced_plan("packed", can_take_packed=True),
+    # Tiles of one head of 6 keys: softmaxes of parts are put together all the time.
+    "tiled": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=3 << 10),
+    "mixed": AttentionPlan("dequantize", "packed", "tiled", can_take_packed=True),
+}
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("architecture", list(MODELS))
+def test_plans_change_no_token(architecture: str, plan: str, patched: None) -> None:
+    setup = Setup(architecture, PLANS[plan])
+    with observed_attention() as calls:
+        setup.run(0)
+    assert len(calls) > 10
+    bad = {seed: n for seed in range(2) if (n := setup.run(seed))}
     assert not bad
 
 
@@ -186,7 +241,7 @@ def test_a_fault_shows(
     setup: Setup, faulty: type[SequenceQuantizedKVCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make_cache() -> list[SequenceQuantizedKVCache]:
-        return [faulty(setup.spec.precision) for _ in range(setup.spec.n_layers)]
+        return [faulty(PRECISION) for _ in setup.model.layers]
 
     monkeypatch.setattr(setup.model, "make_cache", make_cache)
     assert sum(setup.run(seed) for seed in range(30)) > 5

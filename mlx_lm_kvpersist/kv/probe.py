@@ -1,0 +1,312 @@
+"""Run a model for a few tokens to see what its caches hold, and what of it can live in 4 bits.
+
+Nothing is decided by a model's name. Its own caches are filled first, to learn their geometry; then
+ours take their place, and the forward pass says whether the model can work with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from ..errors import ModelNotSupported
+from .precision import KVPrecision, PrecisionChoice
+from .quantized import SequenceQuantizedKVCache
+from .slots import COMPOSITE, KEPT, REFUSED, Kind, replaced, slots_of, window_of
+from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
+
+__all__ = ["probe_spec"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE_IDS = tuple(range(1, 17))
+"""More than any convolution or n-gram looks back, so that what they keep has its final form."""
+
+_SCALE_DTYPES = ("float16", "bfloat16", "float32")
+_ROWS = ((1, 2, 3), (5, 4, 6, 2, 3, 1, 4))
+_NEXT_ID = 1
+_BATCH_TOLERANCE, _MOST_TOLERANCE = 0.08, 0.5
+_TIMES_NOISE = 4
+"""Logits of sequences run together may differ from alone by this share of their spread, or by so
+many times what cutting their prompt elsewhere makes: some percent in bfloat16 and 4 bits.
+"""
+
+
+def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) -> ModelCacheSpec:
+    """Return the spec of a model for the precision that is asked for.
+
+    Full groups get the first precision whose group size divides their last dimensions and with
+    which a forward pass works; the others stay in their own. Without `evaluate` only shapes are
+    looked at, which takes no time and no weights; how far batches are right then stays open.
+
+    Raises:
+        ModelNotSupported: a layer's cache is of a class that is not kept, or does not hold what
+            its class promises; or the model fails on a few tokens.
+        ValueError: MLX cannot quantize to these bits, or in groups of this size.
+    """
+    candidates = choice.candidates()
+    try:
+        return _probe(model, candidates, choice, evaluate=evaluate)
+    except ModelNotSupported:
+        raise
+    except Exception as error:
+        # Whatever a model does here, stock may still be able to serve it.
+        raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
+
+
+def _probe(
+    model: Any, candidates: Sequence[KVPrecision], choice: PrecisionChoice, *, evaluate: bool
+) -> ModelCacheSpec:
+    own = make_prompt_cache(model)
+    _check_classes(own)
+    try:
+        logits = _forward(model, own)
+        if evaluate:
+            mx.eval(logits)
+    except Exception as error:
+        raise ModelNotSupported(
+            f"a forward pass of {len(_PROBE_IDS)} tokens failed: {error!r}"
+        ) from error
+    groups = _groups(own, candidates, choice)
+    if not groups:
+        raise ModelNotSupported("the model keeps no cache")
+
+    def spec_of(groups: Sequence[LayerGroup]) -> ModelCacheSpec:
+        # Made anew, not emptied: a cache that was used may keep traces of it.
+        return ModelCacheSpec(tuple(groups), _template(make_prompt_cache(model), groups))
+
+    groups = _working(groups, lambda trial: _why_not(model, spec_of(trial), evaluate=evaluate))
+    spec = spec_of(groups)
+    if not evaluate:
+        return spec
+    own_spec = spec_of([_unquantized(group, "") for group in groups])
+    return ModelCacheSpec(spec.groups, spec.template, _batching(model, spec, own_spec))
+
+
+def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
+    for i, cache in enumerate(caches):
+        where = f"{place} {i}"
+        if isinstance(cache, COMPOSITE):
+            _check_classes(cache.caches, f"{where} part")
+            continue
+        name = type(cache).__name__
+        if type(cache) not in KEPT:
+            reason = REFUSED.get(name, "the plugin does not know how to keep this class")
+            raise ModelNotSupported(f"{where} keeps a {name}: {reason}")
+        if isinstance(cache, RotatingKVCache) and cache.keep:
+            raise ModelNotSupported(
+                f"{where} keeps a RotatingKVCache that never drops its first {cache.keep} tokens: "
+                "mlx-lm forgets this when it batches, so it cannot be kept"
+            )
+
+
+def _forward(model: Any, caches: list[Any]) -> mx.array:
+    """Feed a prompt and then one token, as prefill and decode do; return the last logits, lazy."""
+    model(mx.array([_PROBE_IDS[:-1]], mx.int32), cache=caches)
+    logits: mx.array = model(mx.array([_PROBE_IDS[-1:]], mx.int32), cache=caches)[:, -1]
+    return logits
+
+
+def _groups(
+    caches: Sequence[Any], candidates: Sequence[KVPrecision], choice: PrecisionChoice
+) -> list[LayerGroup]:
+    """Group the slots of a filled prompt cache by what they hold. Slots left empty are in none."""
+    slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
+    part_of = [part for cache in caches for part in range(len(slots_of([cache])))]
+    for number, slot in enumerate(slots_of(caches)):
+        form = _form(number, slot)
+        if form is not None:
+            slots_by_form.setdefault((part_of[number], type(slot), form), []).append(number)
+    groups = []
+    for number, ((_, cls, form), slots) in enumerate(slots_by_form.items()):
+        kind, name, cache = KEPT[cls], str(number), cls.__name__
+        if kind is Kind.RECURRENT:
+            groups.append(LayerGroup(name, kind, cache, tuple(slots), states=form))
+            continue
+        keys, values, window = form
+        precision, why = None, "its window is kept in the model's own precision"
+        if kind is Kind.FULL:
+            precision, why = _fitting(keys, values, candidates, choice)
+        groups.append(
+            LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
+        )
+    return groups
+
+
+def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
+    """Return what a filled slot looks like; None for one that the model left empty."""
+    if KEPT[type(slot)] is Kind.RECURRENT:
+        for x in slot.cache:
+            if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):
+                raise ModelNotSupported(f"cache {number} keeps a state that is no array of a row")
+        states = [
+            None if x is None else (tuple(x.shape[1:]), dtype_name(x.dtype)) for x in slot.cache
+        ]
+        return tuple(states) if any(states) else None
+    if slot.keys is None and slot.values is None:
+        return None
+    if slot.offset != len(_PROBE_IDS):
+        raise ModelNotSupported(
+            f"cache {number} holds {slot.offset} tokens after a forward pass of {len(_PROBE_IDS)}"
+        )
+    shapes = []
+    for name, x in (("keys", slot.keys), ("values", slot.values)):
+        if not isinstance(x, mx.array) or x.ndim != 4 or x.shape[0] != 1:
+            raise ModelNotSupported(
+                f"cache {number} keeps {name} of shape {getattr(x, 'shape', None)}, expected "
+                "(1, heads, tokens, dim)"
+            )
+        shapes.append(TensorShape(x.shape[1], x.shape[3], dtype_name(x.dtype)))
+    sliding = isinstance(slot, (RotatingKVCache, ChunkedKVCache))
+    return shapes[0], shapes[1], window_of(slot) if sliding else None
+
+
+def _fitting(
+    keys: TensorShape,
+    values: TensorShape,
+    candidates: Sequence[KVPrecision],
+    choice: PrecisionChoice,
+) -> tuple[KVPrecision | None, str]:
+    """Return the first precision that a group's geometry allows, or why there is none."""
+    if choice.is_own:
+        return None, "asked for"
+    for shape in (keys, values):
+        if shape.dtype not in _SCALE_DTYPES:
+            return None, f"MLX does not quantize {shape.dtype}"
+    for precision in candidates:
+        if precision.fits(keys.dim) and precision.fits(values.dim):
+            return precision, ""
+    sizes = ", ".join(str(precision.group_size) for precision in candidates)
+    dims = " and ".join(str(dim) for dim in dict.fromkeys((keys.dim, values.dim)))
+    return None, f"no group size of {sizes} divides {dims}"
+
+
+def _working(
+    groups: list[LayerGroup], why_not: Callable[[Sequence[LayerGroup]], str | None]
+) -> list[LayerGroup]:
+    """Leave those groups in their own precision whose quantized form the model cannot take."""
+    if not any(group.precision for group in groups) or why_not(groups) is None:
+        return groups
+    plain = [_unquantized(group, "") if group.precision else group for group in groups]
+    working = list(plain)
+    for place, group in enumerate(groups):
+        if group.precision is None:
+            continue
+        trial = [*working[:place], group, *working[place + 1 :]]
+        reason = why_not(trial)
+        working[place] = group if reason is None else _unquantized(group, reason)
+    return working
+
+
+def _unquantized(group: LayerGroup, why: str) -> LayerGroup:
+    return replace(group, precision=None, why=why)
+
+
+def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
+    """Return why the model cannot work with these live caches, or None if it can."""
+    try:
+        caches = spec.make_cache()
+        logits = _forward(model, caches)
+        if evaluate:
+            mx.eval(logits, [cache.state for cache in slots_of(caches)])
+    except Exception as error:
+        return f"the model's attention does not take it: {type(error).__name__}: {error}"
+    return None
+
+
+def _template(caches: list[Any], groups: Sequence[LayerGroup]) -> list[Any]:
+    """Return an empty prompt cache in which ours stand where a group is quantized."""
+    slots = slots_of(caches)
+    for group in groups:
+        if group.precision is not None:
+            for number in group.slots:
+                assert type(slots[number]) is KVCache
+                slots[number] = SequenceQuantizedKVCache(group.precision)
+    return replaced(caches, slots)
+
+
+def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching:
+    """Find out how far sequences of unequal length can share forward passes and stay right.
+
+    What is right is seen over the model's `own` caches, without the noise of quantizing; over
+    those of `spec`, that it does not fail.
+    """
+    if not all(hasattr(cache, "merge") for cache in spec.template):
+        return Batching.NONE
+    alone = [_alone(model, own, [row]) for row in _ROWS]
+    cut = [_alone(model, own, [row[:2], row[2:]]) for row in _ROWS]
+    mx.eval(alone, cut)
+    noise = max(map(_difference, alone, cut))
+    tolerance = min(max(_BATCH_TOLERANCE, _TIMES_NOISE * noise), _MOST_TOLERANCE)
+    for batching, run in (
+        (Batching.ALL, _prefilled_together),
+        (Batching.DECODE, _decoded_together),
+    ):
+        try:
+            together = run(model, own)
+            mx.eval(together, run(model, spec))
+        except Exception as error:
+            logger.debug("%s together fails: %s", batching.value, error)
+            continue
+        differences = list(map(_difference, alone, together))
+        logger.debug("%s together differs by %s, noise is %.3f", batching.value, differences, noise)
+        if all(difference <= tolerance for difference in differences):  # nan is not
+            return batching
+    return Batching.NONE
+
+
+def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) -> mx.array:
+    """Prefill one row in chunks; return its logits after one more token."""
+    caches = spec.make_cache()
+    for chunk in chunks:
+        model(mx.array([list(chunk)], mx.int32), cache=caches)
+    logits: mx.array = model(mx.array([[_NEXT_ID]], mx.int32), cache=caches)[0, -1]
+    return logits
+
+
+def _difference(one: mx.array, other: mx.array) -> float:
+    """Return how far logits differ, as a share of their spread (root mean squares)."""
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    return float(mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6))
+
+
+def _prefilled_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
+    """Prefill rows as mlx-lm's batch does; return each one's logits after one more token."""
+    longest = max(map(len, _ROWS))
+    padding = [longest - len(row) for row in _ROWS]
+    batch = _merged([spec.make_cache() for _ in _ROWS])
+    for cache in batch:
+        cache.prepare(lengths=[len(row) for row in _ROWS], right_padding=padding)
+    padded = [[*row, *[0] * n] for row, n in zip(_ROWS, padding, strict=True)]
+    model(mx.array(padded, mx.int32), cache=batch)
+    mx.eval([cache.state for cache in batch])
+    for cache in batch:
+        cache.finalize()
+    return _next_logits(model, batch)
+
+
+def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
+    """Prefill rows alone and merge them; return each one's logits after one more token."""
+    rows = []
+    for row in _ROWS:
+        caches = spec.make_cache()
+        model(mx.array([list(row)], mx.int32), cache=caches)
+        rows.append(caches)
+    return _next_logits(model, _merged(rows))
+
+
+def _merged(rows: Sequence[list[Any]]) -> list[Any]:
+    return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+
+
+def _next_logits(model: Any, batch: list[Any]) -> list[mx.array]:
+    inputs = mx.full((len(_ROWS), 1), _NEXT_ID, mx.int32)
+    logits = list(model(inputs, cache=batch)[:, -1])
+    for cache in batch:
+        cache.extract(0)  # as the server does with a row that has ended
+    return logits
