@@ -1,0 +1,346 @@
+"""Attention over packed keys and values, whatever the shape: three ways to the same result.
+
+`dequantize` makes the layer's keys and values plain and runs MLX's fused kernel. `packed` never
+makes them plain: it reads a quarter of the bytes, but in two steps that write the scores between
+them. `tiled` is `dequantize` a few heads at a time, or a stretch of keys at a time where even one
+head is too long, so that what is plain at once stays below a limit.
+
+Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...], Hq a multiple of Hkv, query head h
+reads key head h // (Hq // Hkv); the result [B, Hq, N, Dv] has the dtype of the queries. A mask is
+None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
+[B, Hq, N, S], boolean (True: is seen) or added to the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import mlx.core as mx
+
+from . import packed as pk
+from .packed import Packed
+from .precision import KVPrecision
+
+__all__ = [
+    "MAX_PLAIN_BYTES",
+    "NEAR_BYTES",
+    "STRATEGIES",
+    "Mask",
+    "PackedKV",
+    "Strategy",
+    "dequantized_attention",
+    "packed_attention",
+    "tiled_attention",
+]
+
+Strategy = Literal["dequantize", "packed", "tiled"]
+STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
+Mask = mx.array | str | None
+
+MAX_PLAIN_BYTES = 256 << 20
+"""Most bytes of plain keys and values, or of scores, that exist at once where there is a choice."""
+
+NEAR_BYTES = 16 << 20
+"""What is surely still in a GPU's last cache when it is read again: a tile that is to be quick."""
+
+
+class PackedKV(tuple[mx.array, mx.array, mx.array]):
+    """Packed keys, or values, of one layer on their way from the cache to attention.
+
+    As a tuple: weights, scales and biases of the tokens held, as lazy views. `buffers` are the
+    cache's own, with room to spare behind the first `n_tokens`. `tile_bytes` None asks for
+    `packed_attention`, a number for `tiled_attention`.
+    """
+
+    precision: KVPrecision
+    buffers: Packed
+    n_tokens: int
+    tile_bytes: int | None
+
+    def __new__(cls, parts: Iterable[mx.array]) -> PackedKV:
+        return super().__new__(cls, parts)
+
+    @classmethod
+    def of(
+        cls, buffers: Packed, precision: KVPrecision, n_tokens: int, tile_bytes: int | None = None
+    ) -> PackedKV:
+        """Return the first `n_tokens` of `buffers`; `precision` is that of these alone."""
+        made = cls(pk.view(buffers, 0, n_tokens))
+        made.precision, made.buffers, made.n_tokens = precision, buffers, n_tokens
+        made.tile_bytes = tile_bytes
+        return made
+
+    def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
+        """Return the attention of `queries` over these keys and `values`."""
+        if self.tile_bytes is None:
+            return packed_attention(queries, self, values, scale, mask)
+        return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
+
+    def plain(self, rows: slice, heads: slice, tokens: slice, after: mx.array | None) -> mx.array:
+        """Return a part dequantized, in the dtype of the scales; not before `after` is computed."""
+        weights, scales, biases = (x[rows, heads, tokens] for x in self)
+        if after is not None:
+            # Without this MLX may dequantize all tiles first and then use them.
+            (weights,) = mx.depends([weights], [after])
+        precision = self.precision
+        return mx.dequantize(
+            weights, scales, biases, group_size=precision.group_size, bits=precision.bits
+        )
+
+
+def dequantized_attention(
+    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
+) -> mx.array:
+    """Dequantize everything and run the fused kernel: what the host does with plain arrays."""
+    every = slice(None)
+    return mx.fast.scaled_dot_product_attention(
+        queries,
+        keys.plain(every, every, every, None).astype(queries.dtype),
+        values.plain(every, every, every, None).astype(queries.dtype),
+        scale=scale,
+        mask=mask,
+    )
+
+
+def packed_attention(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    max_score_bytes: int = MAX_PLAIN_BYTES,
+) -> mx.array:
+    """Attend without dequantizing; a query that sees no key gets something finite.
+
+    The query heads of one key head are rows of one product, so nothing is broadcast. Queries are
+    taken a few at a time where all their scores would exceed `max_score_bytes`.
+    """
+    n_rows, n_heads, n_queries, k_dim = queries.shape
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    all_keys, all_values = _without_slices(keys, values)
+    capacity = all_keys[0].shape[2]
+    visible = _Visible(mask, n_queries, n_keys, n_kv_heads)
+    scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
+    step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
+    parts: list[mx.array] = []
+    for at in _slices(n_queries, step):
+        block = scaled[:, :, :, at]
+        if parts:
+            block = mx.depends([block], [parts[-1]])[0]
+        n_repeats, n = block.shape[2:4]
+        scores = mx.quantized_matmul(
+            block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim),
+            *all_keys,
+            transpose=True,
+            group_size=keys.precision.group_size,
+            bits=keys.precision.bits,
+        )
+        scores = visible.hide(
+            scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity), at, slice(0, capacity)
+        )
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        out = mx.quantized_matmul(
+            weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity),
+            *all_values,
+            transpose=False,
+            group_size=values.precision.group_size,
+            bits=values.precision.bits,
+        )
+        parts.append(out.reshape(n_rows, n_heads, n, -1))
+    return _joined(parts, axis=2).astype(queries.dtype)
+
+
+def tiled_attention(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    tile_bytes: int = MAX_PLAIN_BYTES,
+) -> mx.array:
+    """Attend with at most `tile_bytes` of keys and values plain at once, one tile after the other.
+
+    Heads do not know of each other, so tiles of whole heads, or whole rows, run the fused kernel.
+    Where the keys and values of one head alone are more, they are cut, and the parts of its
+    softmax are put together as in https://arxiv.org/abs/1805.02867 (running maximum and sum).
+    """
+    n_rows, n_heads = queries.shape[:2]
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_repeats = n_heads // n_kv_heads
+    head_bytes = n_keys * _token_bytes(keys, values, queries.dtype)
+    n_at_once = tile_bytes // max(head_bytes, 1)
+    every = slice(None)
+    last: mx.array | None = None
+    rows_out: list[mx.array] = []
+    for rows in _slices(n_rows, max(1, n_at_once // n_kv_heads)):
+        heads_out: list[mx.array] = []
+        for heads in _slices(n_kv_heads, max(1, min(n_at_once, n_kv_heads))):
+            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
+            block = queries[rows, query_heads]
+            seen = _part_of(mask, rows, query_heads)
+            if n_at_once:
+                last = mx.fast.scaled_dot_product_attention(
+                    block,
+                    keys.plain(rows, heads, every, last).astype(queries.dtype),
+                    values.plain(rows, heads, every, last).astype(queries.dtype),
+                    scale=scale,
+                    mask=seen,
+                )
+            else:
+                last = _one_head(block, keys, values, (rows, heads), scale, seen, tile_bytes, last)
+            heads_out.append(last)
+        rows_out.append(_joined(heads_out, axis=1))
+    return _joined(rows_out, axis=0)
+
+
+def _one_head(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    where: tuple[slice, slice],
+    scale: float,
+    mask: Mask,
+    tile_bytes: int,
+    after: mx.array | None,
+) -> mx.array:
+    """Attend over one key head of one row, `where`, a tile of keys at a time.
+
+    Queries are cut too, so that the scores of a tile, in float32, are at most `tile_bytes`.
+    """
+    _, n_repeats, n_queries, _ = queries.shape
+    n_keys, dtype = keys.n_tokens, queries.dtype
+    visible = _Visible(mask, n_queries, n_keys, 1)
+    scaled = (queries * scale)[:, None]
+    n_tile = max(1, tile_bytes // _token_bytes(keys, values, dtype))
+    n_block = max(1, tile_bytes // (4 * n_repeats * n_tile))
+    blocks = list(_slices(n_queries, n_block))
+    running: list[_Running | None] = [None] * len(blocks)
+    for tokens in _slices(n_keys, n_tile):
+        plain_keys = keys.plain(*where, tokens, after).astype(dtype)[:, :, None]
+        plain_values = values.plain(*where, tokens, after).astype(dtype)[:, :, None]
+        for i, at in enumerate(blocks):
+            block = scaled[:, :, :, at]
+            if after is not None:
+                block = mx.depends([block], [after])[0]
+            scores = (block @ plain_keys.swapaxes(-1, -2)).astype(mx.float32)
+            scores = visible.hide(scores, at, tokens)
+            running[i] = state = _Running.after(running[i], scores, plain_values)
+            after = state.out
+    done = [state.out / state.total for state in running if state is not None]
+    return _joined(done, axis=3)[:, 0].astype(dtype)
+
+
+class _Running:
+    """A softmax over the keys seen so far: their highest score, sum of weights, weighted values."""
+
+    def __init__(self, highest: mx.array, total: mx.array, out: mx.array) -> None:
+        self.highest, self.total, self.out = highest, total, out
+
+    @classmethod
+    def after(cls, before: _Running | None, scores: mx.array, values: mx.array) -> _Running:
+        """Return the state after the keys of `scores` [..., N, T] and `values` [..., T, D]."""
+        highest = scores.max(axis=-1, keepdims=True)
+        if before is not None:
+            highest = mx.maximum(before.highest, highest)
+        weights = mx.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True)
+        out = (weights.astype(values.dtype) @ values).astype(mx.float32)
+        if before is not None:
+            shrunk = mx.exp(before.highest - highest)
+            total = before.total * shrunk + total
+            out = before.out * shrunk + out
+        return cls(highest, total, out)
+
+
+class _Visible:
+    """Which keys each query sees, for scores [B, Hkv, Hq / Hkv, n, t] of parts of both."""
+
+    def __init__(self, mask: Mask, n_queries: int, n_keys: int, n_kv_heads: int) -> None:
+        if isinstance(mask, str) and mask != "causal":
+            raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
+        self.n_keys = n_keys
+        self.first = n_keys - n_queries
+        self.causal = isinstance(mask, str)
+        self.mask: mx.array | None = None
+        if isinstance(mask, mx.array):
+            rows, heads, *rest = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+            groups = (1, 1) if heads == 1 else (n_kv_heads, heads // n_kv_heads)
+            self.mask = mask.reshape(rows, *groups, *rest)
+
+    def hide(self, scores: mx.array, queries: slice, keys: slice) -> mx.array:
+        """Return `scores` of these queries and keys, lowest where a key is not seen.
+
+        Keys may reach beyond the last token; nobody sees what is there.
+        """
+        lowest = mx.finfo(scores.dtype).min
+        at = mx.arange(keys.start, keys.stop)
+        if self.causal:
+            if keys.stop - 1 <= self.first + queries.start:
+                return scores
+            last = mx.arange(self.first + queries.start, self.first + queries.stop)
+            return mx.where(at <= last[:, None], scores, lowest)
+        if self.mask is not None:
+            held = slice(keys.start, min(keys.stop, self.n_keys))
+            part = _cut(_cut(self.mask, 3, queries), 4, held)
+            n_missing = keys.stop - held.stop
+            if n_missing and part.shape[4] > 1:
+                part = mx.pad(part, [(0, 0)] * 4 + [(0, n_missing)])
+            if part.dtype == mx.bool_:
+                scores = mx.where(part, scores, lowest)
+            else:
+                # -inf everywhere would end in NaN.
+                scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
+        if keys.stop > self.n_keys:
+            scores = mx.where(at < self.n_keys, scores, lowest)
+        return scores
+
+
+def _cut(x: mx.array, axis: int, part: slice) -> mx.array:
+    """Return a part of an axis; one of length 1 stands for any length."""
+    if x.shape[axis] == 1:
+        return x
+    return x[(*(slice(None),) * axis, part)]
+
+
+def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:
+    """Return the mask of some rows and query heads."""
+    if not isinstance(mask, mx.array):
+        return mask
+    while mask.ndim < 4:
+        mask = mask[None]
+    return _cut(_cut(mask, 0, rows), 1, heads)
+
+
+def _slices(n: int, step: int) -> Iterator[slice]:
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _joined(parts: list[mx.array], axis: int) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+def _without_slices(keys: PackedKV, values: PackedKV) -> tuple[Packed, Packed]:
+    """Return keys and values as CUDA's quantized_matmul wants them, which refuses slices.
+
+    The whole buffers, where little of them is spare (masks hide it; contiguous copies only what
+    is itself a slice, such as an adopted row); else a copy of what is held.
+    """
+    capacity = keys.buffers[0].shape[2]
+    n_spare = capacity - keys.n_tokens
+    if n_spare * 4 <= capacity and values.buffers[0].shape[2] == capacity:
+        return pk.each(mx.contiguous, keys.buffers), pk.each(mx.contiguous, values.buffers)
+    return pk.each(mx.contiguous, _packed(keys)), pk.each(mx.contiguous, _packed(values))
+
+
+def _packed(x: PackedKV) -> Packed:
+    weights, scales, biases = x
+    return weights, scales, biases
+
+
+def _token_bytes(keys: PackedKV, values: PackedKV, dtype: mx.Dtype) -> int:
+    """Bytes of one token's key and value of one head, plain."""
+    n_numbers = sum(x[1].shape[3] * x.precision.group_size for x in (keys, values))
+    size: int = n_numbers * dtype.size
+    return size

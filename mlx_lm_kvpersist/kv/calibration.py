@@ -1,0 +1,295 @@
+"""Which way of attending is quickest on this device, for one model's shapes: measured, once.
+
+Each phase (see `plan`) starts with few tokens and grows while its time allows, since the same
+work takes microseconds on one device and seconds on another. The ways take turns, so that a
+disturbance hits all of them. The result is kept in a JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from . import packed as pk
+from .attention import (
+    MAX_PLAIN_BYTES,
+    NEAR_BYTES,
+    STRATEGIES,
+    Mask,
+    PackedKV,
+    Strategy,
+    dequantized_attention,
+    packed_attention,
+    tiled_attention,
+)
+from .observe import AttentionShape
+from .packed import Packed
+from .plan import PHASES, AttentionPlan, forced_plan
+from .precision import KVPrecision
+
+__all__ = ["calibrate", "device_key"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Counts changes of what is measured: older results are measured again."""
+
+_PHASE_S = 0.25
+_N_ROUNDS = 5
+_N_ROUNDS_AT_LEAST = 3
+_LEAST_PREFILL = 64 * 512
+"""Queries times keys; what a device too slow for so little measures says nothing of prompts."""
+
+_CLEARLY = 0.95
+_HOPELESS = 2.0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call of attention: so many sequences, each with so many queries and keys."""
+
+    n_rows: int
+    n_queries: int
+    n_keys: int
+
+    @property
+    def size(self) -> int:
+        return self.n_rows * self.n_queries * self.n_keys
+
+
+_LADDERS: Mapping[str, tuple[_Work, ...]] = {
+    "prefill": (
+        _Work(1, 16, 128),
+        _Work(1, 64, 512),
+        _Work(1, 256, 2048),
+        _Work(1, 512, 8192),
+        _Work(1, 2048, 8192),
+    ),
+    "decode": tuple(_Work(1, 1, n_keys) for n_keys in (128, 512, 2048, 8192, 32768)),
+    "batch_decode": tuple(_Work(8, 1, n_keys) for n_keys in (32, 128, 512, 2048, 8192)),
+}
+
+
+def calibrate(
+    shape: AttentionShape,
+    precision: KVPrecision,
+    dtype: mx.Dtype,
+    can_take_packed: bool,
+    cache_file: Path | None,
+    choice: Strategy | Literal["auto"] = "auto",
+) -> AttentionPlan:
+    """Return the quickest plan for layers of `shape` that compute in `dtype`.
+
+    Takes about a second, or no time where `cache_file` knows the answer, where the model takes
+    plain keys only, or where `choice` is a strategy instead of "auto". A cache file that cannot be
+    read or written is worth a line in the log and nothing else. Evaluates MLX.
+    """
+    if choice != "auto":
+        return forced_plan(choice, can_take_packed)
+    if not can_take_packed:
+        return AttentionPlan()
+    key = " ".join((device_key(), _shape_key(shape), str(precision), str(dtype)))
+    known = _known(cache_file)
+    plan = _read_plan(known.get(key))
+    if plan is None:
+        start_s = time.perf_counter()
+        measured = {phase: _measure(shape, precision, dtype, phase) for phase in PHASES}
+        mx.clear_cache()
+        plan = _plan(measured)
+        logger.debug(
+            "attention of %s measured in %.2f s: %s",
+            key,
+            time.perf_counter() - start_s,
+            plan.describe(),
+        )
+        _keep(cache_file, {**known, key: measured})
+    return plan
+
+
+def device_key() -> str:
+    """Return what tells this device and MLX from others that may be quicker at other things."""
+    info = mx.device_info()
+    name = info.get("device_name") or info.get("architecture")
+    return f"{name} {mx.default_device()} mlx {version('mlx')}"
+
+
+def _plan(measured: Mapping[str, Mapping[str, float]]) -> AttentionPlan:
+    """Return the plan of the clear winners; close ones are left to MLX's fused kernel."""
+    prefill, decode, batch_decode = (_winner(measured[phase]) for phase in PHASES)
+    is_tiled = "tiled" in (prefill, decode, batch_decode)
+    return AttentionPlan(
+        prefill=prefill,
+        decode=decode,
+        batch_decode=batch_decode,
+        can_take_packed=True,
+        tile_bytes=NEAR_BYTES if is_tiled else MAX_PLAIN_BYTES,
+        measured_ms=measured,
+    )
+
+
+def _winner(ms: Mapping[str, float]) -> Strategy:
+    quickest = min(STRATEGIES, key=lambda name: ms.get(name, inf))
+    return quickest if ms[quickest] < _CLEARLY * ms["dequantize"] else "dequantize"
+
+
+def _measure(
+    shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype, phase: str
+) -> dict[str, float]:
+    """Return the median ms of each strategy for the largest work that there is time for."""
+    measured: dict[str, float] = {}
+    left_s, size = _PHASE_S, 0
+    token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
+    for work in _LADDERS[phase]:
+        if size:
+            expected_s = sum(measured.values()) / 1e3 * _layers_of(work) * work.size / size
+            n_bytes = work.n_rows * work.n_keys * token_bytes
+            if expected_s * _N_ROUNDS_AT_LEAST > left_s or n_bytes > MAX_PLAIN_BYTES:
+                break
+        measured, took_s = _race(_Layers(shape, precision, dtype, work), left_s)
+        left_s -= took_s
+        size = work.size
+    if phase == "prefill" and size < _LEAST_PREFILL:
+        return {"dequantize": measured["dequantize"]}
+    return measured
+
+
+def _layers_of(work: _Work) -> int:
+    """One decode step is over before its time can be told; so several layers are timed as one."""
+    return 4 if work.n_queries == 1 else 1
+
+
+class _Layers:
+    """Made-up layers of one model; each has buffers of its own, so that none is found in the
+    memory next to the device because it was just read."""
+
+    def __init__(
+        self, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype, work: _Work
+    ) -> None:
+        self.mask: Mask = "causal" if work.n_queries > 1 else None
+        self.scale = shape.k_dim**-0.5
+        lead = (work.n_rows, shape.n_q_heads, work.n_queries)
+        self.queries = _random((*lead, shape.k_dim)).astype(dtype)
+        self.held = []
+        for _ in range(_layers_of(work)):
+            lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
+            keys = _made_up((*lead, shape.k_dim), precision, dtype)
+            values = _made_up((*lead, shape.v_dim), precision.of_values, dtype)
+            self.held.append(
+                (
+                    PackedKV.of(keys, precision, work.n_keys),
+                    PackedKV.of(values, precision.of_values, work.n_keys),
+                )
+            )
+        token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
+        self.plain_bytes = work.n_rows * work.n_keys * token_bytes
+        mx.eval(self.queries, self.held)
+
+    def attend(self, attention: Callable[..., mx.array]) -> float:
+        """Attend layer by layer; return the ms that one takes."""
+        start_s = time.perf_counter()
+        queries = self.queries
+        for keys, values in self.held:
+            out = attention(queries, keys, values, self.scale, self.mask)
+            (queries,) = mx.depends([queries], [out])
+        mx.eval(out)
+        return (time.perf_counter() - start_s) * 1e3 / len(self.held)
+
+
+def _race(layers: _Layers, left_s: float) -> tuple[dict[str, float], float]:
+    """Return the median ms of each strategy, and the seconds that measuring took.
+
+    Stops when `left_s` seconds are over; what is far behind drops out before.
+    """
+    ways: dict[str, Callable[..., mx.array]] = {
+        "dequantize": dequantized_attention,
+        "packed": packed_attention,
+    }
+    if layers.plain_bytes > NEAR_BYTES:
+        ways["tiled"] = partial(tiled_attention, tile_bytes=NEAR_BYTES)
+    for attention in ways.values():
+        layers.attend(attention)  # the first call may compile: it does not count
+    start_s = time.perf_counter()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for n_round in range(1, _N_ROUNDS + 1):
+        for name, attention in ways.items():
+            times[name].append(layers.attend(attention))
+        if n_round >= _N_ROUNDS_AT_LEAST and time.perf_counter() - start_s > left_s:
+            break
+        quickest = min(min(times[name]) for name in ways)
+        ways = {
+            name: attention
+            for name, attention in ways.items()
+            if name == "dequantize"
+            or n_round == 1  # once may have been bad luck
+            or min(times[name]) < _HOPELESS * quickest
+        }
+    took_s = time.perf_counter() - start_s
+    return {name: round(median(ms), 4) for name, ms in times.items()}, took_s
+
+
+def _random(shape: tuple[int, ...]) -> mx.array:
+    # A key of our own: what the server samples must not depend on whether we measured.
+    return mx.random.normal(shape, key=mx.random.key(0))
+
+
+def _made_up(shape: tuple[int, ...], precision: KVPrecision, dtype: mx.Dtype) -> Packed:
+    """Return packed numbers of `shape` [B, H, T, D]; drawing them all would take too long."""
+    some = _random((1, shape[1], min(shape[2], 64), shape[3])).astype(dtype)
+    packed = pk.quantize(some, precision)
+    times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
+    return pk.each(lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), packed)
+
+
+def _shape_key(shape: AttentionShape) -> str:
+    return f"{shape.n_q_heads}/{shape.n_kv_heads} {shape.k_dim}/{shape.v_dim}"
+
+
+def _known(cache_file: Path | None) -> dict[str, Any]:
+    """Return the results in the file; none where there is no file, or it is damaged."""
+    if cache_file is None:
+        return {}
+    try:
+        content = json.loads(cache_file.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            return {}
+        return dict(content["measured_ms"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("kvpersist: %s is not used, attention is measured: %r", cache_file, error)
+        return {}
+
+
+def _read_plan(measured: Any) -> AttentionPlan | None:
+    """Return the plan of stored results, or None unless they are as we write them."""
+    try:
+        return _plan(
+            {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
+    if cache_file is None:
+        return
+    temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.tmp")
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": _FORMAT, "measured_ms": measured_ms}
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, cache_file)
+    except OSError as error:
+        logger.warning("kvpersist: what attention takes is measured again next time: %s", error)
