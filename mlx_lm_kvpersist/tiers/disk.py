@@ -2,8 +2,9 @@
 
     index.sqlite      what the files say, quick to ask; can be rebuilt from them
     blocks/ab/        a safetensors file for each block whose key begins with ab
+    parts/ab/         the same for parts of blocks, which may go before their blocks do
     sessions/         what only a session knows (its name, its pin), a JSON file each
-    quarantine/       blocks that failed a check, each with the reason
+    quarantine/       what failed a check, each file with the reason
     lock              held while anything of this changes
 
 Everything here is synchronous; the writer thread and the command line call it.
@@ -11,26 +12,29 @@ Everything here is synchronous; the writer thread and the command line call it.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sqlite3
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
+from ..match.keys import Root
 from ..match.tree import Node
 from .budget import StoreLimits, WriteMeter, free_bytes, tree_bytes
-from .files import Arrays, block_path, file_bytes, make_private, sync, write_block
-from .index import Index, Session
+from .files import Arrays, block_path, file_bytes, key_of, make_private, write_block
+from .index import Forgotten, Index, Session
 from .index_file import is_damage
 from .lock import StoreLock
+from .part import Part
+from .part_files import part_file_bytes, part_path, path_of, write_part
+from .quarantine import Quarantine
 from .rebuild import rebuild_index
+from .session_notes import session_path, write_session
 from .turn import Gone, NewFile, Turn
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ class DiskStore:
         self.folder = folder
         self.limits = limits
         self.written = WriteMeter()
+        self.aside = Quarantine(folder / "quarantine")
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
         self.lock = StoreLock(folder / "lock")
         try:
@@ -87,76 +92,129 @@ class DiskStore:
         turn: Turn,
         arrays_of: Callable[[bytes], Arrays | None],
         keep: Collection[bytes] = (),
-    ) -> bool:
-        """Write a turn's missing blocks and commit it: whole, or not at all.
+        after_file: Callable[[float], None] = lambda seconds: None,
+    ) -> Turn | None:
+        """Write a turn's missing blocks and parts and commit it: whole, or not at all.
 
-        The blocks in `keep`, on which turns to come are built, do not go to make room for it.
-        False when one of its blocks, which another process had stored, has been removed or
-        replaced since. Raises StoreError when it is too big for what the store may use, and
-        OSError or RuntimeError when the disk refuses.
+        What is in `keep`, on which turns to come are built, does not go to make room for it.
+        `after_file` is told what each file took, and may take its time.
+        Return the turn as it was committed: parts that are gone, or whose block is not there, are
+        left out, and then it supersedes nothing. None when one of its blocks, which another
+        process had stored, has been removed or replaced since. Raises StoreError when it is too
+        big for what the store may use, and OSError or RuntimeError when the disk refuses.
         """
         with self.lock.held():
             self._follow_folder()
-            missing = [node for node in turn.nodes if not self._is_there(node.key)]
+            missing = [node for node in turn.nodes if not self._is_there(node)]
             arrays = [arrays_of(node.key) for node in missing]
-            todo = [(n, a) for n, a in zip(missing, arrays, strict=True) if a is not None]
+            todo = [
+                self._new_file(node, turn.root, block)
+                for node, block in zip(missing, arrays, strict=True)
+                if block is not None
+            ]
             if len(todo) < len(missing):
-                return False
-            fsync = self.limits.fsync
-            self._commit(
-                turn,
-                [
-                    NewFile(
-                        node,
-                        file_bytes(node, block),
-                        partial(write_block, self.folder, node, turn.root, block, fsync=fsync),
-                    )
-                    for node, block in todo
-                ],
-                keep,
-            )
-            return True
+                return None
+            parts, new = self._parts_at_hand(turn, arrays_of)
+            if len(parts) < len(turn.parts):
+                turn = replace(turn, parts=tuple(parts), superseded=())
+            todo += [self._new_file(part, turn.root, arrays) for part, arrays in new]
+            self._commit(turn, todo, keep, after_file)
+            return turn
 
-    def adopt(self, turn: Turn, files: Sequence[NewFile]) -> tuple[Session | None, int]:
-        """Commit a turn that comes with block files of its own, whole or not at all.
+    def _parts_at_hand(
+        self, turn: Turn, arrays_of: Callable[[bytes], Arrays | None]
+    ) -> tuple[list[Part], list[tuple[Part, Arrays]]]:
+        """Return the parts of a turn that can be committed, and those of them to be written."""
+        blocks = {node.key for node in turn.nodes}
+        parts: list[Part] = []
+        new: list[tuple[Part, Arrays]] = []
+        for part in turn.parts:
+            if part.block not in blocks and not self._is_block_there(part.block):
+                continue
+            if not self._is_there(part):
+                arrays = arrays_of(part.key)
+                if arrays is None:
+                    continue
+                new.append((part, arrays))
+            parts.append(part)
+        return parts, new
 
-        Return its session and how many files were missing, and so written. Raises what `save`
-        does.
+    def _new_file(self, what: Node | Part, root: Root, arrays: Arrays) -> NewFile:
+        fsync = self.limits.fsync
+        if isinstance(what, Part):
+            write = partial(write_part, self.folder, what, root, arrays, fsync=fsync)
+            return NewFile(what, part_file_bytes(what, root, arrays), write)
+        write = partial(write_block, self.folder, what, root, arrays, fsync=fsync)
+        return NewFile(what, file_bytes(what, arrays), write)
+
+    def adopt(
+        self, turn: Turn, files: Sequence[NewFile]
+    ) -> tuple[Session | None, list[Node | Part]]:
+        """Commit a turn that comes with files of its own, whole or not at all.
+
+        Return its session and what was missing, and so written. Raises what `save` does.
         """
         with self.lock.held():
-            todo = [file for file in files if not self._is_there(file.node.key)]
-            return self._commit(turn, todo), len(todo)
+            todo = [file for file in files if not self._is_there(file.what)]
+            return self._commit(turn, todo), [file.what for file in todo]
 
-    def _is_there(self, key: bytes) -> bool:
-        """Say whether a block has its row and its file, neither alone."""
+    def _is_there(self, what: Node | Part) -> bool:
+        """Say whether a block or a part has its row and its file, neither alone."""
+        if isinstance(what, Part):
+            known = self.index.part(what.key) is not None
+            return known and part_path(self.folder, what.key).exists()
+        return self._is_block_there(what.key)
+
+    def _is_block_there(self, key: bytes) -> bool:
         return key in self.index and block_path(self.folder, key).exists()
 
     def _commit(
-        self, turn: Turn, todo: Sequence[NewFile], keep: Collection[bytes] = ()
+        self,
+        turn: Turn,
+        todo: Sequence[NewFile],
+        keep: Collection[bytes] = (),
+        after_file: Callable[[float], None] = lambda seconds: None,
     ) -> Session | None:
         """Make room, write files, then the index; take the files back when any of it fails."""
         needed = sum(file.n_bytes for file in todo)
         self._check_wear(needed)
-        if not self.make_room(needed, keep={*keep, *(node.key for node in turn.nodes)}):
+        own = turn.keys()
+        if not self.make_room(needed, keep={*keep, *own}):
             raise StoreError(
                 f"a turn of {needed / 1e6:.1f} MB does not fit into --kvpersist-disk "
                 f"({self.limits.max_disk_bytes / 1e6:.1f} MB) and --kvpersist-min-free "
                 f"({self.limits.min_free_bytes / 1e6:.1f} MB)"
             )
-        written: list[tuple[Node, int]] = []
+        blocks: list[tuple[Node, int]] = []
+        parts: list[tuple[Part, int]] = []
         try:
             for file in todo:
+                started = time.perf_counter()
                 size = file.write()
-                written.append((file.node, size))
+                if isinstance(file.what, Part):
+                    parts.append((file.what, size))
+                else:
+                    blocks.append((file.what, size))
                 self.written.add(size)
+                after_file(time.perf_counter() - started)
             session = self._session_of(turn)
-            self.index.commit_turn(
-                turn.root, written, session, turn.leaf, turn.replies, chain=turn.nodes
+            removed = self.index.commit_turn(
+                turn.root,
+                blocks,
+                session,
+                turn.leaf,
+                turn.replies,
+                chain=turn.nodes,
+                new_parts=parts,
+                parts=turn.parts,
+                superseded={part.key for part in turn.superseded} - own,
             )
         except BaseException:
-            for node, _ in written:
-                block_path(self.folder, node.key).unlink(missing_ok=True)
+            for file in todo[: len(blocks) + len(parts)]:
+                path_of(self.folder, file.what).unlink(missing_ok=True)
             raise
+        for key in removed:
+            part_path(self.folder, key).unlink(missing_ok=True)
         for replaced, successor in turn.leaf.replaced if turn.leaf else ():
             self.forget(replaced)
             for moved in self.index.sessions_at(successor):
@@ -177,26 +235,10 @@ class DiskStore:
         return session
 
     def _write_session(self, session: Session) -> None:
-        """Keep what a rebuilt index could not know."""
-        if session.name is None and not session.pinned:
-            return
-        path = self._session_path(session.id)
-        make_private(path.parent)
-        content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(content, file)
-            if self.limits.fsync:
-                sync(temporary)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_session(self.folder, session, fsync=self.limits.fsync)
 
-    def _session_path(self, session_id: str) -> Path:
-        return self.folder / "sessions" / f"{session_id}.json"
+    def _remove_note(self, session_id: str) -> None:
+        session_path(self.folder, session_id).unlink(missing_ok=True)
 
     def _follow_folder(self) -> None:
         """Take a folder that was removed under us into use again."""
@@ -226,8 +268,8 @@ class DiskStore:
     def make_room(self, n_bytes: int, keep: Collection[bytes] = ()) -> bool:
         """Remove what is used least until `n_bytes` more fit; False when they cannot.
 
-        Quarantined files go first, then least recently used leaves; pinned sessions and the
-        blocks in `keep` stay.
+        Quarantined files go first, then least recently used leaves and parts; what belongs to
+        pinned sessions and what is in `keep` stays.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -238,29 +280,35 @@ class DiskStore:
                 self._empty_quarantine()
                 self.index.checkpoint()
                 too_much = self._excess(n_bytes)
+            pinned = self.index.pinned_blocks() if too_much > 0 else set()
             while too_much > 0:
-                victim = self._victim(keep)
+                victim = self._victim(keep, pinned)
                 if victim is None:
                     return False
-                key, size = victim
-                self.forget(key)
-                self._note_gone(key, Gone.EVICTED)
-                too_much -= size
+                went = self.forget(victim)
+                for key in {victim, *went.parts}:
+                    self._note_gone(key, Gone.EVICTED)
+                too_much -= went.n_bytes
                 if too_much <= 0:
                     # Removing rows makes the index's log longer.
                     self.index.checkpoint()
                     too_much = self._excess(n_bytes)
         return True
 
-    def _victim(self, keep: Collection[bytes]) -> tuple[bytes, int] | None:
-        """Return the least recently used leaf, with its size.
+    def _victim(self, keep: Collection[bytes], pinned: Collection[bytes]) -> bytes | None:
+        """Return the least recently used leaf or part.
 
-        One at a time: when a leaf goes, its parent may be the next.
+        One at a time: when a leaf goes, its parent may be the next. A leaf goes before parts of
+        its age, which were kept for blocks before it.
         """
-        for key, size in self.index.unused_leaves():
-            if key not in keep:
-                return key, size
-        return None
+        leaves = ((used, False, key) for used, key in self.index.unused_leaves() if key not in keep)
+        parts = (
+            (used, True, key)
+            for used, key, block in self.index.unused_parts()
+            if key not in keep and block not in pinned
+        )
+        candidates = [first for rows in (leaves, parts) if (first := next(rows, None)) is not None]
+        return min(candidates)[-1] if candidates else None
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""
@@ -280,7 +328,7 @@ class DiskStore:
     # Removing.
 
     def gone(self, key: bytes) -> Gone | None:
-        """Return why a block went, if this process removed it not too long ago. Any thread."""
+        """Return why a block or part went, if this process removed it lately. Any thread."""
         return self._gone.get(key)
 
     def _note_gone(self, key: bytes, why: Gone) -> None:
@@ -288,45 +336,34 @@ class DiskStore:
         if len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)
 
-    def forget(self, key: bytes) -> None:
-        """Remove a block and the sessions that end in it."""
+    def forget(self, key: bytes) -> Forgotten:
+        """Remove a part, or a block with its parts and the sessions that end in it."""
         with self.lock.held():
-            for session_id in self.index.forget_block(key):
-                self._session_path(session_id).unlink(missing_ok=True)
+            went = self.index.forget(key)
+            for session_id in went.sessions:
+                self._remove_note(session_id)
             block_path(self.folder, key).unlink(missing_ok=True)
+            for part in {key, *went.parts}:
+                part_path(self.folder, part).unlink(missing_ok=True)
+            return went
 
     def quarantine(self, key: bytes, reason: str) -> None:
-        """Move a block that failed a check aside. What follows it is no longer reached."""
+        """Move a block or part that failed a check aside. What needs it is no longer reached."""
         with self.lock.held():
             self._note_gone(key, Gone.QUARANTINED)
-            path = block_path(self.folder, key)
-            aside = self.folder / "quarantine"
-            if path.exists():
-                target = aside / f"{key.hex()}-{time.time_ns()}.safetensors"
-                try:
-                    _move_aside(path, target, {"key": key.hex(), "reason": reason})
-                except OSError as error:
-                    # Better no evidence than a block that stays in the way of a whole one.
-                    logger.warning("block %s is removed, not kept aside: %s", key.hex(), error)
-                    path.unlink(missing_ok=True)
-            for session_id in self.index.forget_block(key):
-                self._session_path(session_id).unlink(missing_ok=True)
-
-    def quarantined(self) -> list[Path]:
-        """Return the files in quarantine, the oldest first."""
-        aside = self.folder / "quarantine"
-        return sorted(aside.glob("*"), key=lambda path: path.stat().st_mtime)
+            for path in (block_path(self.folder, key), part_path(self.folder, key)):
+                self.aside.take(path, key, reason)
+            self.forget(key)
 
     def _empty_quarantine(self) -> None:
-        for path in self.quarantined():
-            path.unlink(missing_ok=True)
+        self.aside.empty()
 
     def remove_session(self, session: Session) -> None:
         """Forget a session and the blocks that no other session needs."""
         with self.lock.held():
             chain = self.index.chain(session.leaf)
             self.index.remove_session(session.id)
-            self._session_path(session.id).unlink(missing_ok=True)
+            self._remove_note(session.id)
             needed = {other.leaf for other in self.index.sessions()}
             for node, _ in reversed(chain):
                 if node.key in needed or self.index.children(node.key):
@@ -341,56 +378,36 @@ class DiskStore:
             self._write_session(changed)
             self.index.put_session(changed)
             if not pinned and changed.name is None:
-                self._session_path(changed.id).unlink(missing_ok=True)
+                self._remove_note(changed.id)
             return changed
 
     def sweep(self) -> int:
         """Bring files and index in line after a crash; return how many of either were removed.
 
         A file without a row was renamed by a turn that was never committed; a row without a file
-        lost it; a block without its parent can never be reached.
+        lost it; a block without its parent, or a part without its block, can never be reached.
         """
         with self.lock.held():
-            known = self.index.keys()
             n_swept = 0
-            present: set[bytes] = set()
-            for path in (self.folder / "blocks").glob("*/*"):
-                key = _key_of(path)
-                if key is not None and key in known:
-                    present.add(key)
-                else:
-                    path.unlink(missing_ok=True)
+            for name, keys in (("blocks", self.index.keys), ("parts", self.index.part_keys)):
+                known, present = keys(), set[bytes]()
+                for path in (self.folder / name).glob("*/*"):
+                    key = key_of(path)
+                    if key is not None and key in known:
+                        present.add(key)
+                    else:
+                        path.unlink(missing_ok=True)
+                        n_swept += 1
+                for key in known - present:
+                    self.forget(key)
                     n_swept += 1
-            for key in known - present:
-                self.forget(key)
-                n_swept += 1
-            for key in self.index.unreachable():
-                self.forget(key)
-                n_swept += 1
+            for lost in (self.index.unreachable, self.index.stray_parts):
+                for key in lost():
+                    self.forget(key)
+                    n_swept += 1
             sessions = {f"{session.id}.json" for session in self.index.sessions()}
             for path in (self.folder / "sessions").glob("*"):
                 if path.name not in sessions:
                     path.unlink(missing_ok=True)
                     n_swept += 1
             return n_swept
-
-
-def _move_aside(path: Path, target: Path, about: dict[str, str]) -> None:
-    """Move a file, and put beside it what is to be known of it."""
-    make_private(target.parent)
-    note = target.with_suffix(".json")
-    try:
-        with os.fdopen(os.open(note, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            json.dump({**about, "time": time.time()}, file)
-        os.replace(path, target)
-    except BaseException:
-        note.unlink(missing_ok=True)
-        raise
-
-
-def _key_of(path: Path) -> bytes | None:
-    """Return the key that a block file is named by; None for a temporary name."""
-    try:
-        return bytes.fromhex(path.name.removesuffix(".safetensors"))
-    except ValueError:
-        return None

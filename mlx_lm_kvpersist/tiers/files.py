@@ -2,16 +2,18 @@
 
 A file holds the block's KV arrays and, in its metadata, everything that the index knows of it, so
 that the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays
-and the rest of the metadata; it is verified on every read.
+and the rest of the metadata; it is verified on every read. A block whose model keeps nothing for
+every token has no arrays, and a file of metadata alone. Files of parts are written and read alike
+(`part_files`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import xxhash
@@ -21,9 +23,10 @@ from ..match.keys import Root, block_key
 from ..match.tree import Node
 
 FORMAT = 1
-"""Written into every file and into the index; a reader refuses what is newer."""
+"""Written into every file of a block or part; a reader refuses what is newer."""
 
 Arrays = Mapping[str, mx.array]
+About = TypeVar("About")
 
 
 def block_path(folder: Path, key: bytes) -> Path:
@@ -32,19 +35,30 @@ def block_path(folder: Path, key: bytes) -> Path:
     return folder / "blocks" / name[:2] / f"{name}.safetensors"
 
 
+def key_of(path: Path) -> bytes | None:
+    """Return the key that a block's or part's file is named by; None for a temporary name."""
+    try:
+        return bytes.fromhex(path.name.removesuffix(".safetensors"))
+    except ValueError:
+        return None
+
+
 def write_block(folder: Path, node: Node, root: Root, arrays: Arrays, *, fsync: bool) -> int:
     """Publish a block: a reader sees all of it or nothing. Return the file's size in bytes.
 
     The arrays must have been evaluated. Raises OSError or RuntimeError when the disk refuses.
     """
-    path = block_path(folder, node.key)
+    return write_file(block_path(folder, node.key), arrays, metadata_of(node, root), fsync=fsync)
+
+
+def write_file(path: Path, arrays: Arrays, metadata: dict[str, str], *, fsync: bool) -> int:
+    """Publish arrays with their metadata and the checksum; as `write_block` for any file."""
     if path.exists():
         return path.stat().st_size
     make_private(path.parent)
-    metadata = metadata_of(node, root)
-    metadata["checksum"] = checksum(arrays, metadata)
+    metadata = {**metadata, "checksum": checksum(arrays, metadata)}
     # mlx appends .safetensors to any other name, so the temporary name ends in it too.
-    temporary = path.with_name(f".{node.key.hex()}.{os.getpid()}.tmp.safetensors")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.safetensors")
     try:
         os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
         mx.save_safetensors(str(temporary), dict(arrays), metadata)
@@ -75,8 +89,12 @@ def metadata_of(node: Node, root: Root) -> dict[str, str]:
 
 def file_bytes(node: Node, arrays: Arrays) -> int:
     """Return the most that a block's file can take, in bytes, before it is written."""
-    n_header = 2 * len(node.packed_ids) + 12 * len(node.text) + 4096
-    return sum(array.nbytes for array in arrays.values()) + n_header
+    return arrays_bytes(arrays) + 2 * len(node.packed_ids) + 12 * len(node.text) + 4096
+
+
+def arrays_bytes(arrays: Arrays) -> int:
+    """Return the most that arrays take in a file, in bytes, with what its header says of them."""
+    return sum(array.nbytes + 2 * len(name) + 192 for name, array in arrays.items())
 
 
 def read_block(
@@ -88,6 +106,20 @@ def read_block(
     its name, its metadata or its checksum promise.
     """
     path = block_path(folder, key)
+    (node, root), arrays = read_file(path, node_of, verify=verify)
+    if node.key != key:
+        raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
+    return node, root, arrays
+
+
+def read_file(
+    path: Path, about: Callable[[Mapping[str, str]], About], *, verify: bool
+) -> tuple[About, dict[str, mx.array]]:
+    """Return what `about` makes of a file's metadata, and its evaluated arrays.
+
+    Raises what `about` does, FileNotFoundError when there is no such file, and BlockCorrupt when
+    it is not whole.
+    """
     if not path.exists():
         raise FileNotFoundError(path)
     try:
@@ -95,7 +127,7 @@ def read_block(
         arrays: dict[str, mx.array] = loaded[0]
         metadata: dict[str, str] = loaded[1]
         mx.eval(arrays)
-        node, root = node_of(metadata)
+        described = about(metadata)
         is_whole = not verify or metadata.get("checksum") == checksum(arrays, metadata)
     except StoreFormatError:
         raise
@@ -105,9 +137,7 @@ def read_block(
         raise BlockCorrupt(f"{path.name}: cannot be read: {error}") from error
     if not is_whole:
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
-    if node.key != key:
-        raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
-    return node, root, arrays
+    return described, arrays
 
 
 def node_of(metadata: Mapping[str, str]) -> tuple[Node, Root]:
@@ -116,9 +146,7 @@ def node_of(metadata: Mapping[str, str]) -> tuple[Node, Root]:
     Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
     when they were written by a newer version.
     """
-    version = metadata.get("format", "")
-    if version.isdecimal() and int(version) > FORMAT:
-        raise StoreFormatError(f"a block of format {version}; this version reads up to {FORMAT}")
+    check_format(metadata, "block")
     try:
         node = Node(
             key=bytes.fromhex(metadata["key"]),
@@ -136,6 +164,13 @@ def node_of(metadata: Mapping[str, str]) -> tuple[Node, Root]:
     return node, root
 
 
+def check_format(metadata: Mapping[str, str], what: str) -> None:
+    """Raise StoreFormatError when a newer version wrote a file, "block" or "part"."""
+    version = metadata.get("format", "")
+    if version.isdecimal() and int(version) > FORMAT:
+        raise StoreFormatError(f"a {what} of format {version}; this version reads up to {FORMAT}")
+
+
 def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     """Return the XXH3-128 of arrays (names, dtypes, shapes, bytes) and metadata, as hex."""
     digest = xxhash.xxh3_128()
@@ -144,7 +179,11 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
         digest.update(f"{name}:{array.dtype}:{array.shape}".encode())
         # numpy and the buffer protocol know no bfloat16; its bytes are what counts.
         plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-        digest.update(memoryview(plain))
+        content = memoryview(plain)  # holds no reference: `plain` must live as long
+        if not content.c_contiguous:
+            plain = mx.contiguous(plain)
+            content = memoryview(plain)
+        digest.update(content)
     for name in sorted(metadata):
         if name != "checksum":
             digest.update(f"{name}={metadata[name]}\0".encode("utf-8", "surrogatepass"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ import xxhash
 
 from ..match.keys import Root, block_key
 from ..match.tree import Node, common_prefix
-from .index_file import IndexFile
+from .index_parts import PartIndex
+from .part import Part
 
 _MAX_REPLIES = 10_000
 _FEW = 16
@@ -66,7 +67,16 @@ class Session:
     used: float
 
 
-class Index(IndexFile):
+@dataclass(frozen=True)
+class Forgotten:
+    """What went with a block or a part: sessions (ids), parts (keys); bytes of files in all."""
+
+    n_bytes: int
+    sessions: tuple[str, ...]
+    parts: tuple[bytes, ...]
+
+
+class Index(PartIndex):
     """What is on disk, in rows. Opens and fails as `IndexFile` does."""
 
     # Reading.
@@ -137,16 +147,18 @@ class Index(IndexFile):
                 return chain[::-1]
             key = parent
 
-    def chain_size(self, leaf: bytes) -> tuple[int, int]:
-        """Return how many blocks lead to `leaf`, itself included, and the bytes of their files."""
-        n_blocks, n_bytes = self._db.execute(
-            "WITH RECURSIVE chain(key) AS (VALUES (?) UNION "
-            "SELECT b.parent FROM blocks AS b JOIN chain ON b.key = chain.key) "
-            "SELECT count(*), coalesce(sum(b.n_bytes), 0) "
-            "FROM blocks AS b JOIN chain ON b.key = chain.key",
+    def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
+        """Return how many blocks lead to `leaf`, itself included, their parts, and all bytes."""
+        n_blocks, block_bytes, n_parts, part_bytes = self._db.execute(
+            "WITH RECURSIVE up(key) AS (VALUES (?) UNION "
+            "SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
+            "SELECT count(*), coalesce(sum(b.n_bytes), 0), "
+            "coalesce(sum((SELECT count(*) FROM parts WHERE block = b.key)), 0), "
+            "coalesce(sum((SELECT sum(n_bytes) FROM parts WHERE block = b.key)), 0) "
+            "FROM blocks AS b JOIN up ON b.key = up.key",
             (leaf,),
         ).fetchone()
-        return n_blocks, n_bytes
+        return n_blocks, n_parts, block_bytes + part_bytes
 
     def block(self, key: bytes) -> tuple[Node, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
@@ -224,19 +236,19 @@ class Index(IndexFile):
         return ids if _seal(root, digest, ids) == row[0] else None
 
     def n_bytes(self) -> int:
-        """Return the size of all block files, in bytes."""
+        """Return the size of all files of blocks and parts, in bytes."""
         total: int = self._db.execute("SELECT coalesce(sum(n_bytes), 0) FROM blocks").fetchone()[0]
-        return total
+        return total + self.n_part_bytes()
 
     def n_blocks(self) -> int:
         count: int = self._db.execute("SELECT count(*) FROM blocks").fetchone()[0]
         return count
 
-    def unused_leaves(self) -> Iterator[tuple[bytes, int]]:
-        """Yield key and size of leaf blocks that no pinned session ends in, the oldest first."""
+    def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
+        """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
         with closing(
             self._db.execute(
-                "SELECT key, n_bytes FROM blocks AS b "
+                "SELECT used, key FROM blocks AS b "
                 "WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
                 "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
                 "ORDER BY used, start DESC"
@@ -267,15 +279,23 @@ class Index(IndexFile):
         leaf: Leaf | None,
         replies: Iterable[StoredReply] = (),
         chain: Iterable[Node] = (),
-    ) -> None:
-        """Add blocks whose files are in place, and move the session: all or none.
+        new_parts: Iterable[tuple[Part, int]] = (),
+        parts: Iterable[Part] = (),
+        superseded: Collection[bytes] = (),
+    ) -> list[bytes]:
+        """Add blocks and parts whose files are in place, and move the session: all or none.
 
         Without session and leaf the blocks belong to a turn that has not ended. Rows of `chain`
-        that say something else than its nodes do are put right.
+        and `parts` that say something else than those do are put right. The parts in
+        `superseded` and those of replaced blocks are removed; return their keys.
         """
         now = time.time()
         with self._db as db:
             self._add_blocks(db, root, blocks, now)
+            self._add_parts(db, new_parts, now)
+            self._use_parts(db, parts, now)
+            replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
+            removed = self._remove_parts(db, superseded, replaced)
             db.executemany(
                 "UPDATE blocks SET start = ?1, text = ?2, pending = ?3, ids = ?4 WHERE key = ?5 "
                 "AND (start, text, pending, ids) IS NOT (?1, ?2, ?3, ?4)",
@@ -300,10 +320,9 @@ class Index(IndexFile):
                     [(new, old) for old, new in leaf.replaced],
                 )
                 # Now, not after the commit: a crash in between would leave them for good.
-                db.executemany(
-                    "DELETE FROM blocks WHERE key = ?", [(old,) for old, _ in leaf.replaced]
-                )
+                db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
+        return [key for key, _ in removed]
 
     def _add_blocks(
         self, db: sqlite3.Connection, root: Root, blocks: Sequence[tuple[Node, int]], used: float
@@ -354,15 +373,17 @@ class Index(IndexFile):
         with self._db as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-    def touch(self, key: bytes) -> None:
-        """Mark a block as used now."""
+    def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
+        """Mark a block and parts as used now."""
+        now = time.time()
         with self._db as db:
-            db.execute("UPDATE blocks SET used = ? WHERE key = ?", (time.time(), key))
+            db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
+            self._use_parts(db, parts, now)
 
-    def forget_block(self, key: bytes) -> list[str]:
-        """Remove a block and the sessions that end in it; return their ids.
+    def forget(self, key: bytes) -> Forgotten:
+        """Remove a part, or a block with its parts and the sessions that end in it.
 
-        Its parent is then as recent as it was.
+        A block's parent is then as recent as it was.
         """
         with self._db as db:
             db.execute(
@@ -371,9 +392,15 @@ class Index(IndexFile):
                 (key,),
             )
             ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
+            sizes = db.execute("SELECT n_bytes FROM blocks WHERE key = ?", (key,)).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
-        return [session_id for (session_id,) in ended]
+            parts = self._remove_parts(db, [key], [key])
+        return Forgotten(
+            sum(n_bytes for (n_bytes,) in sizes) + sum(n_bytes for _, n_bytes in parts),
+            tuple(session_id for (session_id,) in ended),
+            tuple(part for part, _ in parts),
+        )
 
     def unreachable(self) -> list[bytes]:
         """Return blocks whose parent is neither a root nor there, and all that follows them."""

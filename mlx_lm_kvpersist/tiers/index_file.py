@@ -8,10 +8,14 @@ from contextlib import closing
 from pathlib import Path
 
 from ..errors import StoreFormatError
-from .files import FORMAT
 
-__all__ = ["IndexFile", "is_damage"]
+__all__ = ["INDEX_FORMAT", "IndexFile", "is_damage"]
 
+INDEX_FORMAT = 2
+"""Of the store as a whole: a version that reads less would count and remove too little.
+
+2 added parts.
+"""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS roots (
     key BLOB PRIMARY KEY,
@@ -30,6 +34,16 @@ CREATE TABLE IF NOT EXISTS blocks (
 );
 CREATE INDEX IF NOT EXISTS blocks_by_text ON blocks (parent, text);
 CREATE INDEX IF NOT EXISTS blocks_by_use ON blocks (used);
+CREATE TABLE IF NOT EXISTS parts (
+    key BLOB PRIMARY KEY,
+    block BLOB NOT NULL,
+    kind TEXT NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS parts_by_block ON parts (block, kind, n_tokens, n_bytes);
+CREATE INDEX IF NOT EXISTS parts_by_use ON parts (used, key, block);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,
@@ -89,18 +103,23 @@ class IndexFile:
         db = self._db
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (made_for,) = db.execute("PRAGMA application_id").fetchone()
-        if version > FORMAT and made_for == _APPLICATION_ID + FORMAT:
-            raise sqlite3.DatabaseError(f"an index of format {FORMAT} that claims to be {version}")
-        if version > FORMAT:
+        claims_more = version > INDEX_FORMAT
+        if claims_more and 0 < made_for - _APPLICATION_ID <= INDEX_FORMAT:
+            raise sqlite3.DatabaseError(
+                f"an index of format {made_for - _APPLICATION_ID} that claims to be {version}"
+            )
+        if claims_more:
             raise StoreFormatError(
-                f"{self.path} was written in format {version}; this version reads up to {FORMAT}. "
+                f"{self.path} was written in format {version}; this version reads up to "
+                f"{INDEX_FORMAT}. "
                 "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
             )
-        if version < FORMAT:
+        if version < INDEX_FORMAT:
+            # Whatever is missing; an older store goes on with what is new in it empty.
             with db:
                 db.executescript(_SCHEMA)
-                db.execute(f"PRAGMA application_id = {_APPLICATION_ID + FORMAT}")
-                db.execute(f"PRAGMA user_version = {FORMAT}")
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID + INDEX_FORMAT}")
+                db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
         (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
@@ -170,7 +189,12 @@ class IndexFile:
                     "INSERT OR REPLACE INTO fresh.sessions SELECT * FROM main.sessions AS s "
                     "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE key = s.leaf AND root = s.root)"
                 )
-                for table in ("roots", "blocks", "sessions"):
+                db.execute(
+                    "UPDATE fresh.parts SET used = max(used, "
+                    "(SELECT old.used FROM main.parts AS old WHERE old.key = parts.key)) "
+                    "WHERE key IN (SELECT key FROM main.parts)"
+                )
+                for table in ("roots", "blocks", "parts", "sessions"):
                     db.execute(f"DELETE FROM main.{table}")
                     db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
         finally:
@@ -186,6 +210,7 @@ class IndexFile:
                     "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
                     "n_bytes, used FROM other.blocks"
                 )
+                db.execute("INSERT INTO main.parts SELECT * FROM other.parts")
                 db.execute(
                     "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
                     "created, used FROM other.sessions"

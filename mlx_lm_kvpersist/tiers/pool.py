@@ -1,6 +1,7 @@
-"""The hot tier: blocks in RAM under a byte budget, least recently used leaves going first.
+"""The hot tier: blocks and parts in RAM under a byte budget, least recently used ones going first.
 
-Any thread may call it. Entries are immutable; what they hold is shared, never changed.
+Of blocks only leaves go. Any thread may call it. Entries are immutable; what they hold is shared,
+never changed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from threading import Lock
 from typing import Any
 
 from ..match.tree import Node
+from .part import Part
 
 
 @dataclass
 class KVBlock:
     """A block in RAM: what the tree knows of it, and its KV arrays (opaque to the pool).
 
-    `pins` counts the turns that wait to be written with it: it must not go before they are.
+    `pins` counts those who need it here: turns that wait to be written with it, and prompts that
+    it was read ahead for. `ahead_s` is how long that took, until it is used.
     """
 
     node: Node
@@ -26,100 +29,200 @@ class KVBlock:
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
+    ahead_s: float | None = None
+
+    @property
+    def key(self) -> bytes:
+        return self.node.key
+
+
+@dataclass
+class KVPart:
+    """A part in RAM, like a block's entry. Its block may be elsewhere."""
+
+    part: Part
+    arrays: Any
+    n_bytes: int
+    on_disk: bool = False
+    pins: int = 0
+    ahead_s: float | None = None
+
+    @property
+    def key(self) -> bytes:
+        return self.part.key
 
 
 class BlockPool:
-    """Blocks by key, counted in bytes."""
+    """Blocks and parts by key, counted in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._blocks: OrderedDict[bytes, KVBlock] = OrderedDict()
+        self._entries: OrderedDict[bytes, KVBlock | KVPart] = OrderedDict()
         self._children: dict[bytes, dict[bytes, Node]] = {}
+        self._parts: dict[bytes, dict[bytes, Part]] = {}
         self._n_bytes = 0
+        self._n_parts = 0
+        self._n_part_bytes = 0
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """Return the number of blocks and parts."""
+        return len(self._entries)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of all blocks and parts."""
         return self._n_bytes
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._blocks
+    @property
+    def n_parts(self) -> int:
+        return self._n_parts
 
-    def get(self, key: bytes) -> KVBlock | None:
-        return self._blocks.get(key)
+    @property
+    def n_part_bytes(self) -> int:
+        return self._n_part_bytes
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def get(self, key: bytes) -> KVBlock | KVPart | None:
+        return self._entries.get(key)
 
     def children(self, parent: bytes) -> list[Node]:
         with self._lock:
             return list(self._children.get(parent, {}).values())
 
-    def put(self, block: KVBlock) -> None:
-        """Add a block, or keep the one that is there: equal keys mean equal content."""
+    def parts(self, blocks: Iterable[bytes]) -> list[Part]:
+        """Return the parts of these blocks."""
         with self._lock:
-            present = self._blocks.get(block.node.key)
+            return [part for block in blocks for part in self._parts.get(block, {}).values()]
+
+    def put(self, entry: KVBlock | KVPart) -> None:
+        """Add a block or part, or keep the one there: equal keys mean equal content."""
+        with self._lock:
+            key = entry.key
+            present = self._entries.get(key)
             if present is not None:
-                present.pins += block.pins
-                self._blocks.move_to_end(block.node.key)
+                present.pins += entry.pins
+                self._entries.move_to_end(key)
                 return
-            self._blocks[block.node.key] = block
-            self._children.setdefault(block.node.parent, {})[block.node.key] = block.node
-            self._n_bytes += block.n_bytes
+            self._add(entry)
+            self._evict()
+
+    def admit(self, entry: KVBlock | KVPart) -> KVBlock | KVPart | None:
+        """Add a block or part if there is room, and hold it until `let_go`.
+
+        Return what is here under its key, which may be what was there before; None where what
+        others need leaves no room for it.
+        """
+        with self._lock:
+            present = self._entries.get(entry.key)
+            if present is None:
+                present = entry
+                self._add(entry)
+            present.pins += 1
+            self._evict()
+            if present is entry and self._n_bytes > self.max_bytes:
+                self._remove(entry.key)
+                return None
+            return present
+
+    def hold(self, keys: Iterable[bytes]) -> list[KVBlock | KVPart]:
+        """Hold those of these blocks and parts that are here, until `let_go`; return them."""
+        with self._lock:
+            held = [self._entries[key] for key in keys if key in self._entries]
+            for entry in held:
+                entry.pins += 1
+            return held
+
+    def let_go(self, entries: Iterable[KVBlock | KVPart]) -> None:
+        """Let go of what was held; it may have been dropped meanwhile."""
+        with self._lock:
+            for entry in entries:
+                entry.pins -= 1
             self._evict()
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark a chain, given from its first block on, as used: its leaf stays evictable first."""
         with self._lock:
             for key in reversed(list(keys)):
-                if key in self._blocks:
-                    self._blocks.move_to_end(key)
+                if key in self._entries:
+                    self._entries.move_to_end(key)
 
     def pin(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Hold those of these blocks that are here; return which."""
+        """Hold those of these blocks and parts that are here; return which."""
         with self._lock:
-            held = [key for key in keys if key in self._blocks]
+            held = [key for key in keys if key in self._entries]
             for key in held:
-                self._blocks[key].pins += 1
+                self._entries[key].pins += 1
             return held
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Let go of blocks that have been written, or never will be."""
+        """Let go of what has been written, or never will be."""
         with self._lock:
             for key in keys:
-                block = self._blocks.get(key)
-                if block is not None and block.pins:
-                    block.pins -= 1
+                entry = self._entries.get(key)
+                if entry is not None and entry.pins:
+                    entry.pins -= 1
             self._evict()
 
     def drop(self, key: bytes) -> None:
+        """Remove a part, or a block with its parts."""
         with self._lock:
-            if key in self._blocks:
+            if key in self._entries:
                 self._remove(key)
+            for part in list(self._parts.get(key, ())):
+                self._remove(part)
 
     def clear(self) -> None:
         with self._lock:
-            self._blocks.clear()
+            self._entries.clear()
             self._children.clear()
-            self._n_bytes = 0
+            self._parts.clear()
+            self._n_bytes = self._n_parts = self._n_part_bytes = 0
+
+    def _add(self, entry: KVBlock | KVPart) -> None:
+        self._entries[entry.key] = entry
+        self._n_bytes += entry.n_bytes
+        if isinstance(entry, KVPart):
+            self._parts.setdefault(entry.part.block, {})[entry.key] = entry.part
+            self._n_parts += 1
+            self._n_part_bytes += entry.n_bytes
+        else:
+            self._children.setdefault(entry.node.parent, {})[entry.key] = entry.node
 
     def _remove(self, key: bytes) -> None:
-        block = self._blocks.pop(key)
-        siblings = self._children[block.node.parent]
-        del siblings[key]
-        if not siblings:
-            del self._children[block.node.parent]
-        self._n_bytes -= block.n_bytes
+        entry = self._entries.pop(key)
+        self._n_bytes -= entry.n_bytes
+        if isinstance(entry, KVPart):
+            self._n_parts -= 1
+            self._n_part_bytes -= entry.n_bytes
+            _remove_from(self._parts, entry.part.block, key)
+        else:
+            _remove_from(self._children, entry.node.parent, key)
 
     def _evict(self) -> None:
         while self._n_bytes > self.max_bytes:
             # Without its parent a block is of no use, so parents stay as long as they have any.
-            leaves = (
+            # Nothing needs a part, and its key is nobody's parent.
+            unneeded = (
                 key
-                for key, block in self._blocks.items()
-                if not block.pins and key not in self._children
+                for key, entry in self._entries.items()
+                if not entry.pins and key not in self._children
             )
-            leaf = next(leaves, None)
-            if leaf is None:
+            victim = next(unneeded, None)
+            if victim is None:
                 return
-            self._remove(leaf)
+            is_gone = not self._entries[victim].on_disk
+            self._remove(victim)
+            # Parts of a block that is nowhere else would be of no use; there are none of a part.
+            for part in list(self._parts.get(victim, ())) if is_gone else ():
+                if not self._entries[part].pins:
+                    self._remove(part)
+
+
+def _remove_from(by_owner: dict[bytes, dict[bytes, Any]], owner: bytes, key: bytes) -> None:
+    siblings = by_owner[owner]
+    del siblings[key]
+    if not siblings:
+        del by_owner[owner]

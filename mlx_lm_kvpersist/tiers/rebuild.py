@@ -6,24 +6,28 @@ next one finds the old index or none, never half of one, which a sweep would tak
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import BlockCorrupt, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
-from .files import block_path, make_private, node_of, read_metadata
-from .index import Index, Session
+from .files import make_private, node_of, read_metadata
+from .index import Index
 from .index_file import is_damage
+from .part import Part
+from .part_files import part_of, path_of
+from .session_notes import read_session
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 512
+What = TypeVar("What", Node, Part)
+
 _SUFFIXES = ("", "-wal", "-shm")
 
 
@@ -80,30 +84,27 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
 def rebuild(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
-    """Add every readable block of the folder, and every session, to an empty index.
+    """Add every readable block and part of the folder, and every session, to an empty index.
 
     `progress` is told how many of how many files have been read. Returns the number of blocks.
     The caller holds the store's lock.
     """
-    paths = sorted((folder / "blocks").glob("*/[!.]*.safetensors"))
-    for first in range(0, len(paths), _BATCH):
-        by_root: dict[Root, list[tuple[Node, int]]] = {}
-        for path in paths[first : first + _BATCH]:
-            try:
-                node, root = node_of(read_metadata(path))
-                if block_path(folder, node.key) != path:
-                    raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
-                node.text.encode()
-                by_root.setdefault(root, []).append((node, path.stat().st_size))
-            except StoreFormatError as error:
-                raise StoreFormatError(f"{path}: {error}") from error
-            except (BlockCorrupt, OSError, ValueError, TypeError, AttributeError) as error:
-                logger.warning("not taken into the index: %s: %s", path.name, error)
-        for root, blocks in by_root.items():
-            for node, size in blocks:
-                used = block_path(folder, node.key).stat().st_mtime
-                index.add_blocks(root, [(node, size)], used)
-        progress(min(first + _BATCH, len(paths)), len(paths))
+    blocks, parts = (
+        sorted((folder / name).glob("*/[!.]*.safetensors")) for name in ("blocks", "parts")
+    )
+    n_files = len(blocks) + len(parts)
+    for number, path in enumerate(blocks):
+        if (block := _read(folder, path, node_of)) is not None:
+            node, root, found = block
+            index.add_blocks(root, [(node, found.st_size)], found.st_mtime)
+        progress(number + 1, n_files)
+    for number, path in enumerate(parts):
+        if (belonging := _read(folder, path, part_of)) is not None:
+            part, root, found = belonging
+            known = index.block(part.block)
+            if known is not None and known[1] == root.key:
+                index.add_parts([(part, found.st_size)], found.st_mtime)
+        progress(len(blocks) + number + 1, n_files)
     for path in sorted((folder / "sessions").glob("*.json")):
         try:
             session = read_session(path)
@@ -115,17 +116,22 @@ def rebuild(
     return index.n_blocks()
 
 
-def read_session(path: Path) -> Session:
-    """Read the file of a session.
+def _read(
+    folder: Path, path: Path, about: Callable[[Mapping[str, str]], tuple[What, Root]]
+) -> tuple[What, Root, os.stat_result] | None:
+    """Return what `about` makes of a file's metadata, and size and times of the file.
 
-    Raises ValueError, TypeError, KeyError or OSError when it is none, or another session's.
+    None for a file that is not what its name promises.
     """
-    content = json.loads(path.read_text())
-    content["root"] = bytes.fromhex(content["root"])
-    content["leaf"] = bytes.fromhex(content["leaf"])
-    session = Session(**content)
-    if path.name != f"{session.id}.json":
-        raise ValueError(f"it holds session {session.id!r}")
-    if session.name is not None:
-        session.name.encode()
-    return session
+    try:
+        what, root = about(read_metadata(path))
+        if path_of(folder, what) != path:
+            raise BlockCorrupt(f"{path.name}: holds {what.key.hex()}")
+        # What a damaged file may hold and SQLite does not take.
+        (what.kind if isinstance(what, Part) else what.text).encode()
+        return what, root, path.stat()
+    except StoreFormatError as error:
+        raise StoreFormatError(f"{path}: {error}") from error
+    except (BlockCorrupt, OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("not taken into the index: %s: %s", path.name, error)
+        return None

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from .budget import StoreLimits, free_bytes
 from .disk import DiskStore
-from .index import Index
+from .index import Forgotten, Index
 from .lock import StoreLock
+from .quarantine import Quarantine
 from .turn import Gone
 
 
@@ -21,9 +22,11 @@ class Rehearsal(DiskStore):
         # Not DiskStore's own: that takes the folder into use.
         self.folder = folder
         self.limits = limits
+        self.aside = Quarantine(folder / "quarantine")
         self.lock = StoreLock(scratch / "lock")
         self.n_freed_bytes = 0
-        self.forgotten: list[bytes] = []
+        self.n_blocks = 0
+        self.n_parts = 0
         self.ended: list[str] = []
         self.index = Index(scratch / "index.sqlite")
         self.index.copy_outline(folder / "index.sqlite")
@@ -32,17 +35,20 @@ class Rehearsal(DiskStore):
     def used_bytes(self) -> int:
         return self._used_before - self.n_freed_bytes
 
-    def forget(self, key: bytes) -> None:
-        block = self.index.block(key)
-        self.n_freed_bytes += block[2] if block else 0
-        self.forgotten.append(key)
-        self.ended += self.index.forget_block(key)
+    def forget(self, key: bytes) -> Forgotten:
+        is_block = key in self.index
+        went = self.index.forget(key)
+        self.n_freed_bytes += went.n_bytes
+        self.n_blocks += is_block
+        self.n_parts += len(went.parts)
+        self.ended += went.sessions
+        return went
 
     def _note_gone(self, key: bytes, why: Gone) -> None:
         pass  # it is still there
 
     def _empty_quarantine(self) -> None:
-        self.n_freed_bytes += sum(path.stat().st_size for path in self.quarantined())
+        self.n_freed_bytes += sum(path.stat().st_size for path in self.aside.files())
 
     def _excess(self, n_bytes: int) -> int:
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes

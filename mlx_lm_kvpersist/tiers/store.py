@@ -4,36 +4,53 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..errors import BlockCorrupt, StoreError
 from ..match.keys import Root
 from ..match.tree import Node
+from .ahead import AheadReader, ReadAhead
 from .budget import StoreLimits
 from .disk import DiskStore
 from .files import Arrays, read_block
-from .index import Index
-from .pool import BlockPool, KVBlock
+from .index import Index, Session
+from .part import Part
+from .part_files import read_part
+from .pool import BlockPool, KVBlock, KVPart
 from .turn import Gone, Turn
+from .workers import Workers
 from .writer import Writer
 
-__all__ = ["BlockStore", "Loaded", "StoreLimits", "Turn"]
+__all__ = ["BlockStore", "Loaded", "Part", "ReadAhead", "StoreLimits", "Turn"]
+
+Answer = TypeVar("Answer")
+Default = TypeVar("Default")
 
 logger = logging.getLogger(__name__)
+
+_N_READERS = 3
+"""Files read at once where somebody waits: while one is hashed the next is read."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A block's arrays, and whether they came from disk."""
+    """The arrays of a block or part, and whether they came from disk for whoever asked.
+
+    They do, too, if they were read ahead and nobody has used them yet; that took `ahead_s`.
+    """
 
     arrays: Mapping[str, mx.array]
     from_disk: bool
+    ahead_s: float = 0.0
 
 
 @dataclass
@@ -43,12 +60,13 @@ class StoreCounters:
     turns_saved: int = 0
     turns_not_saved: int = 0
     blocks_quarantined: int = 0
+    """Blocks and parts."""
     failures: set[str] = field(default_factory=set)
     """What keeps turns from being saved right now; each is logged once."""
 
 
 class BlockStore:
-    """Blocks by key, wherever they are.
+    """Blocks by key, and their parts, wherever they are.
 
     The generation thread reads and submits; a thread of the store's own changes the disk.
     """
@@ -60,7 +78,9 @@ class BlockStore:
         self.counters = StoreCounters()
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
         self._lost: set[bytes] = set()
-        """Blocks on disk that could not be read; until they are gone from it, or anew."""
+        """Blocks and parts that could not be read from disk; until they are gone, or anew."""
+        self._ahead = AheadReader(self.pool)
+        self._readers = Workers("kvpersist-reader", _N_READERS)
         self._writer = Writer(limits.max_queue_bytes)
         self._writer.submit(self._sweep)
 
@@ -77,51 +97,117 @@ class BlockStore:
 
         With the text that lies ahead, those on disk may be only the ones that are near to it.
         """
-        nodes: dict[bytes, Node] = {}
-        try:
-            stored = self.index.children(parent, ahead)
-            nodes.update((node.key, node) for node in stored if node.key not in self._lost)
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
+        stored = self._ask(partial(self.index.children, parent, ahead), ())
+        nodes = {node.key: node for node in stored if node.key not in self._lost}
         nodes.update((node.key, node) for node in self.pool.children(parent))
         return list(nodes.values())
 
     def __contains__(self, key: bytes) -> bool:
-        try:
-            return key in self.pool or (key not in self._lost and key in self.index)
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
-            return False
+        if key in self.pool:
+            return True
+        return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
 
     def load(self, node: Node, root: Root) -> Loaded | None:
         """Return a block's evaluated arrays, or None when it is gone or must not be trusted."""
-        block = self.pool.get(node.key)
-        if block is not None:
-            return Loaded(block.arrays, from_disk=False)
+        return self._load(node, root)
+
+    def load_part(self, part: Part, root: Root) -> Loaded | None:
+        """Return a part's evaluated arrays, or None when it is gone or must not be trusted."""
+        return self._load(part, root)
+
+    def load_all(self, wanted: Sequence[Node | Part], root: Root) -> Iterator[Loaded | None]:
+        """Yield what `load` and `load_part` return for each, in order; read several at once.
+
+        Little is read beyond what was asked for when the caller asks for no more.
+        """
+        if sum(what.key not in self.pool for what in wanted) < 2:
+            for what in wanted:
+                yield self._load(what, root)
+            return
+        coming: deque[Future[Loaded | None]] = deque()
+        waiting = deque(wanted)
+        while waiting or coming:
+            while waiting and len(coming) <= self._readers.n_threads:
+                coming.append(self._readers.submit(partial(self._load, waiting.popleft(), root)))
+            yield coming.popleft().result()
+
+    def read_ahead(self, wanted: Sequence[tuple[Node | Part, int]], root: Root) -> ReadAhead:
+        """Read into RAM what is not there yet, in order, while the caller does something else.
+
+        Each block or part comes with its size in bytes. Together with what others had read ahead
+        it takes at most half of the budget; what does not fit is left on disk. What is there, or
+        comes, stays until `release`.
+        """
+        return self._ahead.begin(wanted, partial(self._read_entry, root=root))
+
+    def release_ahead(self) -> None:
+        """Let go of everything that was read ahead."""
+        self._ahead.release_all()
+
+    def _load(self, what: Node | Part, root: Root) -> Loaded | None:
+        hot = self.pool.get(what.key)
+        if hot is not None:
+            ahead_s, hot.ahead_s = hot.ahead_s, None
+            return Loaded(hot.arrays, ahead_s is not None, ahead_s or 0.0)
+        entry = self._read_entry(what, root)
+        if entry is None:
+            return None
+        entry.ahead_s = None
+        self.pool.put(entry)
+        return Loaded(entry.arrays, from_disk=True)
+
+    def _read_entry(self, what: Node | Part, root: Root) -> KVBlock | KVPart | None:
+        """Read a block or part from disk. Any long-lived thread."""
+        started = time.perf_counter()
         try:
-            stored, stored_root, arrays = read_block(
-                self.folder, node.key, verify=self.limits.verify
-            )
-            if (stored.packed_ids, stored.start) != (node.packed_ids, node.start):
-                raise BlockCorrupt(f"block {node.key.hex()}: file and index disagree")
-            if stored_root.key != root.key:
-                raise BlockCorrupt(f"block {node.key.hex()} belongs to another model")
+            arrays = self._read(what, root)
         except FileNotFoundError:
-            logger.warning("block %s is no longer on disk", node.key.hex())
-            self._lost.add(node.key)
-            self._writer.submit(partial(self._take_away, node.key))
+            logger.warning("%s %s is no longer on disk", _kind(what), what.key.hex())
+            self._lost.add(what.key)
+            self._writer.submit(partial(self._take_away, what.key))
             return None
         except StoreError as error:
-            self.quarantine(node.key, str(error))
+            self._quarantine(_kind(what), what.key, str(error))
             return None
-        block = _in_ram(node, arrays)
-        block.on_disk = True
-        self.pool.put(block)
-        return Loaded(arrays, from_disk=True)
+        entry = _in_ram(what, arrays)
+        entry.on_disk = True
+        entry.ahead_s = time.perf_counter() - started
+        return entry
+
+    def _read(self, what: Node | Part, root: Root) -> Arrays:
+        if isinstance(what, Part):
+            _, its_root, arrays = read_part(self.folder, what.key, verify=self.limits.verify)
+        else:
+            node, its_root, arrays = read_block(self.folder, what.key, verify=self.limits.verify)
+            if (node.packed_ids, node.start) != (what.packed_ids, what.start):
+                raise BlockCorrupt(f"block {what.key.hex()}: file and index disagree")
+        if its_root.key != root.key:
+            raise BlockCorrupt(f"{_kind(what)} {what.key.hex()} belongs to another model")
+        return arrays
+
+    def parts(self, blocks: Sequence[bytes]) -> dict[bytes, list[Part]]:
+        """Return, by block, the parts in RAM or, if they can be read, on disk.
+
+        A block that has none may be missing. Blocks are given by their keys.
+        """
+        stored = self._ask(partial(self.index.parts, blocks), ())
+        found = {part.key: part for part, _ in stored if part.key not in self._lost}
+        found.update((part.key, part) for part in self.pool.parts(blocks))
+        by_block: dict[bytes, list[Part]] = {}
+        for part in found.values():
+            by_block.setdefault(part.block, []).append(part)
+        return by_block
 
     def quarantine(self, key: bytes, reason: str) -> None:
-        """Take a block that failed a check out of use, in RAM now and on disk soon."""
-        logger.warning("block %s goes to quarantine: %s", key.hex(), reason)
+        """Take a block or part that failed a check out of use, in RAM now and on disk soon.
+
+        A block takes its parts along.
+        """
+        is_part = isinstance(self.pool.get(key), KVPart)
+        self._quarantine("part" if is_part else "block", key, reason)
+
+    def _quarantine(self, kind: str, key: bytes, reason: str) -> None:
+        logger.warning("%s %s goes to quarantine: %s", kind, key.hex(), reason)
         self.counters.blocks_quarantined += 1
         self._lost.add(key)
         self.pool.drop(key)
@@ -132,22 +218,29 @@ class BlockStore:
         for node, arrays in blocks:
             self.pool.put(_in_ram(node, arrays))
 
-    def keep_turn(self, turn: Turn, new: Iterable[tuple[Node, Arrays]]) -> None:
-        """Keep a turn's new blocks in RAM and have it written in the background.
+    def keep_turn(
+        self,
+        turn: Turn,
+        new: Iterable[tuple[Node, Arrays]],
+        new_parts: Iterable[tuple[Part, Arrays]] = (),
+    ) -> None:
+        """Keep a turn's new blocks and parts in RAM and have it written in the background.
 
-        Until that is done, none of its blocks leaves RAM.
+        Until that is done, none of its blocks and parts leaves RAM.
         """
-        pinned = self.pool.pin(node.key for node in turn.nodes)
-        for node, arrays in new:
-            block = _in_ram(node, arrays)
-            block.pins = 1
-            self.pool.put(block)
-            pinned.append(node.key)
+        known: tuple[Node | Part, ...] = (*turn.nodes, *turn.parts)
+        pinned = self.pool.pin(what.key for what in known)
+        added: list[tuple[Node | Part, Arrays]] = [*new, *new_parts]
+        for what, arrays in added:
+            entry = _in_ram(what, arrays)
+            entry.pins = 1
+            self.pool.put(entry)
+            pinned.append(entry.key)
         self.pool.touch(node.key for node in turn.nodes)
         for reply in turn.replies:
             self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
-        blocks = (self.pool.get(key) for key in pinned)
-        n_bytes = sum(block.n_bytes for block in blocks if block and not block.on_disk)
+        entries = (self.pool.get(key) for key in pinned)
+        n_bytes = sum(entry.n_bytes for entry in entries if entry and not entry.on_disk)
         self._writer.submit_turn(
             turn,
             save=partial(self._save, turn, pinned),
@@ -163,76 +256,79 @@ class BlockStore:
 
     def session_blocks(self, root: Root, name: str) -> set[bytes]:
         """Return the blocks of all branches of a session; none if the index cannot be read."""
+        return self._ask(partial(self.index.session_blocks, root.key, name), set[bytes]())
+
+    def sessions_at(self, key: bytes) -> list[Session]:
+        """Return the sessions that end in a block, as far as they are on disk."""
         try:
-            return self.index.session_blocks(root.key, name)
+            return self.index.sessions_at(key)
         except sqlite3.Error as error:
             self._failed("read the index", error)
-            return set()
+            return []
 
     def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
         """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
-        nodes: dict[bytes, Node] = {}
-        try:
-            nodes.update((node.key, node) for node in self.index.tails(parent, max_tokens))
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
+        stored = self._ask(partial(self.index.tails, parent, max_tokens), ())
+        nodes = {node.key: node for node in stored}
         in_ram = self.pool.children(parent)
         nodes.update((node.key, node) for node in in_ram if node.n_tokens < max_tokens)
         return list(nodes.values())
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
-        try:
-            return self._unwritten_replies.get((root, digest)) or self.index.reply_ids(root, digest)
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
-            return None
+        unwritten = self._unwritten_replies.get((root, digest))
+        return unwritten or self._ask(partial(self.index.reply_ids, root, digest), None)
 
     def gone(self, key: bytes) -> Gone | None:
-        """Return why a block is no longer on disk, if that is known."""
+        """Return why a block or a part is no longer on disk, if that is known."""
         return self.disk.gone(key)
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""
-        try:
-            roots = [other for other, _, _ in self.index.roots()]
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
-            return []
-        return [other for other in roots if other.key != root.key][:limit]
+        roots = self._ask(self.index.roots, ())
+        return [other for other, _, _ in roots if other.key != root.key][:limit]
 
     def file_hash(self, path: str, stamp: str) -> str | None:
         """Return what is remembered of a model's file, if its stamp is still the same."""
-        try:
-            return self.index.file_hash(path, stamp)
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
-            return None
+        return self._ask(partial(self.index.file_hash, path, stamp), None)
 
     def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         """Remember the hash of a model's file."""
         self._writer.submit(partial(self._keep_file_hash, path, stamp, content_hash))
 
-    def touch(self, key: bytes) -> None:
-        """Mark a chain, given by its last block, as used."""
-        self._writer.submit(partial(self._touch, key))
+    def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
+        """Mark a chain, given by its last block, and these parts as used."""
+        used = tuple(parts)
+        self.pool.touch(part.key for part in used)
+        self._writer.submit(partial(self._touch, key, used))
+
+    def set_gentle(self, gentle: bool) -> None:
+        """Say whether writing is to leave most of the time to others from now on. Any thread."""
+        self._writer.set_gentle(gentle)
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
         self._writer.drain()
 
     def stats(self) -> dict[str, Any]:
-        """Return what is where, in blocks and bytes, and what has happened so far. Any thread."""
+        """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
+
+        "bytes" are all bytes; "part_bytes" says how many of them are those of parts.
+        """
         return {
             "folder": str(self.folder),
             "ram": {
-                "blocks": len(self.pool),
+                "blocks": len(self.pool) - self.pool.n_parts,
+                "parts": self.pool.n_parts,
                 "bytes": self.pool.n_bytes,
+                "part_bytes": self.pool.n_part_bytes,
                 "max_bytes": self.limits.max_ram_bytes,
             },
             "disk": {
                 "blocks": self.index.n_blocks(),
+                "parts": self.index.n_parts(),
                 "bytes": self.disk.used_bytes(),
+                "part_bytes": self.index.n_part_bytes(),
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,
             },
@@ -249,9 +345,12 @@ class BlockStore:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is waiting, then close the index."""
+        readers_ended = self._ahead.close(timeout_s) and self._readers.close(timeout_s)
         if not self._writer.close(timeout_s):
             logger.warning("not everything could be written within %.0f s", timeout_s)
             return
+        if not readers_ended:
+            logger.warning("a file was still being read after %.0f s", timeout_s)
         self.disk.close()
         self.pool.clear()
 
@@ -259,25 +358,35 @@ class BlockStore:
 
     def _save(self, turn: Turn, pinned: list[bytes]) -> None:
         try:
-            saved = self.disk.save(turn, self._arrays_of, keep=self._writer.waiting_keys())
+            keep = self._writer.waiting_keys()
+            saved = self.disk.save(turn, self._arrays_of, keep, self._writer.rest)
         except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
             self._failed("save a turn", error)
             self._abandon(turn, pinned)
             return
-        if not saved:
+        if saved is None:
             logger.warning("a turn is not saved: another process removed a block that it needs")
             self._abandon(turn, pinned)
             return
         self.counters.turns_saved += 1
         self.counters.failures.clear()
-        for node in turn.nodes:
-            self._lost.discard(node.key)
-            block = self.pool.get(node.key)
-            if block is not None:
-                block.on_disk = True
+        written: tuple[Node | Part, ...] = (*saved.nodes, *saved.parts)
+        for what in written:
+            self._lost.discard(what.key)
+            entry = self.pool.get(what.key)
+            if entry is not None:
+                entry.on_disk = True
         self._release(turn, pinned)
-        for replaced, _ in turn.leaf.replaced if turn.leaf else ():
+        for replaced, _ in saved.leaf.replaced if saved.leaf else ():
             self.pool.drop(replaced)
+        for part in set(saved.superseded).difference(saved.parts):
+            self._drop_superseded(part)
+
+    def _drop_superseded(self, part: Part) -> None:
+        """Drop a part, unless a turn that waits has it anew."""
+        entry = self.pool.get(part.key)
+        if entry is not None and not entry.pins:
+            self.pool.drop(part.key)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         block = self.pool.get(key)
@@ -294,7 +403,7 @@ class BlockStore:
             self._unwritten_replies.pop((turn.root.key, reply.digest), None)
 
     def _take_away(self, key: bytes, reason: str | None = None) -> None:
-        """Forget a block that is not on disk, or, for a reason, move it to quarantine."""
+        """Forget a block or part that is not on disk; for a reason, move it to quarantine."""
         try:
             if reason is None:
                 self.disk.forget(key)
@@ -305,10 +414,10 @@ class BlockStore:
         else:
             self._lost.discard(key)
 
-    def _touch(self, key: bytes) -> None:
+    def _touch(self, key: bytes, parts: tuple[Part, ...]) -> None:
         try:
             with self.disk.lock.held():
-                self.index.touch(key)
+                self.index.touch(key, parts)
         except (OSError, sqlite3.Error) as error:
             self._failed("mark a block as used", error)
 
@@ -324,6 +433,14 @@ class BlockStore:
         if n_swept:
             logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
 
+    def _ask(self, index: Callable[[], Answer], otherwise: Default) -> Answer | Default:
+        """Return what the index answers, or something else if it cannot be read. Any thread."""
+        try:
+            return index()
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return otherwise
+
     def _failed(self, what: str, error: Exception) -> None:
         """Say once what does not work, until something works again."""
         # A full disk fails here with one error and there with another.
@@ -333,5 +450,13 @@ class BlockStore:
             logger.error("cannot %s: %s; serving goes on from memory", what, error)
 
 
-def _in_ram(node: Node, arrays: Arrays) -> KVBlock:
-    return KVBlock(node, arrays, sum(array.nbytes for array in arrays.values()))
+def _in_ram(what: Node | Part, arrays: Arrays) -> KVBlock | KVPart:
+    n_bytes = sum(array.nbytes for array in arrays.values())
+    if isinstance(what, Part):
+        return KVPart(what, arrays, n_bytes)
+    # Blocks without arrays would never be too many.
+    return KVBlock(what, arrays, n_bytes + len(what.packed_ids) + len(what.text))
+
+
+def _kind(what: Node | Part) -> str:
+    return "part" if isinstance(what, Part) else "block"

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from ..errors import StoreError
 from .disk import DiskStore
-from .files import block_path, read_block
+from .files import block_path, key_of, read_block
 from .index import Index, Session
 from .lock import StoreLock
-from .rebuild import read_session, rebuild_index
+from .part_files import part_path, read_part
+from .rebuild import rebuild_index
+from .session_notes import read_session
 
 __all__ = ["Fault", "Problem", "find_problems", "fix_problems"]
 
@@ -25,13 +27,13 @@ class Fault(str, Enum):
     """What can be wrong with a store."""
 
     CORRUPT = "corrupt"
-    """A block file is not what its name, metadata or checksum promise."""
+    """A block's or part's file is not what its name, metadata or checksum promise."""
     MISSING = "missing"
-    """A block of the index has no file."""
+    """A block or part of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A block's parent is not there, or ends elsewhere."""
+    """A block's parent is not there, or ends elsewhere; a part's block is not there."""
     MISMATCH = "mismatch"
-    """The index says something else of a block than its file, which is whole."""
+    """The index says something else of a block or part than its file, which is whole."""
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
@@ -40,7 +42,7 @@ class Fault(str, Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong. `subject` is a block's key as hex, a path or a session's id."""
+    """Something that is wrong. `subject` is a key as hex, a path or a session's id."""
 
     fault: Fault
     subject: str
@@ -51,14 +53,16 @@ class Problem:
 def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Return what is wrong with a store; `progress` is told blocks read and blocks in all."""
-    keys = sorted(index.keys())
+    """Return what is wrong with a store; `progress` is told files read and files in all."""
+    keys, parts = sorted(index.keys()), sorted(index.part_keys())
     found: list[Problem | None] = []
-    for number, key in enumerate(keys):
-        found.append(_check_block(folder, index, key))
-        progress(number + 1, len(keys))
-    for path in sorted((folder / "blocks").glob("*/*")):
-        found.append(_check_file(folder, index, path))
+    for number, key in enumerate((*keys, *parts)):
+        check = _check_block if number < len(keys) else _check_part
+        found.append(check(folder, index, key))
+        progress(number + 1, len(keys) + len(parts))
+    for name in ("blocks", "parts"):
+        for path in sorted((folder / name).glob("*/*")):
+            found.append(_check_file(folder, index, path))
     for path in sorted((folder / "sessions").glob("*")):
         found.append(_check_session_file(index, path))
     for session in index.sessions():
@@ -74,7 +78,8 @@ def find_problems(
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     """Take out of use what is wrong, and what can no longer be reached without it.
 
-    Bad block files go to quarantine. Where file and index disagree, the file is believed.
+    Bad files of blocks and parts go to quarantine. Where file and index disagree, the file is
+    believed.
     """
     with disk.lock.held():
         # The fault may be gone since, or be another one.
@@ -129,12 +134,38 @@ def _check_block(folder: Path, index: Index, key: bytes) -> Problem | None:
     return None
 
 
-def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
+def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
+    def problem(fault: Fault, reason: str) -> Problem:
+        return Problem(fault, key.hex(), reason, lambda: _check_part(folder, index, key))
+
+    row = index.part(key)
+    if row is None:
+        return None
+    known, n_bytes = row
+    path = part_path(folder, key)
     try:
-        key = bytes.fromhex(path.name.removesuffix(".safetensors"))
-    except ValueError:
-        key = b""
-    known = key in index and path == block_path(folder, key)
+        part, root, _ = read_part(folder, key)
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return problem(Fault.MISSING, f"{path.name} is not there")
+    except StoreError as error:
+        return problem(Fault.CORRUPT, str(error))
+    block = index.block(part.block)
+    if block is not None and block[1] != root.key:
+        return problem(Fault.CORRUPT, f"its block {part.block.hex()} belongs to another model")
+    if (part, size) != (known, n_bytes):
+        return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
+    if block is None:
+        return problem(Fault.UNREACHABLE, f"its block {part.block.hex()} is not there")
+    return None
+
+
+def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
+    key = key_of(path)
+    known = key is not None and (
+        (key in index and path == block_path(folder, key))
+        or (index.part(key) is not None and path == part_path(folder, key))
+    )
     if known or not path.exists():
         return None
     reason = "the index does not know it" if key else "left behind by an interrupted write"

@@ -103,7 +103,7 @@ def test_the_option_turns_the_canary_off(
 ) -> None:
     """The same with real servers: one catches it, one that was told not to look does not."""
     messages: list[Message] = [{"role": "user", "content": synthetic_text(500, seed=1)}]
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir")
+    plugin = ("--plugin", "kvpersist", "--kvpersist-attention", "dequantize", "--kvpersist-dir")
     clean = tmp_path / "clean"
     with ServerProcess(tiny_model, *plugin, str(clean), log_path=tmp_path / "0.log") as server:
         first = server.chat(messages, "s", temperature=0.0, max_tokens=12)

@@ -305,8 +305,9 @@ def test_blocks_of_another_model(
         answer = again.ask([*ids, 5])
         cold.check(answer)
         assert answer.outcome.n_reused == 256
-        (reason,) = quarantined_reasons(again)
-        assert "holds block" in reason
+        # Files are read some at a time, so more than the first bad one may be found.
+        reasons = quarantined_reasons(again)
+        assert reasons and all("holds block" in reason for reason in reasons)
         # Files that nobody committed are swept away.
         present = set((talk.folder / "blocks").rglob("*.safetensors"))
         assert not present & {talk.folder / p.relative_to(tmp_path / "other") for p in foreign}
@@ -358,7 +359,15 @@ def test_a_server_on_a_disk_that_fills_up(
     with small_disk("tmpfs", tmp_path / "disk") as disk:
         store = disk.folder / "store"
         options = ("--kvpersist-dir", str(store), "--kvpersist-min-free", "0")
-        plugin = ("--plugin", "kvpersist", *options, "--kvpersist-disk", "6M")
+        plugin = (
+            "--plugin",
+            "kvpersist",
+            "--kvpersist-attention",
+            "dequantize",
+            *options,
+            "--kvpersist-disk",
+            "6M",
+        )
         server = start_server(tiny_model, *plugin)
         replies = {"before": server.chat(chat(0), "before", temperature=0.0)}
         total = replies["before"].prompt_tokens + replies["before"].completion_tokens

@@ -134,7 +134,7 @@ class Killer(BaseException):
 
 
 @pytest.mark.parametrize("n_calls", [0, 1, 7, 20])
-@pytest.mark.parametrize("method", ["add_blocks", "put_session"])
+@pytest.mark.parametrize("method", ["add_blocks", "add_parts", "put_session"])
 def test_killed_while_the_index_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, n_calls: int
 ) -> None:
@@ -166,7 +166,14 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
     replies: dict[str, dict[str, list[str]]] = {}
     for name in ("uninterrupted", "killed"):
         store = tmp_path / name
-        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+        plugin = (
+            "--plugin",
+            "kvpersist",
+            "--kvpersist-attention",
+            "dequantize",
+            "--kvpersist-dir",
+            str(store),
+        )
         rng = random.Random(7)
         with ServerProcess(tiny_model, *plugin, log_path=tmp_path / f"{name}.log") as server:
             talks: dict[str, list[Message]] = {talk: [] for talk in TALKS}

@@ -179,7 +179,16 @@ def difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> fl
 def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> None:
     store, budget = folder / "store", setting.budget
     model = setting.make_model(folder / "model")
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-min-free", "0")
+    plugin = (
+        "--plugin",
+        "kvpersist",
+        "--kvpersist-attention",
+        "dequantize",
+        "--kvpersist-dir",
+        str(store),
+        "--kvpersist-min-free",
+        "0",
+    )
     # Little RAM, so that the servers live from what is on disk.
     limits = ("--kvpersist-disk", str(budget), "--kvpersist-ram", str(budget // 8))
     with ExitStack() as stack:
@@ -201,7 +210,14 @@ def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> No
         bad = [line for line in log.splitlines() if "ERROR" in line or "Traceback" in line]
         assert not bad, bad[:5]
         assert "goes to quarantine" not in log
-    cold = ("--plugin", "kvpersist", "--kvpersist-dir", str(folder / "cold"))
+    cold = (
+        "--plugin",
+        "kvpersist",
+        "--kvpersist-attention",
+        "dequantize",
+        "--kvpersist-dir",
+        str(folder / "cold"),
+    )
     step = max(1, len(load.exchanges) // n_checked)
     with ServerProcess(model, *cold, log_path=folder / "cold.log") as server:
         check_replies(server, load.exchanges[::step])

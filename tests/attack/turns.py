@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,6 +20,8 @@ from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.tiers.budget import StoreLimits
 from mlx_lm_kvpersist.tiers.files import read_block
 from mlx_lm_kvpersist.tiers.index import Leaf, StoredReply
+from mlx_lm_kvpersist.tiers.part import Part
+from mlx_lm_kvpersist.tiers.part_files import read_part
 from mlx_lm_kvpersist.tiers.store import BlockStore, Turn
 
 ROOT = Root("written-by-turns", "4b32")
@@ -58,14 +60,36 @@ def plain_arrays(node: Node) -> dict[str, np.ndarray]:
     }
 
 
-def arrays_of(node: Node) -> dict[str, mx.array]:
-    arrays = {name: mx.array(array) for name, array in plain_arrays(node).items()}
+def state(node: Node) -> Part:
+    return Part(node.key, "state", 0)
+
+
+def window(node: Node) -> Part:
+    return Part(node.key, "window-32", BLOCK_TOKENS)
+
+
+def plain_part(part: Part) -> dict[str, np.ndarray]:
+    """Return what a part must hold."""
+    rng = np.random.default_rng(int.from_bytes(part.key, "little"))
+    return {
+        "0.conv": rng.standard_normal((2, 1, 3, 8), np.float32),
+        "0.ssm": rng.standard_normal((2, 1, 4, 64), np.float32),
+    }
+
+
+def arrays_of(what: Node | Part) -> dict[str, mx.array]:
+    plain = plain_part(what) if isinstance(what, Part) else plain_arrays(what)
+    arrays = {name: mx.array(array) for name, array in plain.items()}
     mx.eval(arrays)
     return arrays
 
 
 def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> None:
-    """Hand a turn to the store that makes a session `n_tokens` long, as a conversation does."""
+    """Hand a turn to the store that makes a session `n_tokens` long, as a conversation does.
+
+    It leaves a state at its end, which takes the place of the one before, and the shared
+    beginning has a window.
+    """
     chain = chain_of(session_ids(session, n_tokens))
     old_tail = chain_of(session_ids(session, n_before))[-1:]
     replaced = [
@@ -79,7 +103,17 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
         session, chain[-1].key, n_tokens, tuple(node.key for node in chain), tuple(replaced)
     )
     reply = StoredReply(chain[-1].key, chain[-1].packed_ids)
-    store.keep_turn(Turn(ROOT, tuple(chain), leaf, (reply,)), new)
+    parts = expected_parts(chain)
+    superseded = tuple(state(tail) for tail in old_tail)
+    known = store.parts([node.key for node in chain])
+    new_parts = [(p, arrays_of(p)) for p in parts if p not in known.get(p.block, ())]
+    turn = Turn(ROOT, tuple(chain), leaf, (reply,), parts, superseded)
+    store.keep_turn(turn, new, new_parts)
+
+
+def expected_parts(chain: Sequence[Node]) -> tuple[Part, ...]:
+    """Return the parts that a session of these blocks has."""
+    return window(chain[0]), state(chain[-1])
 
 
 def session_lengths(store: BlockStore) -> dict[str, int]:
@@ -93,6 +127,7 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session is there twice"
     reachable: set[bytes] = set()
+    parts: set[Part] = set()
     for name, n_tokens in committed.items():
         assert name in sessions, f"the session {name} is lost"
         assert sessions[name].n_tokens >= n_tokens, f"the last turn of {name} is lost"
@@ -104,9 +139,17 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
         for node in expected:
             _check_block(folder, node)
             reachable.add(node.key)
+        parts.update(expected_parts(expected))
+        found = store.parts([node.key for node in expected])
+        assert {part for some in found.values() for part in some} <= parts
     assert store.index.keys() == reachable
+    assert store.index.part_keys() == {part.key for part in parts}
+    for part in parts:
+        check_part(folder, part)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
     assert files == {f"{key.hex()}.safetensors" for key in reachable}
+    files = {path.name for path in (folder / "parts").rglob("*") if path.is_file()}
+    assert files == {f"{part.key.hex()}.safetensors" for part in parts}
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
     assert store.counters.blocks_quarantined == 0
@@ -116,10 +159,19 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
 def _check_block(folder: Path, node: Node) -> None:
     found, root, arrays = read_block(folder, node.key)
     assert (found, root) == (node, ROOT)
-    expected = plain_arrays(node)
+    check_arrays(arrays, plain_arrays(node))
+
+
+def check_part(folder: Path, part: Part) -> None:
+    found, root, arrays = read_part(folder, part.key)
+    assert (found, root) == (part, ROOT)
+    check_arrays(arrays, plain_part(part))
+
+
+def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray]) -> None:
     assert arrays.keys() == expected.keys()
     for name, array in expected.items():
-        assert np.array(arrays[name]).tobytes() == array.tobytes(), f"{node.key.hex()} {name}"
+        assert np.array(arrays[name]).tobytes() == array.tobytes(), name
 
 
 def write_turns(folder: Path, log: int, seed: int, n_turns: int) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +9,7 @@ import pytest
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.tiers.index import Leaf
+from mlx_lm_kvpersist.tiers.part import Part
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
 
 ROOT = Root("fingerprint", "4b64")
@@ -38,17 +39,46 @@ def arrays_of(node: Node) -> dict[str, mx.array]:
     return arrays
 
 
+def state(node: Node) -> Part:
+    """Return the part that holds the state of recurrent layers behind a block."""
+    return Part(node.key, "state", 0)
+
+
+def window(node: Node) -> Part:
+    """Return the part that holds a block's tokens for layers that see 512."""
+    return Part(node.key, "window-512", node.n_tokens)
+
+
+def arrays_of_part(part: Part) -> dict[str, mx.array]:
+    """Return arrays whose content belongs to this part alone, of dtypes as states have them."""
+    key = mx.random.key(int.from_bytes(part.key[:4], "little"))
+    arrays = {
+        "0.conv": mx.random.normal((2, 1, 3, 64), mx.bfloat16, key=key),
+        "0.ssm": mx.random.normal((2, 1, 4, 32, 32), mx.float32, key=key),
+    }
+    mx.eval(arrays)
+    return arrays
+
+
 def save_turn(
-    store: BlockStore, nodes: list[Node], name: str | None = None, **leaf: object
+    store: BlockStore,
+    nodes: list[Node],
+    name: str | None = None,
+    parts: Sequence[Part] = (),
+    superseded: Sequence[Part] = (),
+    **leaf: object,
 ) -> dict[bytes, dict[str, mx.array]]:
-    """Keep and write a whole turn; return the arrays by key."""
+    """Keep and write a whole turn; return the arrays of new blocks and parts by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
     new = [(node, content[node.key]) for node in nodes if node.key in content]
+    known = {part for found in store.parts([p.block for p in parts]).values() for part in found}
+    new_parts = [(part, arrays_of_part(part)) for part in parts if part not in known]
     keys = tuple(node.key for node in nodes)
     end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
-    store.keep_turn(Turn(ROOT, tuple(nodes), end), new)
+    turn = Turn(ROOT, tuple(nodes), end, parts=tuple(parts), superseded=tuple(superseded))
+    store.keep_turn(turn, new, new_parts)
     store.drain()
-    return content
+    return content | {part.key: arrays for part, arrays in new_parts}
 
 
 @pytest.fixture

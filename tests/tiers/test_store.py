@@ -12,8 +12,9 @@ from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Node, common_prefix
 from mlx_lm_kvpersist.tiers.disk import DiskStore
-from mlx_lm_kvpersist.tiers.files import FORMAT, block_path
+from mlx_lm_kvpersist.tiers.files import block_path
 from mlx_lm_kvpersist.tiers.index import Index
+from mlx_lm_kvpersist.tiers.index_file import INDEX_FORMAT
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -142,9 +143,9 @@ def test_a_failed_write_commits_nothing(
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     db = sqlite3.connect(path)
-    db.execute(f"PRAGMA user_version = {FORMAT + 1}")
+    db.execute(f"PRAGMA user_version = {INDEX_FORMAT + 1}")
     db.close()
-    with pytest.raises(StoreFormatError, match=f"format {FORMAT + 1}"):
+    with pytest.raises(StoreFormatError, match=f"format {INDEX_FORMAT + 1}"):
         Index(path)
 
 

@@ -1,0 +1,173 @@
+"""Move a session out of a store into one file (`session_file`), and from a file into a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ..errors import BlockCorrupt, StoreError
+from ..match.keys import Root
+from ..match.tree import Node
+from .disk import DiskStore
+from .files import make_private, read_block, sync
+from .index import Index, Leaf, Session
+from .part import Part
+from .part_files import path_of, read_part
+from .session_file import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    OwnHeader,
+    Progress,
+    SessionFile,
+    file_header,
+    no_progress,
+    own_header,
+    read_header,
+)
+from .turn import NewFile, Turn
+
+__all__ = ["Imported", "export_session", "import_session"]
+
+
+# Out of a store.
+
+
+def export_session(
+    folder: Path, index: Index, session: Session, target: Path, progress: Progress = no_progress
+) -> int:
+    """Write a session to a file, which appears when it is whole; return its size in bytes.
+
+    Every block and part is checked on the way. Parts that go meanwhile are left out. Raises
+    StoreError when a block is missing or anything is damaged.
+    """
+    chain = [node for node, _ in index.chain(session.leaf)]
+    if not chain:
+        raise StoreError(f"session {session.id} has lost blocks; run store verify")
+    parts = [part for part, _ in index.parts([node.key for node in chain])]
+    items: list[Node | Part] = [*chain, *parts]
+    exported: list[tuple[Path, OwnHeader]] = []
+    for number, item in enumerate(items):
+        path = path_of(folder, item)
+        try:
+            exported.append((path, _checked_header(folder, item)))
+        except FileNotFoundError as error:
+            if isinstance(item, Node):
+                raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
+        except (BlockCorrupt, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
+        progress(number + 1, 2 * len(items))
+    headers = [header for _, header in exported]
+    about = json.dumps({"name": session.name, "n_tokens": session.n_tokens})
+    header = file_header(about, headers[: len(chain)], headers[len(chain) :])
+    if len(header) > MAX_HEADER_BYTES:
+        raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")
+    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+            for number, (path, own) in enumerate(exported):
+                with path.open("rb") as source:
+                    if read_header(source) != own.text.encode():
+                        raise StoreError(f"{path.name} was replaced meanwhile; try again")
+                    shutil.copyfileobj(source, file, 1 << 20)
+                progress(len(exported) + number + 1, 2 * len(exported))
+        sync(temporary)
+        os.replace(temporary, target)
+    except FileNotFoundError as error:
+        raise StoreError(f"session {session.id} cannot be exported: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target.stat().st_size
+
+
+def _checked_header(folder: Path, item: Node | Part) -> OwnHeader:
+    """Check the file of a block or part, and return its header."""
+    if isinstance(item, Part):
+        read_part(folder, item.key)
+    else:
+        read_block(folder, item.key)
+    with path_of(folder, item).open("rb") as source:
+        return own_header(read_header(source).decode())
+
+
+def _what(item: Node | Part, session: Session) -> str:
+    if isinstance(item, Part):
+        return f"part {item.key.hex()} of session {session.id}"
+    return f"the block at token {item.start} of session {session.id}"
+
+
+# Into a store.
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did."""
+
+    session: Session
+    n_blocks: int
+    n_parts: int
+    written: Sequence[Node | Part]
+    """What was not there yet."""
+    is_new: bool
+    """Whether the session was added or went on; False where it was there."""
+
+
+def import_session(disk: DiskStore, source: SessionFile) -> Imported:
+    """Write a checked session to a store, within its budget, whole or not at all.
+
+    A session that is there is left as it is, and so is one of the same name that goes on from
+    it; one that ends on the way to it moves. Raises StoreError when there is no room.
+    """
+    keys = tuple(node.key for node in source.nodes)
+    leaf = Leaf(source.name, keys[-1], source.nodes[-1].stop, keys)
+    files = [
+        NewFile(
+            item,
+            source.n_own_bytes(number),
+            partial(_publish, disk, item, partial(source.own_file, number)),
+        )
+        for number, item in enumerate(source.items)
+    ]
+    with disk.lock.held():
+        there = _session_through(disk.index, source.root, leaf)
+        turn = Turn(source.root, source.nodes, leaf, parts=source.parts)
+        session, written = disk.adopt(replace(turn, leaf=None) if there else turn, files)
+    session = there or session
+    assert session is not None  # a turn with a leaf has one
+    n_blocks, n_parts = len(source.nodes), len(source.parts)
+    return Imported(session, n_blocks, n_parts, written, is_new=there is None)
+
+
+def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
+    """Return a session of the leaf's name that ends in it or beyond it."""
+    for session in index.sessions():
+        if (session.root, session.name) == (root.key, leaf.name) and any(
+            node.key == leaf.key for node, _ in index.chain(session.leaf)
+        ):
+            return session
+    return None
+
+
+def _publish(disk: DiskStore, item: Node | Part, content_of: Callable[[], bytes]) -> int:
+    """Make the file of a block or part appear: a reader sees all of it or nothing."""
+    path = path_of(disk.folder, item)
+    if path.exists():
+        return path.stat().st_size
+    make_private(path.parent)
+    temporary = path.with_name(f".{item.key.hex()}.{os.getpid()}.tmp.safetensors")
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content_of())
+        if disk.limits.fsync:
+            sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.stat().st_size
