@@ -11,6 +11,8 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.models.cache import KVCache
+
 from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
@@ -21,14 +23,16 @@ from .host.prompt import Prompt, RequestTokens
 from .host.routes import Route
 from .kv.batch import BatchQuantizedKVCache
 from .kv.fingerprint import content_hash, model_fingerprint
+from .kv.plain import PlainBatchKVCache
+from .kv.plans import with_plans
 from .kv.quantized import SequenceQuantizedKVCache
-from .kv.spec import ModelCacheSpec
+from .kv.spec import Batching, ModelCacheSpec
 from .match.keys import Root
 from .match.text import TokenText
 from .serve.costs import ReusePolicy
 from .serve.history import History, RequestRecord
 from .serve.keep import keep, remember_reply
-from .serve.lookup import look_up, respelled_prompt
+from .serve.lookup import look_up, read_ahead, respelled_prompt
 from .serve.model import LoadedModel
 from .serve.outcome import Kind, Outcome, Reason
 from .serve.replies import read_conversation, respell
@@ -88,7 +92,9 @@ class KVPersistPlugin:
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
         assert self._config is not None
-        self._loaded = None
+        self._loaded, self._refusal = None, ""
+        if self._store is not None:
+            self._store.release_ahead()
         # What was learned of one model's speed says nothing of another's.
         self._policy = ReusePolicy(self._config.canary, self._config.min_reuse)
         try:
@@ -104,9 +110,9 @@ class KVPersistPlugin:
         model_path, adapter_path, draft_path = provider.model_key
         if draft_path is not None:
             raise ModelNotSupported("a draft model is in use")
-        spec = ModelCacheSpec.probe(
-            provider.model, self._config.kv_bits, self._config.kv_group_size
-        )
+        spec = ModelCacheSpec.probe(provider.model, self._config.precision)
+        measured = self._config.folder / "attention.json"
+        spec = with_plans(provider.model, spec, measured, self._config.attention)
         fingerprint = model_fingerprint(
             local_path(model_path),
             Path(adapter_path) if adapter_path else None,
@@ -119,7 +125,7 @@ class KVPersistPlugin:
             "kvpersist: %s keeps %.1f KB a token (%s)",
             model_path,
             spec.bytes_per_token / 1e3,
-            spec.precision,
+            spec.layout,
         )
         self._model_ref = weakref.ref(provider.model)
         model = weakref.proxy(provider.model)
@@ -147,7 +153,21 @@ class KVPersistPlugin:
     def merge_caches(self, caches: list[Any]) -> Any | None:
         if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
             return BatchQuantizedKVCache.merge(caches)
+        if self._loaded is not None and all(type(cache) is KVCache for cache in caches):
+            return PlainBatchKVCache.merge(caches)
         return None
+
+    @hookimpl
+    def batches(self, model: Any) -> bool | None:
+        if self._loaded is None or model is not self._model_ref():
+            return None
+        return self._loaded.spec.batching is not Batching.NONE
+
+    @hookimpl
+    def joins_prompts(self, model: Any) -> bool | None:
+        if self._loaded is None or model is not self._model_ref():
+            return None
+        return self._loaded.spec.batching is Batching.ALL
 
     # A request.
 
@@ -158,6 +178,11 @@ class KVPersistPlugin:
         state.session = session_key(headers, body, self._config.session_header)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
         normalise(request.messages, request.tools, self._config.normalise)
+
+    @hookimpl
+    def serving_changed(self, serving: bool) -> None:
+        if self._store is not None:
+            self._store.set_gentle(serving)
 
     @hookimpl
     def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
@@ -179,6 +204,19 @@ class KVPersistPlugin:
         return loaded.root(state.namespace, session)
 
     @hookimpl
+    def fetch_ahead(
+        self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
+    ) -> Callable[[], bool] | None:
+        state, loaded, store = RequestState.of(request), self._loaded, self._store
+        if loaded is None or store is None:
+            return None
+        state.root = self._root(state, loaded)
+        respelled = self._respelled(state, prompt, request, args, loaded)
+        state.respelled = (prompt, respelled)
+        state.ahead = read_ahead(state, respelled, store, loaded, self._policy)
+        return state.ahead.is_done if state.ahead is not None else None
+
+    @hookimpl
     def prepare_prompt(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
     ) -> Prompt | None:
@@ -192,6 +230,8 @@ class KVPersistPlugin:
             return None
         assert self._config is not None
         state.root = self._root(state, loaded)
+        if state.ahead is not None:
+            state.ahead.stop()  # what it has not read by now is read faster from here
         try:
             prompt = self._respelled(state, prompt, request, args, loaded)
             prompt = look_up(state, prompt, store, loaded, self._policy, request.messages)
@@ -200,6 +240,10 @@ class KVPersistPlugin:
             logger.exception("kvpersist: the prompt could not be looked up")
             state.restored = None
             state.outcome = Outcome(Kind.MISS, n_prompt=len(prompt.ids))
+        finally:
+            if state.ahead is not None:
+                state.ahead.release()
+                state.ahead = None
         state.n_prompt = len(prompt.ids)
         self._record(state)
         state.ready_s = time.perf_counter()
@@ -209,6 +253,9 @@ class KVPersistPlugin:
         self, state: RequestState, prompt: Prompt, request: Any, args: Any, loaded: LoadedModel
     ) -> Prompt:
         """Return the prompt with its earlier replies spelled as the model did."""
+        (known, respelled), state.respelled = state.respelled or (None, prompt), None
+        if known is prompt:
+            return respelled
         if not state.known_replies or not loaded.tokenizer.has_chat_template:
             return prompt
         template_args = {**self._template_args, **(args.chat_template_kwargs or {})}
@@ -312,6 +359,9 @@ class KVPersistPlugin:
         return {
             "model": loaded.name if loaded else None,
             "spec": loaded.spec.describe() if loaded else None,
+            "attention": {name: plan.describe() for name, plan in loaded.spec.plans.items()}
+            if loaded
+            else None,
             "not_kept": self._refusal or None,
             "prefill_tokens_per_s": costs.prefill.per_s,
             "restore_bytes_per_s": {

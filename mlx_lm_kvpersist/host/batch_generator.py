@@ -1,4 +1,4 @@
-"""The server's batch generator: plugins may merge the caches of several sequences."""
+"""The server's batch generator: plugins merge caches, and say which prompts may be joined."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter
     until the batch is made; nothing of `_make_batch` is written again here.
     """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        if manager.ask_safely("joins_prompts", model=model) is False:
+            # Stock pads the shorter prompts on the right, which some models read as tokens.
+            self.prefill_batch_size = 1
 
     def _make_batch(self, n: int) -> Any:
         if n > 0 and manager.is_implemented("merge_caches"):

@@ -7,7 +7,7 @@ returns something other than None; when none does, the stock server's own way is
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from email.message import Message
 from typing import Any
 
@@ -51,14 +51,36 @@ def merge_caches(caches: Sequence[Any]) -> Any | None:
     """Return one batch cache for one layer's caches of several sequences. Generation thread."""
 
 
+@hookspec(firstresult=True)
+def batches(model: Any) -> bool | None:
+    """Say whether sequences may be served together at all. Generation thread."""
+
+
+@hookspec(firstresult=True)
+def joins_prompts(model: Any) -> bool | None:
+    """Say whether prompts of unequal length may be computed together. Generation thread."""
+
+
 @hookspec
 def request_received(request: Any, headers: Message, body: dict[str, Any]) -> None:
     """A request was parsed and is about to be queued. HTTP thread."""
 
 
 @hookspec
+def serving_changed(serving: bool) -> None:
+    """Requests begin to be served where there were none, or none is any more. Generation thread."""
+
+
+@hookspec
 def prepare_messages(request: Any, args: Any, tokenizer: Any) -> None:
     """Change a request's messages in place before they are rendered. Generation thread."""
+
+
+@hookspec(firstresult=True)
+def fetch_ahead(
+    request: Any, args: Any, tokenizer: Any, prompt: Prompt
+) -> Callable[[], bool] | None:
+    """Begin to fetch what a prompt needs; return what says when it is there. Generation thread."""
 
 
 @hookspec(firstresult=True)

@@ -32,8 +32,10 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         try:
             manager.ask("model_loaded", provider=self)
             if let_plugins_make_caches(self.model):
-                self.is_batchable = self.draft_model is None and all(
-                    hasattr(cache, "merge") for cache in self.model.make_cache()
+                self.is_batchable = (
+                    self.draft_model is None
+                    and all(hasattr(cache, "merge") for cache in self.model.make_cache())
+                    and manager.ask("batches", model=self.model) is not False
                 )
         except Exception as error:
             # Otherwise the next request would find this model loaded and be served without us.

@@ -1,7 +1,9 @@
 """Everything that this package changes in mlx-lm: one table.
 
-All targets are globals of `mlx_lm.server`, and the stock objects behind them stay as they are:
-other users of mlx_lm in the process notice nothing. docs/plugins.md shows the same table.
+All targets but one are globals of `mlx_lm.server`, and the stock objects behind them stay as they
+are: other users of mlx_lm in the process notice nothing. The one, attention over packed keys, is
+a global of the module that all models import it through; it does something new only for keys that
+ask for it. docs/plugins.md shows the same table.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from . import probes
+from .attention import plugin_quantized_attention
 from .batch_generator import PluginBatchGenerator
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
@@ -63,13 +66,17 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="response_generator",
         target="mlx_lm.server:ResponseGenerator",
-        why="Plugins see messages before and ids after tokenizing; ids remember their request.",
+        why="Plugins see messages before and ids after tokenizing, and may have a request wait.",
         expect=(
             Signature("ResponseGenerator._tokenize", ("(self, tokenizer, request, args)",)),
+            Signature("ResponseGenerator._next_request", ("(self, timeout=None)",)),
+            Signature("ResponseGenerator._is_batchable", ("(self, args)",)),
+            Uses("ResponseGenerator._generate", "_next_request"),
+            Uses("ResponseGenerator._generate", "_time_budget"),
             Uses("run", "ResponseGenerator"),
         ),
         replace=subclass(PluginResponseGenerator),
-        verify=probes.prompts_know_their_request,
+        verify=probes.requests_pass_plugins,
     ),
     Patch(
         name="prompt_cache",
@@ -97,6 +104,25 @@ PATCHES: tuple[Patch, ...] = (
         ),
         replace=subclass(PluginBatchGenerator),
         verify=probes.batches_merge_through_plugins,
+    ),
+    Patch(
+        name="attention",
+        target="mlx_lm.models.base:quantized_scaled_dot_product_attention",
+        why="Caches bring an attention of their own for packed keys; stock's is wrong for some.",
+        expect=(
+            Signature(
+                "quantized_scaled_dot_product_attention",
+                ("(queries, q_keys, q_values, scale, mask, group_size=64, bits=8)",),
+            ),
+            Signature(
+                "scaled_dot_product_attention",
+                ("(queries, keys, values, cache, scale, mask, sinks=None)",),
+            ),
+            Uses("scaled_dot_product_attention", "quantized_scaled_dot_product_attention"),
+            Uses("scaled_dot_product_attention", "hasattr"),
+        ),
+        replace=plugin_quantized_attention,
+        verify=probes.packed_keys_attend_themselves,
     ),
     Patch(
         name="http_server",

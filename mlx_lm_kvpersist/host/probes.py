@@ -13,7 +13,7 @@ import json
 import logging
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,6 +66,8 @@ class ProbePlugin:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.reply: dict[str, Any] = {}
+        self.fetched = False
+        self.fetched_for: list[str] = []
 
     @hookimpl
     def add_options(self, parser: ArgumentParser) -> None:
@@ -102,6 +104,15 @@ class ProbePlugin:
     @hookimpl
     def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
         request.messages[0]["content"] += "!"
+
+    @hookimpl
+    def serving_changed(self, serving: bool) -> None:
+        self.asked.append(f"serving_changed {serving}")
+
+    @hookimpl
+    def fetch_ahead(self, request: Any) -> Callable[[], bool] | None:
+        self.fetched_for.append(request.prompt)
+        return None if request.prompt == "p" else lambda: self.fetched
 
     @hookimpl
     def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
@@ -198,6 +209,40 @@ class ProbeModel:
         return [object(), object()]
 
 
+def requests_pass_plugins(server: ModuleType) -> None:
+    """Ids know their request, and a request that a plugin fetches for lets another pass."""
+    prompts_know_their_request(server)
+    requests_wait_for_plugins(server)
+
+
+def requests_wait_for_plugins(server: ModuleType) -> None:
+    """A generator made as `run` makes its own holds a request aside while others are served."""
+    tokenizer = SimpleNamespace(has_chat_template=False, encode=lambda text: [ord(c) for c in text])
+    provider = SimpleNamespace(
+        cli_args=ARGS, tokenizer=tokenizer, processor=None, is_batchable=True
+    )
+    requests = [server.CompletionRequest("text", text, [], None, None) for text in "wap"]
+    args = SimpleNamespace(model="probe", seed=None)
+    with (
+        probing() as plugin,
+        mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
+    ):
+        generator = server.ResponseGenerator(provider, None)
+        generator.join()
+        for request in requests:
+            generator.requests.put((None, request, args))
+        served = [generator._next_request(0.1), generator._next_request()]
+        stayed = generator._next_request()
+        plugin.fetched = True
+        served.append(generator._next_request())
+        idle = generator._next_request(0.0)
+    order = [queued[1].prompt for queued in served if queued is not None]
+    expect("requests in the order of being served", order, ["w", "p", "a"])
+    expect("requests while one is held, and after all", (stayed, idle), (None, None))
+    expect("prompts that were fetched for", plugin.fetched_for, ["a", "p"])
+    expect("hooks asked", plugin.asked, ["serving_changed True", "serving_changed False"])
+
+
 def prompts_know_their_request(server: ModuleType) -> None:
     """A tokenized chat shows what both hooks did, and ids and their slices know the request."""
     request = server.CompletionRequest("chat", "", [{"role": "user", "content": "x"}], None, None)
@@ -246,6 +291,37 @@ def batches_merge_through_plugins(server: ModuleType) -> None:
         finally:
             generator.close()
     expect("batch cache", batch.prompt_cache, ["2 merged by the plugin"])
+
+
+def packed_keys_attend_themselves(base: ModuleType) -> None:
+    """The function that models call asks keys for their attention, and stock's for tuples."""
+    core = importlib.import_module("mlx.core")
+    queries = core.ones((1, 2, 1, 32))
+    packed = core.quantize(core.ones((1, 1, 3, 32)), group_size=32, bits=4)
+    own = ProbeKeys(packed)
+    cache = SimpleNamespace(bits=4, group_size=32)
+
+    def attended(keys: Any) -> Any:
+        return base.scaled_dot_product_attention(
+            queries, keys, packed, cache=cache, scale=0.5, mask="causal"
+        )
+
+    expect("shape of stock's attention", tuple(attended(tuple(packed)).shape), (1, 2, 1, 32))
+    found = attended(own)
+    expect("attention of keys that bring their own", found is own.reply, True)
+    expect("what it was given", own.given[1:] == (packed, 0.5, "causal"), True)
+    expect("queries it was given", own.given[0] is queries, True)
+
+
+class ProbeKeys(tuple[Any, ...]):
+    """Packed keys that bring an attention of their own."""
+
+    reply = object()
+    given: tuple[Any, ...] = ()
+
+    def attend(self, *given: Any) -> object:
+        self.given = given
+        return self.reply
 
 
 def http_reaches_plugins(server: ModuleType) -> None:

@@ -21,8 +21,8 @@ MIN_PREFILL_TOKENS = 64
 MIN_RESTORE_BYTES = 4 << 20
 """Shorter prefills and smaller restores are mostly overhead and say little about a rate."""
 
-MIN_DISK_TOKENS = 16
-"""Fewer are computed in less time than a block takes to be read and checked, on any device."""
+MIN_TOKENS = 16
+"""Fewer are computed in less time than it takes to make caches of them, on any device."""
 
 MIN_REUSE_CHARS = 100
 """With a fixed share to reuse, also the least number of characters."""
@@ -99,9 +99,12 @@ class ReusePolicy:
             if match.n_chars < max(MIN_REUSE_CHARS, self.min_reuse * n_stored):
                 return 0, Reason.BELOW_THRESHOLD
             return n_tokens, None
-        blocks = [node for node in match.path if node.start < n_tokens]
-        if n_tokens < MIN_DISK_TOKENS and any(node.key not in store.pool for node in blocks):
+        if n_tokens < MIN_TOKENS:
             return 0, Reason.NOT_WORTH_IT
+        blocks = [node for node in match.path if node.start < n_tokens]
+        if not spec.is_plain:
+            worth_it = self._worth_it(blocks, n_tokens, store, spec)
+            return (n_tokens, None) if worth_it else (0, Reason.NOT_WORTH_IT)
         if blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
             # A whole block must be read for the few of its tokens that are of use.
             n_tokens = blocks.pop().start
@@ -120,6 +123,8 @@ class ReusePolicy:
             n_bytes = node.n_tokens * spec.bytes_per_token
             ram_bytes += n_bytes
             disk_bytes += 0 if node.key in store.pool else n_bytes
+        ram_bytes += spec.point_bytes
+        disk_bytes += spec.point_bytes if disk_bytes else 0
         return self.costs.worth_it(n_tokens - blocks[0].start, ram_bytes, disk_bytes)
 
 

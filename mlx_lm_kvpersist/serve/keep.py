@@ -6,14 +6,26 @@ out of the live cache, evaluate. Files and index are the writer's work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..kv.blocks import BLOCK_TOKENS, split_blocks
+from ..kv.blocks import BLOCK_TOKENS, copy_state, held_tokens, split_blocks, split_windows
+from ..kv.slots import held, slots_of
 from ..match.keys import Root, block_key, pack_ids
 from ..match.tree import Node
+from ..tiers.files import Arrays
 from ..tiers.index import Leaf
+from ..tiers.part import Part
 from ..tiers.store import BlockStore, Turn
 from .model import LoadedModel
+from .points import (
+    MIN_TOKENS_BETWEEN,
+    STATE,
+    parts_of_point,
+    superseded_parts,
+    window_kind,
+    window_part,
+)
 from .replies import reply_to_remember
 from .request import RequestState
 
@@ -29,36 +41,113 @@ def keep(
 
     At the end of a turn everything is written and the session moves. Before it, at the end of the
     system prompt or of the user's message, full blocks are written and the rest stays in RAM: if
-    the client goes away, what it waited for so far is not lost.
+    the client goes away, what it waited for so far is not lost. Where a model can only go on from
+    restore points, this is one: the block ends here, and all of it is written.
     """
-    n_tokens = min(len(tokens), *(cache.size() for cache in caches))
+    counted = held_tokens(model.spec, caches)
+    n_tokens = len(tokens) if counted is None else min(len(tokens), counted)
     if n_tokens == 0 or state.root is None:
         return
+    if not model.spec.is_plain and counted is not None and counted != n_tokens:
+        return  # what windows and states hold cannot be cut back to the tokens
     ended = n_tokens > state.n_prompt
-    chain = _chain(state.root, tokens[:n_tokens], store, model)
+    if ended:
+        state.said = list(tokens[state.n_prompt : n_tokens])
+    before = [] if model.spec.is_plain else state.chain
+    if before and not ended and n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
+        return
+    chain = _chain(state.root, tokens[:n_tokens], before, model)
     new = [node for node in chain if node.key not in store]
     arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
-    blocks = list(zip(new, arrays, strict=True))
+    blocks: list[tuple[Node, Arrays]] = list(zip(new, arrays, strict=True))
+    if model.spec.is_plain:
+        _keep_plain(state, state.root, chain, blocks, n_tokens, store, ended=ended)
+    else:
+        state.chain = chain
+        _keep_point(state, state.root, chain, blocks, caches, store, model, ended=ended)
+
+
+def _keep_plain(
+    state: RequestState,
+    root: Root,
+    chain: list[Node],
+    blocks: list[tuple[Node, Arrays]],
+    n_tokens: int,
+    store: BlockStore,
+    *,
+    ended: bool,
+) -> None:
     if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
         tail = chain.pop()
         store.keep(block for block in blocks if block[0] is tail)
         blocks = [block for block in blocks if block[0] is not tail]
     replaced = _replaced_tails(chain, state, store)
-    if ended:
-        state.said = list(tokens[state.n_prompt : n_tokens])
     leaf = None
     if ended:
         keys = tuple(node.key for node in chain)
         leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
-        store.keep_turn(Turn(state.root, tuple(chain), leaf), blocks)
+        store.keep_turn(Turn(root, tuple(chain), leaf), blocks)
 
 
-def _chain(root: Root, ids: list[int], store: BlockStore, model: LoadedModel) -> list[Node]:
-    """Cut ids into the blocks of a chain below `root`."""
-    chain: list[Node] = []
-    parent, pending = root.key, b""
-    for start in range(0, len(ids), BLOCK_TOKENS):
+def _keep_point(
+    state: RequestState,
+    root: Root,
+    chain: list[Node],
+    blocks: list[tuple[Node, Arrays]],
+    caches: list[Any],
+    store: BlockStore,
+    model: LoadedModel,
+    *,
+    ended: bool,
+) -> None:
+    """Make the end of the chain a restore point, and let old ones go when the turn has ended."""
+    parts = _new_parts(chain, caches, store, model)
+    new = [part for part, _ in parts]
+    leaf, superseded = None, []
+    if ended:
+        keys = tuple(node.key for node in chain)
+        leaf = Leaf(state.session, keys[-1], chain[-1].stop, keys)
+        n_reused = state.outcome.n_reused if state.outcome else 0
+        superseded = superseded_parts(chain, n_reused, new, store, model.spec)
+    # All that the point needs, also what is stored: a turn that waits keeps it from going.
+    needed = parts_of_point(chain, new, store, model.spec)
+    turn = Turn(root, tuple(chain), leaf, parts=tuple(needed), superseded=tuple(superseded))
+    store.keep_turn(turn, blocks, parts)
+
+
+def _new_parts(
+    chain: Sequence[Node], caches: list[Any], store: BlockStore, model: LoadedModel
+) -> list[tuple[Part, Arrays]]:
+    """Return the parts that going on from the end of the chain needs, and that are not stored."""
+    spec, n_tokens = model.spec, chain[-1].stop
+    stored = store.parts([node.key for node in chain])
+    parts: list[tuple[Part, Arrays]] = []
+    slots = slots_of(caches)
+    for window, groups in spec.sliding.items():
+        missing = []
+        first_held = max(held(slots[slot])[0] for group in groups for slot in group.slots)
+        for node in chain:
+            start = max(node.start, n_tokens - window)
+            if start >= node.stop or start < first_held:
+                continue
+            if window_part(stored.get(node.key, ()), window, node.stop - start) is None:
+                missing.append((node, start))
+        ranges = [(start, node.stop) for node, start in missing]
+        arrays = split_windows(spec, window, caches, ranges)
+        for (node, start), part_arrays in zip(missing, arrays, strict=True):
+            part = Part(node.key, window_kind(window), node.stop - start)
+            parts.append((part, part_arrays))
+    if not any(part.kind == STATE for part in stored.get(chain[-1].key, ())):
+        parts.append((Part(chain[-1].key, STATE, 0), copy_state(spec, caches)))
+    return parts
+
+
+def _chain(root: Root, ids: list[int], before: Sequence[Node], model: LoadedModel) -> list[Node]:
+    """Cut ids into the blocks of a chain below `root`, of which `before` are there."""
+    chain = list(before)
+    parent, pending = (chain[-1].key, chain[-1].pending) if chain else (root.key, b"")
+    for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
         block_ids = ids[start : start + BLOCK_TOKENS]
         packed = pack_ids(block_ids)
         text = ""

@@ -13,13 +13,17 @@ from ..host.prompt import Prompt
 from ..match.keys import Root, pack_ids
 from ..match.splice import splice
 from ..match.tree import NO_MATCH, Match, common_prefix, match_ids, match_text
-from ..tiers.store import BlockStore
+from ..tiers.store import BlockStore, ReadAhead
 from .costs import ReusePolicy
 from .explain import why_not_stored
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Parting, Reason, parting_of
+from .points import nearest_point
 from .request import RequestState
-from .restore import restore
+from .restore import needed_for, restore
+
+MIN_AHEAD_BYTES = 8 << 20
+"""Less than this is read from disk in the time of one or two steps: it is not worth a detour."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,16 @@ class _Found:
 
     prompt: Prompt
     match: Match
+
+    @property
+    def n_reusable(self) -> int:
+        """Tokens that can be reused: the last token of a prompt must run, to give logits."""
+        return min(self.match.n_tokens, len(self.prompt.ids) - 1)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether it goes on in another way than what is stored."""
+        return self.n_reusable < len(self.prompt.ids) - 1 and not self.match.at_end
 
 
 def look_up(
@@ -56,12 +70,10 @@ def look_up(
         reason = why_not_stored(prompt.ids, whole, nearest, state.root, store)
         state.outcome = Outcome(Kind.MISS, len(prompt.ids), reason=reason, parting=parting)
         return prompt
-    n_prompt = len(found.prompt.ids)
-    # The last token must run, to give logits.
-    n_found = n_tokens = min(found.match.n_tokens, n_prompt - 1)
-    if n_found < n_prompt - 1 and not found.match.at_end:
+    n_prompt, n_found = len(found.prompt.ids), found.n_reusable
+    n_tokens, refusal = _tokens_to_reuse(found, store, model, policy)
+    if found.diverges:
         reason = why_not_stored(found.prompt.ids, None, found.match, state.root, store)
-        n_tokens, refusal = policy.tokens_to_reuse(found.match, n_found, store, model.spec)
         reason = refusal if refusal and reason is Reason.PARTED else reason
     n_quarantined = store.counters.blocks_quarantined
     started = time.perf_counter()
@@ -71,10 +83,13 @@ def look_up(
     restore_ms = (time.perf_counter() - started) * 1e3
     n_reused = restored.n_tokens if restored else 0
     if n_reused < n_tokens:
-        failed = store.counters.blocks_quarantined > n_quarantined
-        reason = Reason.QUARANTINED if failed else Reason.EVICTED
+        if store.counters.blocks_quarantined > n_quarantined:
+            reason = Reason.QUARANTINED
+        else:
+            reason = Reason.EVICTED if model.spec.is_plain else Reason.NO_POINT
     if restored is not None:
         state.restored = (restored.caches, n_reused)
+        state.chain = [node for node in found.match.path if node.stop <= n_reused]
         policy.costs.learn_restore(
             restored.join_s, restored.n_bytes, restored.disk_s, restored.n_disk_bytes
         )
@@ -98,6 +113,37 @@ def look_up(
         parting=parting,
     )
     return found.prompt
+
+
+def read_ahead(
+    state: RequestState, prompt: Prompt, store: BlockStore, model: LoadedModel, policy: ReusePolicy
+) -> ReadAhead | None:
+    """Begin to read what `look_up` will want of a prompt from disk, unless that is little.
+
+    Nothing depends on its answer: by then other blocks may be stored, or these be gone.
+    """
+    assert state.root is not None
+    found, _ = _find(state, state.root, prompt, store, model)
+    if found is None:
+        return None
+    n_tokens, _ = _tokens_to_reuse(found, store, model, policy)
+    point = nearest_point(found.match.path, n_tokens, store, model.spec)
+    if point is None:
+        return None
+    needed = needed_for(found.match.path, point, model.spec)
+    n_missing_bytes = sum(one.n_bytes for one in needed if one.what.key not in store.pool)
+    if n_missing_bytes <= MIN_AHEAD_BYTES:
+        return None
+    return store.read_ahead([(one.what, one.n_bytes) for one in needed], state.root)
+
+
+def _tokens_to_reuse(
+    found: _Found, store: BlockStore, model: LoadedModel, policy: ReusePolicy
+) -> tuple[int, Reason | None]:
+    """Return how many of the tokens that were found to reuse, and why not all."""
+    if not found.diverges:
+        return found.n_reusable, None
+    return policy.tokens_to_reuse(found.match, found.n_reusable, store, model.spec)
 
 
 def _find(

@@ -31,7 +31,7 @@ class LoadedModel:
         """Return the root of this model's tree for a tenant and, with isolation, a session."""
         return Root(
             self.fingerprint,
-            str(self.spec.precision),
+            self.spec.layout,
             namespace,
             session,
             with_text=self.text is not None,

@@ -42,6 +42,7 @@ class Reason(Enum):
     QUARANTINED = "in quarantine, a check failed"
     BELOW_THRESHOLD = "less than --kvpersist-min-reuse"
     NOT_WORTH_IT = "restoring would take longer than computing"
+    NO_POINT = "the model can go on only from an earlier restore point"
     NOT_KEPT = "not kept"
 
 

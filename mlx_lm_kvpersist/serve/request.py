@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..host.prompt import Prompt
 from ..match.keys import Root
+from ..match.tree import Node
+from ..tiers.store import ReadAhead
 from .outcome import Kind, Outcome, Tier
 from .replies import Conversation, KnownReply
 
@@ -30,8 +33,13 @@ class RequestState:
     outcome: Outcome | None = None
     ready_s: float | None = None
     """When the prompt was handed on to be prefilled (perf_counter); None once that is measured."""
+    respelled: tuple[Prompt, Prompt] | None = field(default=None, repr=False)
+    """The prompt as it was rendered and as it was respelled, where it was read ahead for."""
+    ahead: ReadAhead | None = field(default=None, repr=False)
     restored: tuple[list[Any], int] | None = field(default=None, repr=False)
     """Caches for the first so many tokens, until the server fetches them."""
+    chain: list[Node] = field(default_factory=list, repr=False)
+    """The blocks of its sequence so far, where they end at restore points."""
 
     @staticmethod
     def of(request: Any) -> RequestState:

@@ -1,28 +1,30 @@
-"""Restore stored blocks into caches, and prove that they are what the model would compute.
+"""Restore what is stored into caches, and prove that it is what the model would compute.
 
 Runs on the generation thread. Arrays from RAM are as they were computed here. What comes from disk
 has its checksum verified by the store; that it fits this model is checked by its shapes, and by a
-canary: its last tokens are run again on top of the restored prefix.
+canary where the caches allow it: their last tokens are run again on top of the restored prefix.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from ..kv.blocks import block_nbytes, join_blocks
-from ..kv.canary import CANARY_TOLERANCE, canary_difference
+from ..kv.blocks import Piece, Pieces, join, n_bytes
+from ..kv.canary import CANARY_TOLERANCE, can_step_back, canary_difference
 from ..kv.packed import headroom
+from ..kv.spec import ArrayForm, ModelCacheSpec, arrays_fit
 from ..match.keys import Root
 from ..match.tree import Match, Node
-from ..tiers.store import BlockStore
+from ..tiers.part import Part
+from ..tiers.store import BlockStore, Loaded
 from .model import LoadedModel
-
-_Part = tuple[Mapping[str, mx.array], int]
+from .points import RestorePoint, nearest_point
 
 
 @dataclass(frozen=True)
@@ -48,49 +50,134 @@ def restore(
     *,
     canary: bool,
 ) -> Restored | None:
-    """Load the first `n_tokens` of a match, up to the first block that cannot be had.
+    """Load the first `n_tokens` of a match, or as many before them as can be had.
 
     The caches get room for the rest of a prompt of `n_prompt` tokens. None when nothing is left,
     or when the canary found that the blocks are not this model's; then they go to quarantine.
     """
-    parts: list[_Part] = []
-    used: list[Node] = []
-    from_disk: list[Node] = []
-    n_reused = n_from_disk = n_bytes = n_disk_bytes = 0
-    disk_s = 0.0
-    for node in match.path:
-        n_used = min(node.stop, n_tokens) - node.start
+    lost: set[bytes] = set()
+    while True:
+        point = nearest_point(match.path, n_tokens, store, model.spec, lost)
+        if point is None:
+            return None
+        reading = _Reading(store, root, model)
+        missing = reading.read(match, point)
+        if missing is None:
+            break
+        lost.add(missing.key)
+        if isinstance(missing, Node):
+            n_tokens = missing.start
+    started = time.perf_counter()
+    caches = join(model.spec, reading.pieces, headroom(n_prompt - point.n_tokens))
+    join_s = time.perf_counter() - started
+    if canary and reading.from_disk and can_step_back(model.spec, point.n_tokens):
+        ids = match.ids[: point.n_tokens]
+        difference = canary_difference(model.model, model.spec, caches, reading.pieces, ids)
+        if not difference <= CANARY_TOLERANCE:
+            for key in reading.from_disk:
+                store.quarantine(key, f"canary: recomputed KV differs by {difference:.0%}")
+            return None
+    used = [node.key for node in match.path if node.start < point.n_tokens]
+    store.touch(used[-1], point.parts)
+    store.pool.touch(used)  # behind its parts, which are of no use without them
+    return Restored(
+        caches,
+        point.n_tokens,
+        reading.n_from_disk,
+        join_s,
+        reading.pieces.n_bytes,
+        reading.disk_s,
+        reading.n_disk_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Tokens [start, stop) of a block or part, counted from its first; a state has none.
+
+    `forms` are the arrays that it must hold, `window` is that of a window part.
+    """
+
+    what: Node | Part
+    start: int
+    stop: int
+    forms: tuple[ArrayForm, ...]
+    window: int | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in self.forms)
+
+
+def needed_for(path: Sequence[Node], point: RestorePoint, spec: ModelCacheSpec) -> list[Needed]:
+    """Return what going on from a restore point needs, in the order in which it is read."""
+    needed: list[Needed] = []
+    for window, parts in point.windows.items():
+        for wanted in parts:
+            forms = tuple(spec.window_arrays(window, wanted.part.n_tokens))
+            needed.append(Needed(wanted.part, wanted.start, wanted.stop, forms, window))
+    if point.state is not None:
+        needed.append(Needed(point.state, 0, 0, tuple(spec.state_arrays())))
+    # Last, because without its parts a point is none, whatever was read of its blocks.
+    for node in path if spec.full else ():
+        n_used = min(node.stop, point.n_tokens) - node.start
         if n_used <= 0:
             break
-        started = time.perf_counter()
-        loaded = store.load(node, root)
-        if loaded is None:
-            break
-        misfit = model.spec.block_arrays_fit(loaded.arrays, node.n_tokens)
-        if misfit is not None:
-            store.quarantine(node.key, f"does not fit the model: {misfit}")
-            break
-        parts.append((loaded.arrays, n_used))
-        used.append(node)
-        n_reused += n_used
-        n_bytes += block_nbytes(loaded.arrays)
-        if loaded.from_disk:
-            disk_s += time.perf_counter() - started
-            n_disk_bytes += block_nbytes(loaded.arrays)
-            from_disk.append(node)
-            n_from_disk += n_used
-    if not parts:
+        needed.append(Needed(node, 0, n_used, tuple(spec.block_arrays(node.n_tokens))))
+    return needed
+
+
+@dataclass
+class _Reading:
+    """Reads what a restore point needs, and counts what came from disk."""
+
+    store: BlockStore
+    root: Root
+    model: LoadedModel
+    pieces: Pieces = field(default_factory=lambda: Pieces(0))
+    from_disk: list[bytes] = field(default_factory=list)
+    n_from_disk: int = 0
+    """Tokens."""
+    n_disk_bytes: int = 0
+    disk_s: float = 0.0
+
+    def read(self, match: Match, point: RestorePoint) -> Node | Part | None:
+        """Read everything; return the first that cannot be had, None when all is there."""
+        spec = self.model.spec
+        blocks: list[Piece] = []
+        windows: dict[int, list[Piece]] = {window: [] for window in point.windows}
+        state: dict[str, mx.array] = {}
+        n_from_disk: dict[int | None, int] = {}
+        needed = needed_for(match.path, point, spec)
+        coming = self.store.load_all([one.what for one in needed], self.root)
+        for one in needed:
+            started = time.perf_counter()
+            loaded = self._checked(one, next(coming))
+            if loaded is None:
+                return one.what
+            piece = Piece(loaded.arrays, one.start, one.stop)
+            if one.window is not None:
+                windows[one.window].append(piece)
+            elif isinstance(one.what, Node):
+                blocks.append(piece)
+            else:
+                state = dict(loaded.arrays)
+            if loaded.from_disk:
+                self.disk_s += time.perf_counter() - started + loaded.ahead_s
+                self.n_disk_bytes += n_bytes(loaded.arrays)
+                self.from_disk.append(one.what.key)
+                # With nothing but states, they stand for all tokens.
+                n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
+                n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
+        self.n_from_disk = max(n_from_disk.values(), default=0)
+        self.pieces = Pieces(point.n_tokens, blocks, windows, state)
         return None
-    started = time.perf_counter()
-    caches = join_blocks(model.spec, parts, headroom(n_prompt - n_reused))
-    join_s = time.perf_counter() - started
-    if canary and from_disk:
-        ids = match.ids[:n_reused]
-        difference = canary_difference(model.model, model.spec, caches, parts, ids)
-        if not difference <= CANARY_TOLERANCE:
-            for node in from_disk:
-                store.quarantine(node.key, f"canary: recomputed KV differs by {difference:.0%}")
+
+    def _checked(self, one: Needed, loaded: Loaded | None) -> Loaded | None:
+        """Return what was loaded; what does not fit the model goes to quarantine instead."""
+        misfit = arrays_fit(iter(one.forms), loaded.arrays) if loaded is not None else None
+        if misfit is not None:
+            self.store.quarantine(one.what.key, f"does not fit the model: {misfit}")
             return None
-    store.pool.touch(node.key for node in used)
-    store.touch(used[-1].key)
-    return Restored(caches, n_reused, n_from_disk, join_s, n_bytes, disk_s, n_disk_bytes)
+        return loaded

@@ -61,7 +61,7 @@ def test_every_hook_is_asked_by_the_host() -> None:
     folder = Path(hookspecs.__file__).parent
     sources = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "probes.py")
     hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
-    assert len(hooks) == 15
+    assert len(hooks) == 19
     for name in hooks:
         asked = (f'ask("{name}"', f'ask_safely("{name}"', f'ask_safely(\n        "{name}"')
         text = sources.replace("    ", "").replace("(\n", "(")

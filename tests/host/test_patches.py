@@ -6,7 +6,9 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_lm_kvpersist.errors import (
     PatchError,
@@ -37,14 +39,14 @@ def test_probe_fails_on_the_unpatched_host(patch: Patch, server: ModuleType) -> 
 def test_probe_passes_with_its_patch_alone_and_fails_after_undo(
     patch: Patch, server: ModuleType
 ) -> None:
-    stock = getattr(server, patch.attribute)
+    stock = getattr(patch.module, patch.attribute)
     applied = patch.apply()
     try:
-        assert getattr(server, patch.attribute) is not stock
+        assert getattr(patch.module, patch.attribute) is not stock
         patch.check()
     finally:
         applied.undo()
-    assert getattr(server, patch.attribute) is stock
+    assert getattr(patch.module, patch.attribute) is stock
     with pytest.raises(PatchNotEffective, match="has no effect"):
         patch.check()
 
@@ -65,7 +67,7 @@ def test_missing_target_is_named_and_nothing_stays_patched(
 ) -> None:
     before = dict(vars(server))
     with monkeypatch.context() as doctored:
-        doctored.delattr(server, patch.attribute)
+        doctored.delattr(patch.module, patch.attribute)
         with pytest.raises(TargetMissing, match=patch.attribute):
             PATCH_SET.apply(PATCHES)
         assert not PATCH_SET.is_applied
@@ -81,7 +83,7 @@ def test_changed_signature_is_named(
     patch: Patch, name: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner_name, _, attribute = name.rpartition(".")
-    owner = getattr(server, owner_name) if owner_name else server
+    owner = getattr(patch.module, owner_name) if owner_name else patch.module
 
     def changed(self: Any, /, surprise: int = 3) -> None: ...
 
@@ -95,16 +97,16 @@ def test_changed_signature_is_named(
 
 
 @pytest.mark.parametrize(
-    "expectation",
-    [e for patch in PATCHES for e in patch.expect if isinstance(e, Uses)],
-    ids=lambda e: f"{e.name}-{e.uses}",
+    ("patch", "expectation"),
+    [(patch, e) for patch in PATCHES for e in patch.expect if isinstance(e, Uses)],
+    ids=lambda value: f"{value.name}-{value.uses}" if isinstance(value, Uses) else value.name,
 )
 def test_a_global_that_the_host_no_longer_uses_is_named(
-    expectation: Uses, server: ModuleType
+    patch: Patch, expectation: Uses, server: ModuleType
 ) -> None:
-    expectation.check(server)
+    expectation.check(patch.module)
     with pytest.raises(SignatureChanged, match="no longer uses"):
-        Uses(expectation.name, "not_" + expectation.uses).check(server)
+        Uses(expectation.name, "not_" + expectation.uses).check(patch.module)
 
 
 def test_a_patch_that_fails_undoes_those_before_it(
@@ -136,7 +138,7 @@ def test_nothing_leaks(server: ModuleType) -> None:
     PATCH_SET.apply(PATCHES)
     try:
         changed = {k for k, v in vars(server).items() if server_before.get(k) is not v}
-        assert changed == {patch.attribute for patch in PATCHES}
+        assert changed == {patch.attribute for patch in PATCHES if patch.module is server}
         for patch in PATCHES:
             patch.check()
         assert [dict(vars(module)) for module in modules] == before
@@ -144,6 +146,36 @@ def test_nothing_leaks(server: ModuleType) -> None:
     finally:
         PATCH_SET.undo()
     assert vars(server) == server_before
+
+
+def test_attention_over_packed_keys_is_the_only_change_outside_the_server(
+    server: ModuleType,
+) -> None:
+    (patch,) = (patch for patch in PATCHES if patch.module is not server)
+    before = dict(vars(patch.module))
+    PATCH_SET.apply(PATCHES)
+    try:
+        changed = {k for k, v in vars(patch.module).items() if before.get(k) is not v}
+        assert changed == {"quantized_scaled_dot_product_attention"}
+    finally:
+        PATCH_SET.undo()
+    assert vars(patch.module) == before
+
+
+def test_stocks_own_packed_keys_are_attended_to_once_by_stock(server: ModuleType) -> None:
+    patch = next(patch for patch in PATCHES if patch.name == "attention")
+    calls: list[tuple[Any, ...]] = []
+
+    def stock(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "stock's"
+
+    attention = patch.replace(stock)
+    keys = QuantizedKVCache(group_size=32, bits=4).update_and_fetch(
+        mx.ones((1, 1, 2, 32)), mx.ones((1, 1, 2, 32))
+    )
+    assert attention("queries", *keys, scale=2.0, mask=None, group_size=32, bits=4) == "stock's"
+    assert calls == [(("queries", *keys, 2.0, None), {"group_size": 32, "bits": 4})]
 
 
 def test_install_twice_patches_once(server: ModuleType) -> None:
