@@ -27,8 +27,10 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "mlx_lm_kvpersist.demo", "kill a server, and see its conversation go on"),
     Command("doctor", "mlx_lm_kvpersist.host.doctor", "say whether --plugin works here, and why"),
+    Command("quality", "mlx_lm_kvpersist.commands.quality", "say what 8 and 4 bits of KV cost"),
     Command("selftest", "mlx_lm_kvpersist.host.selftest", "prove every patch, start the plugin"),
     Command("sessions", "mlx_lm_kvpersist.commands.sessions", "list, pin, move, remove sessions"),
+    Command("spec", "mlx_lm_kvpersist.commands.spec", "say how a model's cache is kept"),
     Command("store", "mlx_lm_kvpersist.commands.store", "check, repair and shrink the store"),
     Command("why", "mlx_lm_kvpersist.commands.why", "say why a request was not reused"),
 )

@@ -6,15 +6,17 @@ import os
 import re
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import platformdirs
 
 from .api.normalise import NORMALISATIONS
 from .errors import ConfigError
-from .kv.precision import GROUP_SIZES
+from .kv.attention import STRATEGIES, Strategy
+from .kv.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
 from .tiers.budget import StoreLimits
 
 GIB = 1 << 30
@@ -23,7 +25,8 @@ DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _STOCK_GROUP_SIZE = 64
 _ISOLATION = ("shared", "session")
-_KV_BITS = (4, 8)
+_ATTENTION = ("auto", *STRATEGIES)
+KV_BITS = {"4": (4, 4), "8": (8, 8), "k8v4": (8, 4), "16": (OWN_BITS, OWN_BITS)}
 _VERIFY = ("canary", "checksum", "off")
 
 
@@ -40,9 +43,9 @@ class Config:
     session_header: str | None = None
     min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
-    kv_bits: int = 4
-    kv_group_size: int | None = None
-    """None: the largest that the model's head sizes allow, 64 before 32."""
+    precision: PrecisionChoice = field(default_factory=PrecisionChoice)
+    attention: Strategy | Literal["auto"] = "auto"
+    """"auto", or the strategy (see kv/attention.py) that every layer takes if it can."""
 
 
 def parse_size(text: str) -> int:
@@ -120,9 +123,24 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-kv-bits",
+        choices=tuple(KV_BITS),
+        help="Bits of each key and value; k8v4: 8 for keys, 4 for values; 16: the model's own "
+        "precision (default: that of --kv-bits, or 4)",
+    )
+    group.add_argument(
+        "--kvpersist-kv-group-size",
         type=int,
-        choices=_KV_BITS,
-        help="Bits of each key and value (default: that of --kv-bits, or 4)",
+        choices=sorted(GROUP_SIZES),
+        help="Numbers that share a scale (default: the first of 64, 32 and 128 that divides the "
+        "model's head sizes)",
+    )
+    group.add_argument(
+        "--kvpersist-attention",
+        choices=_ATTENTION,
+        default="auto",
+        help="How layers attend over quantized keys: dequantize one layer at a time, read them "
+        "packed, or dequantize in tiles, where the model can (default: what is measured to be "
+        "quickest)",
     )
     group.add_argument(
         "--kvpersist-verify",
@@ -181,19 +199,7 @@ def from_args(args: Namespace) -> Config:
             "distributed serving (mlx.launch) is not supported: every rank would have to find the "
             "same blocks; leave out --plugin kvpersist, or serve from one process"
         )
-    kv_bits, kv_group_size = args.kvpersist_kv_bits or 4, None
-    if getattr(args, "kv_bits", None) is not None:
-        kv_bits = args.kvpersist_kv_bits or args.kv_bits
-        # Stock's default says nothing of what the model's heads allow.
-        kv_group_size = None if args.kv_group_size == _STOCK_GROUP_SIZE else args.kv_group_size
-        if kv_bits not in _KV_BITS:
-            raise ConfigError(f"--kv-bits {kv_bits} cannot be kept; choose 4 or 8")
-        if kv_group_size not in (None, *GROUP_SIZES):
-            raise ConfigError(
-                f"--kv-group-size {kv_group_size} cannot be kept; choose one of "
-                f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
-            )
-        args.kv_bits = None
+    precision = _precision(args)
     folder = (args.kvpersist_dir or default_folder()).expanduser().absolute()
     ram = args.kvpersist_ram
     if ram is None:
@@ -219,9 +225,28 @@ def from_args(args: Namespace) -> Config:
         session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,
         isolate_sessions=args.kvpersist_isolation == "session",
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
+        precision=precision,
+        attention=args.kvpersist_attention,
     )
+
+
+def _precision(args: Namespace) -> PrecisionChoice:
+    """Return the precision that is asked for, and switch stock's way of quantizing off."""
+    bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
+    if getattr(args, "kv_bits", None) is not None:
+        bits = bits or str(args.kv_bits)
+        # Stock's default says nothing of what the model's heads allow.
+        if group_size is None and args.kv_group_size != _STOCK_GROUP_SIZE:
+            group_size = args.kv_group_size
+        args.kv_bits = None
+    if bits not in (None, *KV_BITS):
+        raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4 or 8")
+    if group_size not in (None, *GROUP_SIZES):
+        raise ConfigError(
+            f"--kv-group-size {group_size} cannot be kept; choose one of "
+            f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
+        )
+    return PrecisionChoice(*KV_BITS[bits or "4"], group_size)
 
 
 def default_folder() -> Path:

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
 from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.kv.precision import PrecisionChoice
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +53,8 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert 0 < made.limits.max_disk_bytes <= config.DEFAULT_MAX_DISK_BYTES
     assert made.limits.max_disk_bytes <= config.volume_bytes(tmp_path) // 10
     assert made.limits.min_free_bytes == config.DEFAULT_MIN_FREE_BYTES
-    assert (made.kv_bits, made.canary, made.limits.verify, made.store_text) == (4, True, True, True)
+    assert (made.canary, made.limits.verify, made.store_text) == (True, True, True)
+    assert (made.precision, made.attention) == (PrecisionChoice(4, 4, None), "auto")
     assert not (tmp_path / "new").exists()
 
 
@@ -63,19 +65,60 @@ def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> No
     assert config.from_args(args).limits.max_ram_bytes == 1024
 
 
+def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice:
+    return config.from_args(parsed("--kvpersist-dir", str(folder), *arguments, **stock)).precision
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), PrecisionChoice(4, 4, None)),
+        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None)),
+        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None)),
+        (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None)),
+        (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None)),
+        (("--kvpersist-kv-group-size", "128"), PrecisionChoice(4, 4, 128)),
+    ],
+)
+def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
+    found = precision(tmp_path, *arguments)
+    assert found == expected
+    assert found.is_own == ("16" in arguments)
+
+
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     """Stock's own way of quantizing would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
-    made = config.from_args(args)
-    assert (made.kv_bits, made.kv_group_size, args.kv_bits) == (8, 32, None)
-    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-kv-bits", "8")
-    assert config.from_args(args).kv_bits == 8
-    args = parsed(
-        "--kvpersist-dir", str(tmp_path), "--kvpersist-kv-bits", "4", kv_bits=8, kv_group_size=64
-    )
-    assert (config.from_args(args).kv_bits, args.kv_bits) == (4, None)
+    assert config.from_args(args).precision == PrecisionChoice(8, 8, 32)
+    assert args.kv_bits is None
+    stock = {"kv_bits": 8, "kv_group_size": 64}
+    assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None)
+    assert precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock) == PrecisionChoice(8, 4)
+    assert precision(tmp_path, "--kvpersist-kv-group-size", "128", **stock).group_size == 128
     with pytest.raises(ConfigError, match="choose 4 or 8"):
-        config.from_args(parsed("--kvpersist-dir", str(tmp_path), kv_bits=3, kv_group_size=64))
+        precision(tmp_path, kv_bits=3, kv_group_size=64)
+    with pytest.raises(ConfigError, match="choose one of 32, 64, 128"):
+        precision(tmp_path, kv_bits=4, kv_group_size=16)
+
+
+@pytest.mark.parametrize("choice", ["auto", "dequantize", "packed", "tiled"])
+def test_attention(tmp_path: Path, choice: str) -> None:
+    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-attention", choice)
+    assert config.from_args(args).attention == choice
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--kvpersist-kv-bits", "3"),
+        ("--kvpersist-kv-bits", "k4v8"),
+        ("--kvpersist-kv-group-size", "16"),
+        ("--kvpersist-attention", "fused"),
+    ],
+)
+def test_what_cannot_be_chosen(option: str, value: str) -> None:
+    with pytest.raises(SystemExit):
+        parsed(option, value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_startup": {"host", "errors"},
     "__main__": {"cli"},
     "cli": {"_startup", "errors"},
-    "commands": {"api", "config", "errors", "match", "tiers"},
+    "commands": {"api", "config", "errors", "kv", "match", "tiers"},
     "plugin": {"api", "config", "errors", "host", "kv", "match", "serve", "tiers"},
     "config": {"api", "errors", "kv", "tiers"},
     "host": {"_startup", "errors"},

@@ -10,7 +10,10 @@ from typing import Any
 from ..errors import StoreError
 from ..tiers.files import block_path
 from ..tiers.index import Index, Session
-from ..tiers.session_file import SessionFile, export_session, import_session
+from ..tiers.part import Part
+from ..tiers.part_files import part_path
+from ..tiers.session_file import SessionFile
+from ..tiers.session_transfer import export_session, import_session
 from .choice import choose
 from .opening import (
     add_budgets,
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
     """Return what is known of a session, for JSON."""
-    n_blocks, n_bytes = index.chain_size(session.leaf)
+    n_blocks, n_parts, n_bytes = index.chain_size(session.leaf)
     root = index.root(session.root)
     return {
         "id": session.id,
@@ -90,6 +93,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "text_stored": bool(root and root.with_text),
         "tokens": session.n_tokens,
         "blocks": n_blocks,
+        "parts": n_parts,
         "bytes": n_bytes,
         "pinned": session.pinned,
         "created": utc_time(session.created),
@@ -138,6 +142,7 @@ def _show(args: argparse.Namespace) -> int:
         session = choose(index.sessions(), args.session)
         about = describe(index, session)
         chain = index.chain(session.leaf)
+        parts = index.parts([node.key for node, _ in chain])
     text = "".join(node.text for node, _ in chain)
     about["chain"] = [
         {
@@ -146,6 +151,9 @@ def _show(args: argparse.Namespace) -> int:
             "tokens": node.n_tokens,
             "bytes": n_bytes,
             "file_exists": block_path(folder, node.key).exists(),
+            "parts": [
+                _described(folder, part, size) for part, size in parts if part.block == node.key
+            ],
         }
         for node, n_bytes in chain
     ]
@@ -161,7 +169,10 @@ def _show(args: argparse.Namespace) -> int:
         ("precision", shown(about["precision"] or "?")),
         ("namespace", shown(about["namespace"] or "-", 200)),
         ("tokens", f"{session.n_tokens:,}"),
-        ("size", f"{size(about['bytes'])} in {about['blocks']} blocks"),
+        (
+            "size",
+            f"{size(about['bytes'])} in {about['blocks']} blocks and {about['parts']} parts",
+        ),
         ("pinned", "yes" if session.pinned else "no"),
         ("created", local_time(session.created)),
         ("used", local_time(session.used)),
@@ -179,13 +190,32 @@ def _show(args: argparse.Namespace) -> int:
             f"{block['start']:,}",
             str(block["tokens"]),
             size(block["bytes"]),
-            "" if block["file_exists"] else "its file is missing",
+            ", ".join(f"{shown(part['kind'])} {size(part['bytes'])}" for part in block["parts"]),
+            _missing(block),
         ]
         for block in about["chain"]
     ]
     console().print()
-    print_table(["block", "start", "tokens", "size", ""], rows, right="start tokens size")
+    columns = ["block", "start", "tokens", "size", "parts", ""]
+    print_table(columns, rows, right="start tokens size")
     return 0
+
+
+def _described(folder: Path, part: Part, n_bytes: int) -> dict[str, Any]:
+    return {
+        "key": part.key.hex(),
+        "kind": part.kind,
+        "tokens": part.n_tokens,
+        "bytes": n_bytes,
+        "file_exists": part_path(folder, part.key).exists(),
+    }
+
+
+def _missing(block: dict[str, Any]) -> str:
+    """Say which of the files of a block and its parts are missing."""
+    if not block["file_exists"]:
+        return "its file is missing"
+    return "" if all(part["file_exists"] for part in block["parts"]) else "a part is missing"
 
 
 def _rm(args: argparse.Namespace) -> int:
@@ -198,17 +228,18 @@ def _rm(args: argparse.Namespace) -> int:
         sessions = disk.index.sessions()
         chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
         chosen = list(dict.fromkeys(chosen))
-        before, n_blocks = disk.index.n_bytes(), disk.index.n_blocks()
+        before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
         for session in chosen:
             disk.remove_session(session)
-        freed, n_removed = before - disk.index.n_bytes(), n_blocks - disk.index.n_blocks()
+        after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
+    freed, n_blocks, n_parts = (had - has for had, has in zip(before, after, strict=True))
     if args.json:
         removed = [{"id": session.id, "name": session.name} for session in chosen]
-        print_json({"removed": removed, "blocks": n_removed, "bytes": freed})
+        print_json({"removed": removed, "blocks": n_blocks, "parts": n_parts, "bytes": freed})
     else:
         for session in chosen:
             console().print(f"removed {session.id}  {_name(session)}")
-        console().print(f"{size(freed)} in {n_removed} blocks are free")
+        console().print(f"{size(freed)} in {n_blocks} blocks and {n_parts} parts are free")
     return 0
 
 
@@ -251,12 +282,15 @@ def _import(args: argparse.Namespace) -> int:
             about = describe(disk.index, done.session)
     finally:
         source.close()
+    n_parts = sum(isinstance(item, Part) for item in done.written)
+    n_blocks = len(done.written) - n_parts
     if args.json:
-        print_json({**about, "is_new": done.is_new, "blocks_written": done.n_written})
+        written = {"blocks_written": n_blocks, "parts_written": n_parts}
+        print_json({**about, "is_new": done.is_new, **written})
     else:
         what = "is added" if done.is_new else "was there"
         console().print(
-            f"{done.session.id}  {_name(done.session)}  {what}; "
-            f"{done.n_written} of {done.n_blocks} blocks were written"
+            f"{done.session.id}  {_name(done.session)}  {what}; {n_blocks} of {done.n_blocks} "
+            f"blocks and {n_parts} of {done.n_parts} parts were written"
         )
     return 0

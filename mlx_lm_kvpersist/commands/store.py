@@ -66,6 +66,7 @@ def _stats(args: argparse.Namespace) -> int:
     with reading(folder) as index:
         sessions = index.sessions()
         n_pinned = sum(session.pinned for session in sessions)
+        parts = index.parts_by_root()
         models: list[dict[str, Any]] = [
             {
                 "model": root.model,
@@ -74,15 +75,17 @@ def _stats(args: argparse.Namespace) -> int:
                 "namespace": root.namespace,
                 "sessions": sum(session.root == root.key for session in sessions),
                 "blocks": n_blocks,
-                "bytes": n_bytes,
+                "parts": parts.get(root.key, (0, 0))[0],
+                "bytes": n_bytes + parts.get(root.key, (0, 0))[1],
             }
             for root, n_blocks, n_bytes in index.roots()
         ]
-        n_blocks, version = index.n_blocks(), index.format()
+        n_blocks, n_parts, version = index.n_blocks(), index.n_parts(), index.format()
         index_bytes = sum(
             path.stat().st_size for path in folder.glob("index.sqlite*") if path.exists()
         )
-    kinds = {name: tree_bytes(folder / name) for name in ("blocks", "sessions", "quarantine")}
+    folders = ("blocks", "parts", "sessions", "quarantine")
+    kinds = {name: tree_bytes(folder / name) for name in folders}
     kinds["index"] = index_bytes
     limits = limits_of(args, folder)
     n_models = len({model["fingerprint"] for model in models})
@@ -91,6 +94,7 @@ def _stats(args: argparse.Namespace) -> int:
         "format": version,
         "bytes": {**kinds, "all": sum(kinds.values())},
         "blocks": n_blocks,
+        "parts": n_parts,
         "sessions": len(sessions),
         "pinned": n_pinned,
         "models": n_models,
@@ -107,6 +111,7 @@ def _stats(args: argparse.Namespace) -> int:
         ("format", str(version)),
         ("sessions", f"{len(sessions)}, {n_pinned} of them pinned"),
         ("blocks", f"{n_blocks} of {n_models} models"),
+        ("parts", str(n_parts)),
         *((f"{name} bytes", size(kinds[name])) for name in sorted(kinds)),
         ("bytes in all", size(sum(kinds.values()))),
         ("budget", f"{size(limits.max_disk_bytes)} (--kvpersist-disk)"),
@@ -115,7 +120,7 @@ def _stats(args: argparse.Namespace) -> int:
     print_table(["", ""], facts)
     if models:
         console().print()
-        columns = ["model", "precision", "namespace", "sessions", "blocks", "size"]
+        columns = ["model", "precision", "namespace", "sessions", "blocks", "parts", "size"]
         rows = [
             [
                 shown(model["model"] or model["fingerprint"], 60),
@@ -123,11 +128,12 @@ def _stats(args: argparse.Namespace) -> int:
                 shown(model["namespace"] or "-"),
                 str(model["sessions"]),
                 str(model["blocks"]),
+                str(model["parts"]),
                 size(model["bytes"]),
             ]
             for model in models
         ]
-        print_table(columns, rows, right="sessions blocks size")
+        print_table(columns, rows, right="sessions blocks parts size")
     return 0
 
 
@@ -140,17 +146,18 @@ def _verify(args: argparse.Namespace) -> int:
             if problems:
                 fix_problems(disk, problems)
                 left = _problems(folder, disk)
-            n_blocks = disk.index.n_blocks()
+            n_blocks, n_parts = disk.index.n_blocks(), disk.index.n_parts()
     else:
         with reading(folder) as index, progress("verify") as told:
             left = problems = find_problems(folder, index, told)
-            n_blocks = index.n_blocks()
+            n_blocks, n_parts = index.n_blocks(), index.n_parts()
     if args.json:
         found = [
             {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
             for problem in problems
         ]
-        report = {"ok": not left, "blocks": n_blocks, "problems": found, "left": len(left)}
+        counts = {"blocks": n_blocks, "parts": n_parts}
+        report = {"ok": not left, **counts, "problems": found, "left": len(left)}
         print_json({"folder": str(folder), **report})
         return 1 if left else 0
     rows = [
@@ -160,12 +167,14 @@ def _verify(args: argparse.Namespace) -> int:
     if rows:
         print_table(["fault", "subject", "reason"], rows)
     if not problems:
-        console().print(f"{folder}: {n_blocks} blocks, all good")
+        console().print(f"{folder}: {n_blocks} blocks and {n_parts} parts, all good")
     elif left:
         advice = "" if args.fix else "; --fix puts aside what is bad"
         console().print(f"{folder}: {len(left)} problems{advice}")
     else:
-        console().print(f"{folder}: {len(problems)} problems fixed, {n_blocks} blocks left")
+        console().print(
+            f"{folder}: {len(problems)} problems fixed, {n_blocks} blocks and {n_parts} parts left"
+        )
     return 1 if left else 0
 
 
@@ -184,11 +193,14 @@ def _rebuild(args: argparse.Namespace) -> int:
     ):
         n_blocks = rebuild_index(folder, told)
     with reading(folder) as index:
-        n_sessions = len(index.sessions())
+        n_parts, n_sessions = index.n_parts(), len(index.sessions())
     if args.json:
-        print_json({"folder": str(folder), "blocks": n_blocks, "sessions": n_sessions})
+        counts = {"blocks": n_blocks, "parts": n_parts, "sessions": n_sessions}
+        print_json({"folder": str(folder), **counts})
     else:
-        console().print(f"{folder}: the index has {n_blocks} blocks and {n_sessions} sessions")
+        console().print(
+            f"{folder}: the index has {n_blocks} blocks, {n_parts} parts and {n_sessions} sessions"
+        )
     return 0
 
 
@@ -203,6 +215,7 @@ def _gc(args: argparse.Namespace) -> int:
             "fits": went.fits,
             "sessions": [{"id": session.id, "name": session.name} for session in went.sessions],
             "blocks": went.n_blocks,
+            "parts": went.n_parts,
             "bytes": went.n_bytes,
             "used_bytes": went.n_bytes_used,
             "max_disk_bytes": limits.max_disk_bytes,
@@ -214,7 +227,7 @@ def _gc(args: argparse.Namespace) -> int:
     for session in went.sessions:
         name = "-" if session.name is None else shown(session.name)
         console().print(f"{session.id}  {name}  {verb}")
-    console().print(f"{went.n_blocks} blocks, {size(went.n_bytes)} {verb}")
+    console().print(f"{went.n_blocks} blocks and {went.n_parts} parts, {size(went.n_bytes)} {verb}")
     if not went.fits:
         raise StoreError(
             f"{folder}: what is pinned leaves no way to keep --kvpersist-disk "
@@ -231,6 +244,7 @@ class _Gone:
     fits: bool
     sessions: list[Session]
     n_blocks: int
+    n_parts: int
     n_bytes: int
     n_bytes_used: int
 
@@ -247,7 +261,8 @@ def _rehearsed(folder: Path, limits: StoreLimits) -> _Gone:
             return _Gone(
                 fits,
                 [session for session in sessions if session.id in rehearsal.ended],
-                len(rehearsal.forgotten),
+                rehearsal.n_blocks,
+                rehearsal.n_parts,
                 rehearsal.n_freed_bytes,
                 rehearsal.used_bytes(),
             )
@@ -257,7 +272,8 @@ def _rehearsed(folder: Path, limits: StoreLimits) -> _Gone:
 
 def _collected(folder: Path, limits: StoreLimits) -> _Gone:
     with changing(folder, limits) as disk, disk.lock.held():
-        sessions, n_blocks = disk.index.sessions(), disk.index.n_blocks()
+        sessions = disk.index.sessions()
+        n_blocks, n_parts = disk.index.n_blocks(), disk.index.n_parts()
         n_bytes = disk.used_bytes()
         fits = disk.make_room(0)
         left = {session.id for session in disk.index.sessions()}
@@ -265,6 +281,7 @@ def _collected(folder: Path, limits: StoreLimits) -> _Gone:
             fits,
             [session for session in sessions if session.id not in left],
             n_blocks - disk.index.n_blocks(),
+            n_parts - disk.index.n_parts(),
             n_bytes - disk.used_bytes(),
             disk.used_bytes(),
         )

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm_kvpersist import cli
 from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
-from tests.tiers.conftest import chain, save_turn
+from tests.tiers.conftest import chain, save_turn, state, window
 
 LIMITS = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=64 << 20)
 WEIRD_NAME = "../../etc/passwd\x00\n[red]\u202e🦜" + "x" * 10_000
@@ -44,6 +44,18 @@ def folder(tmp_path: Path) -> Path:
         },
     )
     return path
+
+
+@pytest.fixture
+def with_parts(folder: Path) -> Path:
+    """The same store, with a part at the end of the shared block and two at the end of "last"."""
+    nodes = chain(HEAD, [30], [31], [32])
+    store = BlockStore(folder, LIMITS)
+    try:
+        save_turn(store, nodes, "last", [window(nodes[0]), state(nodes[3]), window(nodes[3])])
+    finally:
+        store.close()
+    return folder
 
 
 class CommandLine:
@@ -91,6 +103,11 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
 def block_files(folder: Path) -> dict[str, bytes]:
     """Return the content of all block files by name."""
     return {path.name: path.read_bytes() for path in (folder / "blocks").glob("*/*")}
+
+
+def part_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all part files by name."""
+    return {path.name: path.read_bytes() for path in (folder / "parts").glob("*/*")}
 
 
 def damage(path: Path, change: Callable[[bytearray], object]) -> None:

@@ -13,8 +13,9 @@ import pytest
 from mlx_lm_kvpersist.commands import sessions, store
 from mlx_lm_kvpersist.tiers.files import metadata_of
 from mlx_lm_kvpersist.tiers.index import Index
+from mlx_lm_kvpersist.tiers.part_files import metadata_of_part
 from mlx_lm_kvpersist.tiers.verify import Fault
-from tests.tiers.conftest import ROOT, chain
+from tests.tiers.conftest import ROOT, chain, state
 
 PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
 
@@ -42,9 +43,22 @@ def test_every_fault_stands_there() -> None:
 
 
 def test_every_field_of_a_block_stands_there() -> None:
-    section = PAGE[PAGE.index("### A block's file") : PAGE.index("### A session's file")]
-    fields = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    assert fields == [*metadata_of(chain([1])[0], ROOT), "checksum"]
+    assert fields_between("### A block's file", "### A part's file") == [
+        *metadata_of(chain([1])[0], ROOT),
+        "checksum",
+    ]
+
+
+def test_every_field_of_a_part_stands_there() -> None:
+    assert fields_between("### A part's file", "### A session's file") == [
+        *metadata_of_part(state(chain([1])[0]), ROOT),
+        "checksum",
+    ]
+
+
+def fields_between(start: str, end: str) -> list[str]:
+    section = PAGE[PAGE.index(start) : PAGE.index(end)]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
 def test_every_table_stands_there(tmp_path: Path) -> None:

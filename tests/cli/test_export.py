@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.tiers import session_file
-from mlx_lm_kvpersist.tiers.store import BlockStore
-from tests.tiers.conftest import ROOT, arrays_of, chain
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.tiers import session_file, session_transfer
+from mlx_lm_kvpersist.tiers.files import checksum
+from mlx_lm_kvpersist.tiers.index import Leaf
+from mlx_lm_kvpersist.tiers.part import Part
+from mlx_lm_kvpersist.tiers.part_files import metadata_of_part, part_path
+from mlx_lm_kvpersist.tiers.store import BlockStore, Turn
+from tests.tiers.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
 
-from .conftest import HEAD, LIMITS, WEIRD_NAME, CommandLine, block_files, damage, fill, flip
+from .conftest import (
+    HEAD,
+    LIMITS,
+    WEIRD_NAME,
+    CommandLine,
+    block_files,
+    damage,
+    fill,
+    flip,
+    part_files,
+)
 
 
 @pytest.fixture
@@ -135,15 +151,16 @@ def test_a_refused_file_changes_no_store(run: CommandLine, exported: Path) -> No
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.usefixtures("with_parts")
 def test_a_newer_format_is_refused(
     run: CommandLine, other: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "newer.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(session_file, "SESSION_FORMAT", 2)
+        patch.setattr(session_file, "SESSION_FORMAT", 3)
         assert run("sessions", "export", "last", path) == 0
     said = other.error("sessions", "import", path, "--create")
-    assert "format 2; this version reads up to 1" in said
+    assert "format 3; this version reads up to 2" in said
     assert not other.folder.exists()
 
 
@@ -156,7 +173,7 @@ def test_a_well_made_lie_is_refused(
     exported: Path, other: CommandLine, about: dict[str, object]
 ) -> None:
     source = session_file.SessionFile(exported)
-    header = session_file._file_header(json.dumps(about), source._headers)
+    header = session_file.file_header(json.dumps(about), source._headers)
     bodies = exported.read_bytes()[source._starts[0] :]
     source.close()
     exported.write_bytes(len(header).to_bytes(8, "little") + header + bodies)
@@ -170,11 +187,11 @@ def test_blocks_that_are_no_chain_are_refused(
 ) -> None:
     source = session_file.SessionFile(exported)
     headers = [source._headers[number] for number in order]
-    bodies = [source.block_bytes(n)[-source._headers[n].n_data_bytes :] for n in order]
+    bodies = [source.own_file(n)[-source._headers[n].n_data_bytes :] for n in order]
     n_tokens = source.nodes[order[-1]].stop
     about = json.dumps({"name": "last", "n_tokens": n_tokens})
     source.close()
-    header = session_file._file_header(about, headers)
+    header = session_file.file_header(about, headers)
     exported.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(bodies))
     assert "does not continue" in other.error("sessions", "import", exported, "--create")
     assert not other.folder.exists()
@@ -198,7 +215,7 @@ def test_a_failed_write_leaves_nothing(
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(session_file, "sync", full)
+    monkeypatch.setattr(session_transfer, "sync", full)
     assert "No space left" in other.error("sessions", "import", exported)
     assert block_files(other.folder) == {} and other.ids() == {}
 
@@ -225,3 +242,175 @@ def test_files_that_cannot_be_used(run: CommandLine, tmp_path: Path) -> None:
     assert "No such file" in run.error("sessions", "import", tmp_path / "nothing")
     run.error("sessions", "import", tmp_path)
     assert "cannot be exported" in run.error("sessions", "export", "last", tmp_path / "no" / "file")
+
+
+# Parts.
+
+
+@pytest.fixture
+def exported_parts(run: CommandLine, with_parts: Path, tmp_path: Path) -> Path:
+    assert with_parts == run.folder
+    path = tmp_path / "with-parts.safetensors"
+    assert run("sessions", "export", "last", path) == 0
+    return path
+
+
+LAST = chain(HEAD, [30], [31], [32])
+PARTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
+
+
+def test_what_has_no_parts_is_exported_as_ever(exported: Path) -> None:
+    """A version that knows no parts reads it, too."""
+    loaded: Any = mx.load(str(exported), return_metadata=True)
+    assert loaded[1]["kvpersist-session"] == "1"
+
+
+def test_parts_are_exported(exported_parts: Path) -> None:
+    loaded: Any = mx.load(str(exported_parts), return_metadata=True)
+    arrays, metadata = loaded
+    assert metadata["kvpersist-session"] == "2"
+    assert sum(name.startswith("block.") for name in metadata) == 4
+    kinds = [json.loads(metadata[f"part.{n:06}"])["__metadata__"] for n in range(3)]
+    by_key = {bytes.fromhex(about["key"]): n for n, about in enumerate(kinds)}
+    assert by_key.keys() == {part.key for part in PARTS}
+    for part in PARTS:
+        for name, array in arrays_of_part(part).items():
+            assert mx.array_equal(arrays[f"part.{by_key[part.key]:06}.{name}"], array)
+
+
+def test_the_same_parts_elsewhere(
+    run: CommandLine, exported_parts: Path, other: CommandLine
+) -> None:
+    done = other.json("sessions", "import", exported_parts, "--create")
+    assert (done["blocks_written"], done["parts_written"], done["parts"]) == (4, 3, 3)
+    assert part_files(other.folder) == part_files(run.folder)
+    assert block_files(other.folder).items() <= block_files(run.folder).items()
+    assert other.json("store", "verify")["ok"]
+    store = BlockStore(other.folder, LIMITS)
+    found = store.parts([node.key for node in LAST])
+    assert {part for parts in found.values() for part in parts} == set(PARTS)
+    for part in PARTS:
+        assert store.load_part(part, ROOT) is not None
+    store.close()
+    again = other.json("sessions", "import", exported_parts)
+    assert (again["blocks_written"], again["parts_written"]) == (0, 0)
+
+
+def test_lost_parts_come_back(run: CommandLine, exported_parts: Path) -> None:
+    before = part_files(run.folder)
+    part_path(run.folder, PARTS[1].key).unlink()
+    done = run.json("sessions", "import", exported_parts)
+    assert (done["is_new"], done["blocks_written"], done["parts_written"]) == (False, 0, 1)
+    assert part_files(run.folder) == before and run.json("store", "verify")["ok"]
+
+
+def test_parts_that_went_are_not_exported(run: CommandLine, with_parts: Path) -> None:
+    """A server may remove them at any time."""
+    part_path(with_parts, PARTS[1].key).unlink()
+    path = with_parts.parent / "fewer.safetensors"
+    assert run("sessions", "export", "last", path) == 0
+    source = session_file.SessionFile(path)
+    assert set(source.parts) == {PARTS[0], PARTS[2]}
+    source.close()
+
+
+def test_a_damaged_part_is_not_exported(run: CommandLine, with_parts: Path) -> None:
+    damage(part_path(with_parts, PARTS[1].key), flip(-1))
+    path = with_parts.parent / "bad.safetensors"
+    assert "store verify" in run.error("sessions", "export", "last", path)
+    assert not path.exists()
+
+
+def test_flipped_bits_and_truncations_with_parts_are_refused(
+    exported_parts: Path, other: CommandLine
+) -> None:
+    content = exported_parts.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    bad = exported_parts.with_name("bad.safetensors")
+    for position in [*spread(8, header, 80), *spread(len(content) - 90_000, len(content), 80)]:
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        bad.write_bytes(changed)
+        other.error("sessions", "import", bad, "--create")
+        bad.write_bytes(content[:position])
+        other.error("sessions", "import", bad, "--create")
+    assert not other.folder.exists()
+
+
+Made = tuple[dict[str, str], dict[str, mx.array]]
+
+
+def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
+    """Write an exported file anew with other parts (metadata, arrays), all its checksums right."""
+    source = session_file.SessionFile(exported)
+    about = json.dumps({"name": source.name, "n_tokens": source.nodes[-1].stop})
+    blocks = source._headers[: len(source.nodes)]
+    bodies = [source.own_file(n)[-block.n_data_bytes :] for n, block in enumerate(blocks)]
+    source.close()
+    parts = []
+    scratch = exported.with_name("part.safetensors")
+    for metadata, arrays in made_parts:
+        metadata["checksum"] = checksum(arrays, metadata)
+        mx.save_safetensors(str(scratch), arrays, metadata)
+        with scratch.open("rb") as own:
+            parts.append(session_file.own_header(session_file.read_header(own).decode()))
+            bodies.append(own.read())
+    header = session_file.file_header(about, blocks, parts)
+    exported.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(bodies))
+
+
+def made(part: Part, **changed: str) -> Made:
+    return {**metadata_of_part(part, ROOT), **changed}, arrays_of_part(part)
+
+
+def elsewhere() -> Node:
+    return chain([99])[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda: [made(PARTS[1])], ""),
+        (lambda: [made(PARTS[1]), made(PARTS[1])], "belongs to none"),
+        (lambda: [made(state(elsewhere()))], "belongs to none"),
+        (lambda: [made(PARTS[1], root=chain_root("another"))], "belongs to none"),
+        (lambda: [made(PARTS[1], root=chain_root(5))], "wrong types"),
+        (lambda: [made(PARTS[1], kind="window-1")], "does not hash"),
+        (lambda: [made(PARTS[1], format="9")], "format 9"),
+    ],
+    ids=["none", "twice", "elsewhere", "another-model", "types", "kind", "newer"],
+)
+def test_a_well_made_lie_about_parts_is_refused(
+    exported_parts: Path, other: CommandLine, change: Callable[[], list[Made]], said: str
+) -> None:
+    parts_rewritten(exported_parts, change())
+    if not said:
+        assert other.json("sessions", "import", exported_parts, "--create")["parts"] == 1
+        return
+    assert said in other.error("sessions", "import", exported_parts, "--create")
+    assert not other.folder.exists()
+
+
+def chain_root(fingerprint: object) -> str:
+    return json.dumps({**json.loads(ROOT.to_json()), "fingerprint": fingerprint})
+
+
+def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_path: Path) -> None:
+    nodes = chain([7], [8])
+    store = BlockStore(run.folder, LIMITS)
+    keys = tuple(node.key for node in nodes)
+    turn = Turn(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2, keys))
+    store.keep_turn(turn, [(node, {}) for node in nodes])
+    store.drain()
+    store.close()
+    path = tmp_path / "bare.safetensors"
+    for n_parts in (0, 1):
+        assert run("sessions", "export", "bare", path, "--force") == 0
+        assert other("sessions", "import", path, "--create") == 0
+        assert other.json("sessions", "show", "bare")["parts"] == n_parts
+        assert other.json("store", "verify")["ok"]
+        store = BlockStore(run.folder, LIMITS)
+        save_turn(store, nodes, "bare", [state(nodes[1])])
+        store.close()
+    assert block_files(other.folder).items() <= block_files(run.folder).items()
+    assert part_files(other.folder).items() <= part_files(run.folder).items()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.tiers.files import block_path
-from tests.tiers.conftest import chain
+from mlx_lm_kvpersist.tiers.part_files import part_path
+from tests.tiers.conftest import chain, state, window
 
-from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill
+from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill, part_files
 
 
 def test_list(run: CommandLine) -> None:
@@ -235,3 +236,35 @@ def test_as_a_program(run: CommandLine) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "last" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_sessions_with_parts(run: CommandLine) -> None:
+    listed = {session["name"]: session for session in run.json("sessions", "list")["sessions"]}
+    nodes = chain(HEAD, [30], [31], [32])
+    parts = [window(nodes[0]), state(nodes[3]), window(nodes[3])]
+    size = sum(block_path(run.folder, node.key).stat().st_size for node in nodes)
+    size += sum(part_path(run.folder, part.key).stat().st_size for part in parts)
+    assert (listed["last"]["blocks"], listed["last"]["parts"]) == (4, 3)
+    assert listed["last"]["bytes"] == size
+    assert listed["first"]["parts"] == listed[None]["parts"] == 1
+    shown = run.json("sessions", "show", "last")["chain"]
+    assert [[part["kind"] for part in block["parts"]] for block in shown] == [
+        ["window-512"], [], [], ["state", "window-512"],
+    ]  # fmt: skip
+    assert [part["key"] for part in shown[3]["parts"]] == [part.key.hex() for part in parts[1:]]
+    assert [(p["tokens"], p["file_exists"]) for p in shown[0]["parts"]] == [(3, True)]
+    assert run("sessions", "show", "last") == 0
+    assert "in 4 blocks and 3 parts" in run.out and "state 33" in run.out
+    part_path(run.folder, parts[1].key).unlink()
+    assert run("sessions", "show", "last") == 0 and "a part is missing" in run.out
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_rm_takes_parts_along(run: CommandLine) -> None:
+    shared = window(chain(HEAD)[0])
+    done = run.json("sessions", "rm", "last")
+    assert (done["blocks"], done["parts"]) == (3, 2)
+    assert part_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
+    assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks and 1 parts" in run.out
+    assert part_files(run.folder) == {} and run.json("store", "verify")["ok"]

@@ -8,14 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.tiers.disk import DiskStore
 from mlx_lm_kvpersist.tiers.files import block_path
 from mlx_lm_kvpersist.tiers.index import StoredReply
 from mlx_lm_kvpersist.tiers.lock import StoreLock
-from tests.tiers.conftest import ROOT, chain
+from mlx_lm_kvpersist.tiers.part_files import part_path, write_part
+from tests.tiers.conftest import ROOT, arrays_of_part, chain, state, window
 
-from .conftest import HEAD, LIMITS, WEIRD_NAME, CommandLine, block_files, damage, fill, flip
+from .conftest import (
+    HEAD,
+    LIMITS,
+    WEIRD_NAME,
+    CommandLine,
+    block_files,
+    damage,
+    fill,
+    flip,
+    part_files,
+)
 
 NO_MINIMUM = ("--kvpersist-min-free", "0")
 
@@ -34,7 +46,7 @@ def faults(run: CommandLine) -> list[str]:
 def test_stats(run: CommandLine) -> None:
     stats = run.json("store", "stats", "--kvpersist-disk", "2M")
     assert (stats["blocks"], stats["sessions"], stats["models"], stats["pinned"]) == (7, 3, 1, 0)
-    assert stats["format"] == 1 and stats["max_disk_bytes"] == 2 << 20
+    assert stats["format"] == 2 and stats["max_disk_bytes"] == 2 << 20
     assert stats["bytes"]["blocks"] == sum(map(len, block_files(run.folder).values()))
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
     assert run("store", "stats", "--kvpersist-disk", "2M") == 0
@@ -43,10 +55,10 @@ def test_stats(run: CommandLine) -> None:
 
 def test_verify_a_whole_store(run: CommandLine) -> None:
     assert run.json("store", "verify") == {
-        "folder": str(run.folder), "ok": True, "blocks": 7, "problems": [], "left": 0,
+        "folder": str(run.folder), "ok": True, "blocks": 7, "parts": 0, "problems": [], "left": 0,
     }  # fmt: skip
     before = block_files(run.folder)
-    assert run("store", "verify") == 0 and "7 blocks, all good" in run.out
+    assert run("store", "verify") == 0 and "7 blocks and 0 parts, all good" in run.out
     assert run("store", "verify", "--fix") == 0
     assert block_files(run.folder) == before
 
@@ -239,3 +251,102 @@ def test_a_newer_store_is_refused(run: CommandLine) -> None:
     for argv in (("sessions", "list"), ("sessions", "rm", "last"), ("store", "rebuild")):
         assert "format 9" in run.error(*argv)
     assert len(block_files(run.folder)) == 7
+
+
+# Parts.
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_stats_with_parts(run: CommandLine) -> None:
+    stats = run.json("store", "stats")
+    assert (stats["blocks"], stats["parts"]) == (7, 3)
+    (root,) = stats["roots"]
+    sizes = [sum(map(len, files(run.folder).values())) for files in (block_files, part_files)]
+    assert (root["blocks"], root["parts"], root["bytes"]) == (7, 3, sum(sizes))
+    assert [stats["bytes"][kind] for kind in ("blocks", "parts")] == sizes
+    assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
+    assert run("store", "stats") == 0 and "parts bytes" in run.out
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_verify_a_whole_store_with_parts(run: CommandLine) -> None:
+    verified = run.json("store", "verify")
+    assert verified["ok"] and (verified["blocks"], verified["parts"]) == (7, 3)
+    assert run("store", "verify") == 0 and "7 blocks and 3 parts, all good" in run.out
+
+
+@pytest.mark.usefixtures("with_parts")
+@pytest.mark.parametrize("position", [3, 20, 300, -1])
+def test_verify_finds_a_flipped_bit_of_a_part(run: CommandLine, position: int) -> None:
+    bad = state(chain(HEAD, [30], [31], [32])[3])
+    damage(part_path(run.folder, bad.key), flip(position))
+    assert faults(run) == ["corrupt"]
+    assert run("store", "verify") == 1 and bad.key.hex() in run.out
+    fixed = run.json("store", "verify", "--fix")
+    assert fixed["ok"] and (fixed["blocks"], fixed["parts"]) == (7, 2)
+    assert run.ids().keys() == {"first", None, "last"}
+    aside = {path.suffix for path in (run.folder / "quarantine").iterdir()}
+    assert aside == {".safetensors", ".json"}
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
+    nodes = chain(HEAD, [30], [31], [32])
+    before = part_files(run.folder)
+    missing, foreign = window(nodes[0]), window(nodes[3])
+    part_path(run.folder, missing.key).unlink()
+    part_path(run.folder, foreign.key).unlink()
+    other = Root("another", ROOT.precision)
+    write_part(run.folder, foreign, other, arrays_of_part(foreign), fsync=False)
+    change_index(run.folder, "UPDATE parts SET n_bytes = 1 WHERE key = ?", state(nodes[3]).key)
+    (elsewhere,) = chain([99])
+    write_part(run.folder, state(elsewhere), ROOT, arrays_of_part(missing), fsync=False)
+    path = part_path(run.folder, state(nodes[3]).key)
+    path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
+    (run.folder / "blocks" / "zz").mkdir()
+    (run.folder / "blocks" / "zz" / path.name).write_bytes(path.read_bytes())
+    assert faults(run) == ["corrupt", "mismatch", "missing", "orphan", "orphan", "orphan"]
+    assert run.json("store", "verify", "--fix")["ok"]
+    assert part_files(run.folder) == {path.name: before[path.name]}
+    assert run.ids().keys() == {"first", None, "last"}
+
+
+@pytest.mark.usefixtures("with_parts")
+def test_verify_finds_a_part_without_its_block(run: CommandLine) -> None:
+    last = chain(HEAD, [30], [31], [32])[3]
+    change_index(run.folder, "DELETE FROM blocks WHERE key = ?", last.key)
+    assert faults(run) == ["orphan", "session", "unreachable", "unreachable"]
+    assert run.json("store", "verify", "--fix")["ok"]
+    assert len(part_files(run.folder)) == 1
+
+
+@pytest.mark.usefixtures("with_parts")
+@pytest.mark.parametrize("gone", ["missing", "whole"])
+def test_rebuild_with_parts(run: CommandLine, gone: str) -> None:
+    if gone == "missing":
+        (run.folder / "index.sqlite").unlink()
+    done = run.json("store", "rebuild")
+    assert (done["blocks"], done["parts"]) == (7, 3)
+    assert run("store", "rebuild") == 0 and "7 blocks, 3 parts" in run.out
+    assert run.json("store", "verify")["ok"] and len(part_files(run.folder)) == 3
+
+
+@pytest.mark.usefixtures("with_parts")
+@pytest.mark.parametrize("n_freed", [1, 100_000, 300_000])
+def test_gc_of_parts_does_what_its_dry_run_says(run: CommandLine, n_freed: int) -> None:
+    head = chain(HEAD)[0]
+    change_index(run.folder, "UPDATE parts SET used = 1 WHERE key = ?", window(head).key)
+    total = run.json("store", "stats")["bytes"]["all"]
+    budget = ("--kvpersist-disk", str(total - n_freed), *NO_MINIMUM)
+    before = {**block_files(run.folder), **part_files(run.folder)}
+    would = run.json("store", "gc", "--dry-run", *budget)
+    assert would["fits"] and would["parts"] >= 1
+    assert (would["parts"], would["blocks"]) == (1, 0) or n_freed > 1
+    assert {**block_files(run.folder), **part_files(run.folder)} == before
+    did = run.json("store", "gc", *budget)
+    counts = ("blocks", "parts", "sessions")
+    assert [did[count] for count in counts] == [would[count] for count in counts]
+    assert len(block_files(run.folder)) == 7 - did["blocks"]
+    assert len(part_files(run.folder)) == 3 - did["parts"]
+    assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
+    assert run.json("store", "verify")["ok"]

@@ -1,0 +1,283 @@
+"""`mlx-lm-kvpersist quality`: what 8 and 4 bits of KV change in what a model says."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import load
+
+from ..errors import ConfigError, KVPersistError
+from .output import console, print_json, print_table, progress
+from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
+from .quality_checks import (
+    CHOICES,
+    SECRET,
+    TOOL,
+    TOOL_QUESTION,
+    Told,
+    greedy,
+    kv_bytes_per_token,
+    n_text_steps,
+    needle_prompts,
+    prompt_of,
+    quantizable,
+    score_text,
+    takes_tools,
+    tool_call_in,
+    windows_of,
+)
+
+OWN_TEXT = Path(__file__).with_name("quality_text.txt")
+_DEPTHS = (0.1, 0.5, 0.9)
+_MIN_TOKENS = 64
+_NEEDLE_TOKENS = 24
+_TOOL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to measure on."""
+
+    name: str
+    content: str
+
+    def about(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self.content.encode()).hexdigest()
+        return {"name": self.name, "chars": len(self.content), "sha256": digest}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status. Raises KVPersistError when it cannot."""
+    args = _parser().parse_args(argv)
+    if not 0 < args.stride < args.window:
+        raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
+    text = read_text(args.text)
+    model, tokenizer = _load(args.model)
+    begin, ids = encode(tokenizer, text.content)
+    if len(ids) < _MIN_TOKENS:
+        raise ConfigError(
+            f"{text.name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
+        )
+    reasons = quantizable(model, CHOICES)
+    names = [name for name, reason in reasons.items() if reason is None]
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    if names == [REFERENCE]:
+        return _nothing_quantized(args, text, left_out)
+    windows = windows_of(ids, begin, args.window, args.stride)
+    with_tools = takes_tools(tokenizer)
+    n_needles = 0 if args.no_needle else len(_DEPTHS)
+    total = n_text_steps(windows) + len(names) * (n_needles + with_tools)
+    done = 0
+    with progress("quality") as told:
+
+        def one_more() -> None:
+            nonlocal done
+            done += 1
+            told(done, total)
+
+        choices = {name: CHOICES[name] for name in names}
+        scores = score_text(model, windows, choices, one_more)
+        needles = (
+            {}
+            if args.no_needle
+            else _find_needles(model, tokenizer, text.content, names, args.context, one_more)
+        )
+        calls = _call_tools(model, tokenizer, names, one_more) if with_tools else {}
+    own = scores[REFERENCE]
+    rows = [
+        Row(
+            precision=name,
+            kv_bytes_per_token=kv_bytes_per_token(model, CHOICES[name]),
+            perplexity=score.perplexity,
+            perplexity_rise=score.perplexity / own.perplexity - 1,
+            agreement=score.agreement,
+            divergence_nats=score.mean_divergence,
+            needles=_needles_of(needles, name),
+            tool_call=_tool_call_of(tokenizer, calls, name),
+        )
+        for name, score in scores.items()
+    ]
+    advice = recommend(rows)
+    if args.json:
+        print_json(
+            {
+                "model": args.model,
+                "text": {**text.about(), "tokens": len(ids), "predicted": own.n_tokens},
+                "window": args.window,
+                "stride": args.stride,
+                "needle_context": None if args.no_needle else args.context,
+                "template_takes_tools": with_tools,
+                "rows": [asdict(row) for row in rows],
+                "left_out": left_out,
+                "caveats": caveats(rows),
+                "recommended": advice[0],
+                "why": advice[1],
+            }
+        )
+        return 0
+    out = console()
+    out.print(
+        f"{args.model} on {text.name}: {own.n_tokens:,} tokens predicted, in windows of "
+        f"{args.window} that go on by {args.stride}"
+    )
+    out.print()
+    _print_rows(rows)
+    for name, reason in left_out.items():
+        out.print(f"{name}: left out, {reason}")
+    for line in caveats(rows):
+        out.print(line)
+    out.print()
+    out.print(advice[1])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist quality",
+        description="Measure what 8 and 4 bits of KV change in what a model says: the perplexity "
+        "of a text, the next tokens, a fact found in a long context, a tool call.",
+    )
+    parser.add_argument("--model", required=True, help="a folder, or a name of the hub")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
+    parser.add_argument(
+        "--window", type=int, default=1024, help="tokens the model sees at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--stride", type=int, default=512, help="tokens that a window goes on by (%(default)s)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=4096,
+        help="tokens of the context that a fact is hidden in (%(default)s)",
+    )
+    parser.add_argument("--no-needle", action="store_true", help="hide no fact; that takes longest")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def read_text(path: Path | None) -> Text:
+    """Return the text of a file, or the package's own. Raises ConfigError where there is none."""
+    if path is None:
+        return Text("the package's own story", OWN_TEXT.read_text(encoding="utf-8"))
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from error
+    if not content.strip():
+        raise ConfigError(f"{path} is empty")
+    return Text(str(path), content)
+
+
+def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return the begin token, where the tokenizer has one, and the text's ids without it."""
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    bos = tokenizer.bos_token_id
+    begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
+    return ([bos] if begins else []), ids
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    if name.startswith(("/", ".")) and not Path(name).is_dir():
+        raise ConfigError(f"there is no model folder {name}")
+    try:
+        loaded: Any = load(name)
+    except Exception as error:
+        # Whatever the hub, a tokenizer or a damaged file raises: it is the model that is wrong.
+        reason = " ".join(str(error).split())[:300] or repr(error)
+        raise KVPersistError(f"the model {name} cannot be loaded: {reason}") from error
+    return loaded[0], loaded[1]
+
+
+def _nothing_quantized(args: argparse.Namespace, text: Text, left_out: dict[str, str]) -> int:
+    reasons = sorted(set(left_out.values()))
+    why = f"Nothing of this model's cache is quantized, so nothing changes: {'; '.join(reasons)}"
+    if args.json:
+        print_json(
+            {
+                "model": args.model,
+                "text": text.about(),
+                "rows": [],
+                "left_out": left_out,
+                "recommended": REFERENCE,
+                "why": why,
+            }
+        )
+    else:
+        console().print(why)
+    return 0
+
+
+def _find_needles(
+    model: Any, tokenizer: Any, text: str, names: Sequence[str], context: int, told: Told
+) -> dict[str, list[str]]:
+    """Return each precision's replies, one a depth."""
+    replies: dict[str, list[str]] = {name: [] for name in names}
+    ends = set(tokenizer.eos_token_ids)
+    for _, ids in needle_prompts(tokenizer, text, context, _DEPTHS):
+        for name in names:
+            said = greedy(model, ids, CHOICES[name], _NEEDLE_TOKENS, ends)
+            replies[name].append(tokenizer.decode(said))
+            told()
+    return replies
+
+
+def _needles_of(replies: dict[str, list[str]], name: str) -> Needles | None:
+    if not replies:
+        return None
+    pairs = list(zip(replies[name], replies[REFERENCE], strict=True))
+    found = sum(SECRET in reply.replace(",", "") for reply, _ in pairs)
+    return Needles(len(pairs), found, sum(reply == reference for reply, reference in pairs))
+
+
+def _call_tools(model: Any, tokenizer: Any, names: Sequence[str], told: Told) -> dict[str, str]:
+    """Return each precision's reply to a question that wants a tool."""
+    ids = prompt_of(tokenizer, TOOL_QUESTION, [TOOL])
+    replies = {}
+    for name in names:
+        said = greedy(model, ids, CHOICES[name], _TOOL_TOKENS, set(tokenizer.eos_token_ids))
+        replies[name] = tokenizer.decode(said)
+        told()
+    return replies
+
+
+def _tool_call_of(tokenizer: Any, replies: dict[str, str], name: str) -> ToolCall | None:
+    if not replies:
+        return None
+    call, reference = (tool_call_in(tokenizer, replies[each]) for each in (name, REFERENCE))
+    neither = call is None and reference is None
+    same = replies[name] == replies[REFERENCE] if neither else call == reference
+    return ToolCall(call is not None, same)
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    table = [
+        [
+            row.precision,
+            f"{row.kv_bytes_per_token / 1e3:.1f}",
+            f"{row.perplexity:.3f}",
+            f"{row.perplexity_rise:+.2%}",
+            f"{row.agreement:.1%}",
+            f"{row.divergence_nats:.4f}",
+            f"{row.needles.found} of {row.needles.tried}" if row.needles else "-",
+            f"{row.needles.same} of {row.needles.tried}" if row.needles else "-",
+            yes(row.tool_call.parses) if row.tool_call else "-",
+            yes(row.tool_call.same) if row.tool_call else "-",
+        ]
+        for row in rows
+    ]
+    columns = [
+        *("bits", "KB/token", "perplexity", "change", "same next token", "KL nats"),
+        *("needle found", "same reply", "tool call parses", "same call"),
+    ]
+    print_table(columns, table, right="bits KB/token perplexity change")

@@ -1,0 +1,228 @@
+"""`quality` measures what it says, on a tiny model, and recommends what the rows bear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm import load
+
+from mlx_lm_kvpersist import cli
+from mlx_lm_kvpersist.commands import quality_checks as checks
+from mlx_lm_kvpersist.commands.quality import OWN_TEXT, encode
+from mlx_lm_kvpersist.commands.quality_advice import (
+    Needles,
+    Row,
+    ToolCall,
+    caveats,
+    recommend,
+)
+from tests.support import make_tiny_model
+
+SHORT = ("--window", "128", "--stride", "64", "--context", "160")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginning of the package's own text."""
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text(OWN_TEXT.read_text(encoding="utf-8")[:1500], encoding="utf-8")
+    return path
+
+
+def quality(*argv: str | Path) -> int:
+    return cli.main(["quality", *map(str, argv)])
+
+
+def test_fewer_bits_are_further_away(
+    tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quality("--model", tiny_model, "--text", text, *SHORT, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["text"]["name"] == str(text)
+    assert report["text"]["predicted"] == report["text"]["tokens"] - 1
+    rows = {row["precision"]: row for row in report["rows"]}
+    own, eight, four = rows["16"], rows["8"], rows["4"]
+    assert (own["agreement"], own["divergence_nats"], own["perplexity_rise"]) == (1.0, 0.0, 0.0)
+    assert own["needles"]["same"] == own["needles"]["tried"] == 3
+    assert own["tool_call"]["same"]
+    assert 1 > eight["agreement"] > four["agreement"] > 0.3
+    assert 0 < 10 * eight["divergence_nats"] < four["divergence_nats"]
+    assert abs(eight["perplexity_rise"]) < 0.05
+    assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
+    assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(9 / 32)
+    assert report["recommended"] in ("16", "8")
+    if "k8v4" in rows:
+        assert eight["divergence_nats"] < rows["k8v4"]["divergence_nats"] < four["divergence_nats"]
+    else:
+        assert report["left_out"] == {"k8v4": "not kept in these bits"}
+
+
+def test_the_table_names_text_and_advice(
+    tiny_model_bos: Path, capsys: pytest.CaptureFixture[str], text: Path
+) -> None:
+    assert quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle") == 0
+    out = capsys.readouterr().out
+    assert f"on {text}: " in out
+    assert "Recommended: " in out and "same next token" in out
+    assert "Even 16 bits make no tool call that can be read" in out
+
+
+def test_a_model_of_which_nothing_is_quantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_model(tmp_path, head_dim=80, n_layers=1)
+    assert quality("--model", model) == 0
+    assert capsys.readouterr().out.startswith("Nothing of this model's cache is quantized")
+    assert quality("--model", model, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["recommended"]) == ([], "16")
+    assert report["left_out"].keys() == {"8", "k8v4", "4"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"Too short.", "at least 64 are needed"),
+        (b"\xff\xfe\xff", "is not UTF-8 text"),
+    ],
+)
+def test_bad_texts(
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    said: str,
+) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    assert quality("--model", tiny_model, "--text", path) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"mlx-lm-kvpersist quality: {path} ") and said in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
+        (("--model", "."), "the model . cannot be loaded: "),
+        (("--model", "x", "--window", "64", "--stride", "64"), "must be less than --window 64"),
+    ],
+)
+def test_bad_options(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality(*argv) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("begin", [[], [99]])
+@pytest.mark.parametrize("n_ids", [5, 16, 17, 60])
+def test_windows_predict_each_token_once(begin: list[int], n_ids: int) -> None:
+    ids = list(range(n_ids))
+    predicted: list[int] = []
+    for window in checks.windows_of(ids, begin, 16, 6):
+        assert list(window.ids[: len(begin)]) == begin and len(window.ids) <= 16
+        assert window.n_context >= 1
+        part = window.ids[len(begin) :]
+        assert list(part) == ids[part[0] : part[-1] + 1]
+        if part[0]:
+            assert window.n_context - len(begin) >= 16 - len(begin) - 6
+        predicted += window.ids[window.n_context :]
+    assert predicted == ids[0 if begin else 1 :]
+
+
+def test_a_begin_token_is_used_where_the_tokenizer_has_one(
+    tiny_model: Path, tiny_model_bos: Path
+) -> None:
+    for path, expected in ((tiny_model, False), (tiny_model_bos, True)):
+        tokenizer = load(str(path))[1]
+        begin, ids = encode(tokenizer, "The lock")
+        assert bool(begin) == expected
+        assert tokenizer.decode(ids) == "The lock"
+
+
+def test_needles_lie_where_they_should(tiny_model: Path) -> None:
+    tokenizer = load(str(tiny_model))[1]
+    text = OWN_TEXT.read_text(encoding="utf-8")
+    for depth, ids in checks.needle_prompts(tokenizer, text, 1200, (0.1, 0.9)):
+        prompt = tokenizer.decode(ids)
+        assert prompt.count(checks.SECRET) == 1
+        assert prompt.index(checks.SECRET) / len(prompt) == pytest.approx(depth, abs=0.1)
+        assert 1150 < len(ids) < 1250
+        assert prompt.index(checks.NEEDLE_QUESTION) > prompt.index(checks.SECRET)
+
+
+def test_tool_calls_are_read() -> None:
+    plain: Any = SimpleNamespace()
+    call = {"name": "get_water_level", "arguments": {"lock": "Harrow {Weir}", "unit": "metres"}}
+    assert checks.tool_call_in(plain, f"Sure. {{x}} {json.dumps(call)} Done.") == call
+    assert checks.tool_call_in(plain, '{"name": "get_water') is None
+    assert checks.tool_call_in(plain, "no call") is None
+
+    def parse(inner: str, tools: object) -> dict[str, str]:
+        if inner != "level(Harrow)":
+            raise ValueError(inner)
+        return {"name": "level"}
+
+    own: Any = SimpleNamespace(
+        has_tool_calling=True, tool_call_start="<call>", tool_call_end="</call>", tool_parser=parse
+    )
+    assert checks.tool_call_in(own, "x<call>level(Harrow)</call>y") == {"name": "level"}
+    assert checks.tool_call_in(own, "x<call>level(Har</call>") is None
+
+
+def row(precision: str, kv_bytes: float, **fields: Any) -> Row:
+    same: dict[str, Any] = {
+        "perplexity": 10.0,
+        "perplexity_rise": 0.0,
+        "agreement": 0.99,
+        "divergence_nats": 0.001,
+        "needles": Needles(3, 3, 3),
+        "tool_call": ToolCall(parses=True, same=True),
+    }
+    return Row(precision, kv_bytes, **{**same, **fields})
+
+
+OWN = row("16", 100, agreement=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "why"),
+    [
+        ([row("8", 53), row("4", 28)], "4", "They take 28% of the memory"),
+        ([row("8", 53), row("4", 28, agreement=0.9)], "8", "8 bits. They take 53%"),
+        ([row("8", 53), row("k8v4", 40), row("4", 28, perplexity_rise=0.02)], "k8v4", "for values"),
+        ([row("8", 53), row("4", 28, needles=Needles(3, 2, 2))], "8", "lose nothing"),
+        ([row("8", 53), row("4", 28, tool_call=ToolCall(False, False))], "8", "8 bits"),
+        (
+            [row("8", 53, perplexity_rise=0.5, agreement=0.8)],
+            "16",
+            "Even 8 bits raise the perplexity by 50.0% and choose only 80.0%",
+        ),
+    ],
+)
+def test_the_smallest_that_loses_nothing_is_recommended(
+    rows: list[Row], expected: str, why: str
+) -> None:
+    precision, said = recommend([OWN, *rows])
+    assert precision == expected
+    assert why in said
+
+
+def test_what_16_bits_fail_at_is_said() -> None:
+    assert caveats([OWN]) == []
+    poor = row("16", 100, needles=Needles(3, 0, 3), tool_call=ToolCall(False, True))
+    assert [line.split(",")[0] for line in caveats([poor])] == [
+        "Even 16 bits find none of the hidden facts",
+        "Even 16 bits make no tool call that can be read",
+    ]
+    # And then it speaks against nobody.
+    assert recommend([poor, row("4", 28, needles=Needles(3, 0, 0))])[0] == "4"
