@@ -30,6 +30,7 @@ class Reply:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     chunks: list[dict[str, Any]] = field(default_factory=list)  # every chunk of a stream
+    times_s: list[float] = field(default_factory=list)  # when each text of a stream came
 
     @property
     def prompt_tokens(self) -> int:
@@ -107,8 +108,9 @@ def streamed_reply(response: HTTPResponse, start: float) -> Reply:
     chunks: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
     last: dict[str, Any] = {}
-    ttft_s: float | None = None
+    times_s: list[float] = []
     for _, content in read_events(response):
+        now_s = time.perf_counter() - start
         if content == "[DONE]":
             break
         chunk = json.loads(content)
@@ -122,8 +124,8 @@ def streamed_reply(response: HTTPResponse, start: float) -> Reply:
         text = delta.get("content", choice.get("text")) or ""
         reasoning = delta.get("reasoning") or ""
         calls = delta.get("tool_calls") or []
-        if ttft_s is None and (text or reasoning or calls):
-            ttft_s = time.perf_counter() - start
+        if text or reasoning or calls:
+            times_s.append(now_s)
         texts.append(text)
         reasonings.append(reasoning)
         tool_calls.extend(calls)
@@ -135,10 +137,11 @@ def streamed_reply(response: HTTPResponse, start: float) -> Reply:
         finish_reason=last["choices"][0]["finish_reason"] if last else None,
         usage=usage,
         headers=response_headers(response),
-        ttft_s=total_s if ttft_s is None else ttft_s,
+        ttft_s=times_s[0] if times_s else total_s,
         total_s=total_s,
         raw=last,
         reasoning="".join(reasonings),
         tool_calls=tool_calls,
         chunks=chunks,
+        times_s=times_s,
     )

@@ -43,8 +43,9 @@ class ServerProcess:
 
     model: a model directory. extra: further arguments of the server, such as
     ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
-    mlx_lm is run. log_path: where stdout and stderr go, appended across restarts; without it
-    a temporary file that `stop` removes. start_timeout_s: until /health must have answered.
+    mlx_lm is run. launcher: what Python runs as the server. log_path: where stdout and stderr
+    go, appended across restarts; without it a temporary file that `stop` removes.
+    start_timeout_s: until /health must have answered.
 
     Requests may be sent from several threads at once.
     """
@@ -55,6 +56,7 @@ class ServerProcess:
         *extra: str,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        launcher: Sequence[str] = ("-m", "mlx_lm", "server"),
         cwd: Path | None = None,
         log_path: Path | None = None,
         port: int | None = None,
@@ -65,6 +67,7 @@ class ServerProcess:
         self.extra = list(extra)
         self.env = dict(env or {})
         self.python = python
+        self.launcher = tuple(launcher)
         self.cwd = cwd
         self.port = port
         self.start_timeout_s = start_timeout_s
@@ -103,7 +106,7 @@ class ServerProcess:
     def command(self) -> list[str]:
         """The command line, as it is run."""
         return [
-            *(self.python, "-m", "mlx_lm", "server"),
+            *(self.python, *self.launcher),
             *("--model", self.model, "--host", HOST, "--port", str(self.port)),
             *self.extra,
         ]

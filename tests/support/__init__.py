@@ -10,6 +10,7 @@ from mlx_lm_kvpersist.testing import Reply, ServerError, ServerProcess, parse_ou
 
 from .servers import StartServer
 from .waiting import wait_until
+from .zoo import make_zoo_model, whole_characters
 
 __all__ = [
     "Message",
@@ -18,8 +19,10 @@ __all__ = [
     "ServerProcess",
     "StartServer",
     "make_tiny_model",
+    "make_zoo_model",
     "parse_outcome",
     "synthetic_conversation",
     "synthetic_text",
     "wait_until",
+    "whole_characters",
 ]

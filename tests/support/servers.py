@@ -25,8 +25,14 @@ class StartServer:
         return self._stack.enter_context(ServerProcess(model, *extra, **options))
 
     def with_plugin(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
-        """Start the server with the plugin, on this test's own store."""
-        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(self.store))
+        """Start the server with the plugin, on this test's own store.
+
+        What attention takes is not measured: that is a second a start, and no test's business
+        but its own.
+        """
+        plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(self.store)]
+        if "--kvpersist-attention" not in extra:
+            plugin += ["--kvpersist-attention", "dequantize"]
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:

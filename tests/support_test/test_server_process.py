@@ -35,6 +35,9 @@ def test_stream_and_whole_reply_agree(server: ServerProcess) -> None:
     assert 0 < stream.ttft_s <= stream.total_s
     assert stream.headers["content-type"] == "text/event-stream"
     assert len(stream.chunks) > 2
+    assert stream.times_s == sorted(stream.times_s)
+    assert (stream.times_s[0], whole.times_s) == (stream.ttft_s, [])
+    assert 16 < len(stream.times_s) <= 24, "about one text a token"
     # The second request finds the first in the stock server's own cache.
     assert (whole.cached_tokens, stream.cached_tokens) == (0, whole.prompt_tokens - 1)
 

@@ -1,0 +1,77 @@
+"""Models of real shapes: stock loads them, and what they compute is finite and ends when told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, make_shaped_model, shaped_architecture
+
+SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 3000}
+PARAMETERS = {
+    "llama-3.1-8b": 8.03e9,
+    "qwen3-8b": 8.19e9,
+    "gemma-3-12b": 11.8e9,
+    "deepseek-coder-v2-lite": 15.7e9,
+}
+"""Published sizes; gemma's without its vision tower."""
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
+    n_layers = 6 if shape == "gemma-3-12b" else 2
+    config = {**SMALL, "num_hidden_layers": n_layers, "n_routed_experts": 8}
+    model, tokenizer = load(str(make_shaped_model(tmp_path, shape, config=config)))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Tell me."}], add_generation_prompt=True
+    )
+    logits = model(mx.array([prompt]))[0, -1].astype(mx.float32)
+    assert 0.3 < logits.std().item() < 10
+    assert mx.isfinite(logits).all().item()
+    reply = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=24)]
+    assert len(set(reply)) > 8
+    assert tokenizer.eos_token_id not in reply
+    pieces = [tokenizer.decode([token]) for token in reply]
+    assert all(piece.isprintable() and piece.strip() and piece != "\ufffd" for piece in pieces)
+
+
+@pytest.mark.parametrize("shape", MODEL_SHAPES)
+def test_the_shapes_are_those_of_the_real_models(shape: str) -> None:
+    parameters: Any = tree_flatten(shaped_architecture(shape).parameters())
+    n = sum(
+        value.size
+        for name, value in parameters
+        if not (shape == "gemma-3-12b" and name.startswith("lm_head"))
+    )
+    assert n == pytest.approx(PARAMETERS[shape], rel=0.01)
+
+
+def test_equal_arguments_write_equal_weights_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.synthetic.shapes._SHARD_BYTES", 1 << 20)
+    config = {**SMALL, "num_hidden_layers": 2}
+    told: list[tuple[int, int]] = []
+    for name in ("a", "b"):
+        make_shaped_model(
+            tmp_path / name,
+            "llama-3.1-8b",
+            config=config,
+            told=lambda done, total: told.append((done, total)),
+        )
+    files = sorted(path.name for path in (tmp_path / "a").glob("model-*.safetensors"))
+    assert len(files) > 1 and told[-1][0] == told[-1][1]
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    load(str(tmp_path / "a"))
+
+
+def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no shape 'nonsense'; known are tiny, llama-3\.1-8b"):
+        make_shaped_model(tmp_path, "nonsense")
