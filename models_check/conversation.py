@@ -1,0 +1,50 @@
+"""The conversation that every model holds, in token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+N_TURNS = 5
+N_REPLY = 10
+N_SYSTEM = 70
+N_STRANGER = 150
+"""Tokens of a prompt that has nothing to do with the conversation."""
+
+_N_USER = (37, 52, 44, 61, 33)
+"""Unequal, and none a multiple of a window. The whole is longer than a block of 256 tokens."""
+
+
+def random_ids(seed: int, n: int) -> list[int]:
+    """Return ids that every model of the zoo knows."""
+    return [int(i) for i in np.random.default_rng(seed).integers(2, 250, n)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A system prompt and what the user says in each turn."""
+
+    system: list[int]
+    users: list[list[int]]
+
+    @classmethod
+    def make(cls, seed: int = 0) -> Conversation:
+        users = [random_ids(1000 * seed + turn, n) for turn, n in enumerate(_N_USER, start=1)]
+        return cls(random_ids(1000 * seed, N_SYSTEM), users)
+
+    def segments(self, turn: int, replies: list[list[int]]) -> list[list[int]]:
+        """Return the prompt of a turn, cut as the server does: system prompt, and the rest."""
+        rest: list[int] = []
+        for user, reply in zip(self.users[:turn], replies[:turn], strict=True):
+            rest += [*user, *reply]
+        return [self.system, rest + self.users[turn]]
+
+    def prompt(self, turn: int, replies: list[list[int]]) -> list[int]:
+        """Return the prompt of a turn in one piece."""
+        return [token for segment in self.segments(turn, replies) for token in segment]
+
+    def ending_differently(self, seed: int) -> Conversation:
+        """Return the same conversation, but for what the user says last."""
+        other = random_ids(seed, len(self.users[-1]) + seed % 17)
+        return Conversation(self.system, [*self.users[:-1], other])

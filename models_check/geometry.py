@@ -1,0 +1,53 @@
+"""What a model's caches are, how precisely they are kept, and where they can be used again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm_kvpersist.kv.spec import LayerGroup, ModelCacheSpec
+
+_KINDS = {
+    "KVCache": "full",
+    "RotatingKVCache": "sliding",
+    "ArraysCache": "recurrent",
+    "ChunkedKVCache": "chunked",
+}
+
+
+def describe_caches(caches: Sequence[Any]) -> str:
+    """Return the model's own caches by kind, such as "2 full, 1 sliding 16"."""
+    counts = Counter(_kind(cache) for cache in caches)
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items())
+
+
+def _kind(cache: Any) -> str:
+    if hasattr(cache, "caches"):
+        return f"({' + '.join(_kind(part) for part in cache.caches) or 'nothing'})"
+    name = type(cache).__name__
+    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
+    return f"{_KINDS.get(name, name)}{f' {window}' if window else ''}"
+
+
+def describe_precisions(spec: ModelCacheSpec) -> str:
+    """Return how each group is kept, live and stored, such as "2 full 4b32, 1 sliding float32"."""
+    kept: Counter[str] = Counter()
+    for group in spec.groups:
+        kept[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)
+    return ", ".join(f"{n} {how}" for how, n in kept.items())
+
+
+def _own(group: LayerGroup) -> str:
+    dtypes = [shape.dtype for shape in (group.keys, group.values) if shape]
+    dtypes += [state[1] for state in group.states if state]
+    return " and ".join(dict.fromkeys(dtypes))
+
+
+def describe_reuse(reused: Mapping[int, int]) -> str:
+    """Return where a stored conversation can be used: how far, by where a prompt leaves it."""
+    if all(n == place for place, n in reused.items()):
+        return "anywhere"
+    if not any(reused.values()):
+        return "nowhere"
+    return ", ".join(f"{n} of {place}" for place, n in reused.items())

@@ -1,0 +1,51 @@
+"""The model's own caches, made to round keys and values as ours do.
+
+They keep everything else that is mlx-lm's: windows, masks, offsets, the order of what they hold.
+So our caches must give what these give, at whatever precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+
+def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
+    """Return `own`, each cache rounding what it is given as the one of ours in its place does.
+
+    Raises:
+        ValueError: ours are not arranged as the model's own.
+    """
+    pairs = zip(parts(own), parts(ours), strict=True)
+    for cache, our in pairs:
+        precision = getattr(our, "precision", None)
+        if precision is not None and hasattr(cache, "update_and_fetch"):
+            _round_before(cache, precision)
+    return own
+
+
+def parts(caches: Sequence[Any]) -> list[Any]:
+    """Return caches with composite ones taken apart."""
+    found: list[Any] = []
+    for cache in caches:
+        found += parts(cache.caches) if hasattr(cache, "caches") else [cache]
+    return found
+
+
+def _round_before(cache: Any, precision: Any) -> None:
+    update_and_fetch = cache.update_and_fetch
+
+    def rounding(keys: mx.array, values: mx.array, *args: Any) -> Any:
+        of_values = precision.of_values
+        return update_and_fetch(_round(keys, precision), _round(values, of_values), *args)
+
+    cache.update_and_fetch = rounding
+
+
+def _round(x: mx.array, precision: Any) -> mx.array:
+    if x.shape[-1] == 0:
+        return x
+    how = {"group_size": precision.group_size, "bits": precision.bits}
+    return mx.dequantize(*mx.quantize(x, **how), **how).astype(x.dtype)

@@ -1,0 +1,55 @@
+"""Stand-ins for the Metal kernels that two architectures need, on machines without Metal.
+
+A cache is filled by attention, and that stays mlx-lm's own. Replaced is only what feeds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from . import kernels
+
+
+@contextlib.contextmanager
+def importable() -> Iterator[None]:
+    """Let modules that define Metal kernels be imported while the block runs."""
+    if mx.metal.is_available():
+        yield
+        return
+    stock = mx.fast.metal_kernel
+    mx.fast.metal_kernel = lambda **_: _no_kernel
+    try:
+        yield
+    finally:
+        mx.fast.metal_kernel = stock
+
+
+def _no_kernel(**_: Any) -> None:
+    raise RuntimeError("a Metal kernel that has no stand-in")
+
+
+def put_in(module: Any) -> None:
+    """Replace in an architecture's module the functions that launch kernels."""
+    if module.__name__.endswith(".muse_spark") and not mx.metal.is_available():
+        for name, function in vars(kernels).items():
+            if callable(function) and hasattr(module, name):
+                setattr(module, name, function)
+
+
+def replace_layers(model: Any) -> None:
+    """Put plain linear layers in the place of bitnet's, which multiply by a Metal kernel."""
+    if mx.metal.is_available():
+        return
+    replaced = [
+        (path, nn.Linear(layer.in_features, layer.out_features, layer.get("bias") is not None))
+        for path, layer in model.named_modules()
+        if type(layer).__name__ == "BitLinear"
+    ]
+    if replaced:
+        model.update_modules(tree_unflatten(replaced))

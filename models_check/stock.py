@@ -1,0 +1,65 @@
+"""What stock itself does with a model, without us: whether it runs, and what it gets wrong.
+
+We take the place of its caches, not of its models and its batch generator, so what is wrong there
+is wrong with us as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from .compare import compare, worst
+from .conversation import N_STRANGER, random_ids
+from .drive import Reply, Row, alone, can_batch, generate, plainly
+
+NOT_JOINTLY = "one by one"
+"""Stock is right about rows that join a batch one by one, and wrong about padded prompts."""
+
+
+class StockFails(Exception):
+    """mlx-lm cannot generate with this model as its server would."""
+
+
+def batches_right(model: Any) -> str:
+    """Say whether two prompts in one batch of the model's own caches reply as each one alone.
+
+    Raises:
+        StockFails: one prompt alone raises, or the next turn over its caches.
+    """
+    prompts = [random_ids(5, 90), random_ids(6, N_STRANGER)]
+    try:
+        single = [alone(model, Row([ids], make_prompt_cache(model))) for ids in prompts]
+        first = alone(model, Row([prompts[0]], make_prompt_cache(model)))
+        next_turn = [*first.tokens, *prompts[1]]
+        alone(model, Row([next_turn], first.caches, len(first.tokens)))
+    except Exception as error:
+        raise StockFails(f"{type(error).__name__}: {error}") from error
+    if not can_batch(make_prompt_cache(model)):
+        return "never batches"
+    said = [_together(model, prompts, single, joint) for joint in (True, False)]
+    return NOT_JOINTLY if said[0] != "yes" == said[1] else said[1]
+
+
+def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: bool) -> str:
+    rows = [
+        Row([ids], make_prompt_cache(model), reply=reply.ids)
+        for ids, reply in zip(prompts, single, strict=True)
+    ]
+    try:
+        together = generate(model, rows, joint=joint)
+    except Exception as error:
+        return f"no, {type(error).__name__}"
+    pairs = zip(single, together, strict=True)
+    return "yes" if worst([compare(a.logprobs, b.logprobs) for a, b in pairs]).is_equal else "no"
+
+
+def difference_of_pieces(model: Any, segments: list[list[int]], reply: list[int]) -> float:
+    """Return how far logits are apart if a prompt is computed in its segments and in one go."""
+    whole = [token for segment in segments for token in segment]
+    pieces, at_once = (
+        plainly(model, Row(prompt, make_prompt_cache(model), reply=reply))
+        for prompt in (segments, [whole])
+    )
+    return compare(pieces.logprobs, at_once.logprobs).difference

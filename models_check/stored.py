@@ -1,0 +1,66 @@
+"""A model whose conversations go through the plugin's store, driven as the plugin drives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
+from mlx_lm_kvpersist.serve.keep import keep
+from mlx_lm_kvpersist.serve.lookup import look_up
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.outcome import Outcome
+from mlx_lm_kvpersist.serve.request import RequestState
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
+
+from .drive import Reply, Row, alone
+
+_LIMITS = StoreLimits(1 << 30, 1 << 30)
+
+
+@dataclass
+class StoredModel:
+    """A model in front of a store. `restart` does to the store what a new process would."""
+
+    model: Any
+    spec: ModelCacheSpec
+    folder: Path
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Token ids stand for text, and prompts are matched by them.
+        self.loaded = LoadedModel(self.model, None, self.spec, "zoo", None)
+        self.store = BlockStore(self.folder, _LIMITS)
+
+    def restart(self) -> None:
+        self.store.close()
+        self.store = BlockStore(self.folder, _LIMITS)
+
+    def close(self) -> None:
+        self.store.close()
+
+    def row(
+        self, segments: list[list[int]], n_new: int, reply: list[int] | None, session: str = "zoo"
+    ) -> Row:
+        """Look a prompt up and return it ready to run; what it computes will be kept."""
+        ids = [token for segment in segments for token in segment]
+        state = RequestState(session=session, root=self.loaded.root(), n_prompt=len(ids))
+        types = ["system", "user"][: len(segments)]
+        prompt = look_up(state, Prompt(ids, segments, types), self.store, self.loaded)
+        assert prompt.ids == ids and state.outcome is not None
+        self.outcomes.append(state.outcome)
+        caches, n_cached = state.restored or (self.spec.make_cache(), 0)
+        state.restored = None
+        keeper = partial(self._keep, state)
+        return Row(segments, caches, n_cached, n_new, reply, keeper)
+
+    def _keep(self, state: RequestState, tokens: list[int], caches: list[Any]) -> None:
+        keep(state, tokens, caches, self.store, self.loaded)
+
+    def answer(
+        self, segments: list[list[int]], n_new: int, reply: list[int] | None = None
+    ) -> Reply:
+        return alone(self.model, self.row(segments, n_new, reply), self.spec.batching)

@@ -1,0 +1,293 @@
+"""Hold one conversation with one model in all the ways that must agree, and say whether they do.
+
+The reference is one set of our caches that lives as long as the conversation. Against it stand the
+same conversation with a store that is closed and opened anew, a rewind, prompts cut in the middle
+of what is stored, and a batch with a stranger.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_lm_kvpersist.errors import ModelNotSupported
+from mlx_lm_kvpersist.kv.spec import Batching, ModelCacheSpec
+
+from .build import build
+from .compare import TOLERANCE, Comparison, compare, worst
+from .conversation import N_REPLY, N_STRANGER, N_TURNS, Conversation, random_ids
+from .drive import Reply, Row, alone, generate, plainly
+from .geometry import describe_caches, describe_precisions, describe_reuse
+from .rounded import rounded
+from .stock import StockFails, batches_right, difference_of_pieces
+from .stored import StoredModel
+
+_RESTARTS = (2, 4)
+"""Before which turns the store is closed and opened anew: in the middle, and before the last."""
+
+_N_MORE = 6
+
+FINE = ("equal", "refused", "stock fails")
+"""Results that are no fault of ours."""
+
+
+@dataclass
+class Finding:
+    """What the sweep found out about one name of the zoo; JSON values."""
+
+    name: str
+    result: str = ""
+    """equal, refused, stock fails, WRONG, failed, crashed or hung."""
+    reason: str = ""
+    caches: str = ""
+    precisions: str = ""
+    reusable: str = ""
+    batching: str = ""
+    """What of several sequences we let run together."""
+    reused: list[int] = field(default_factory=list)
+    """Tokens reused in each turn of the conversation with a store."""
+    possible: list[int] = field(default_factory=list)
+    """Tokens of each turn that an earlier one computed."""
+    differences: dict[str, float] = field(default_factory=dict)
+    excused: dict[str, float] = field(default_factory=dict)
+    """Differences that stock's own caches show as well."""
+    n_near_ties: int = 0
+    stock_batches_right: str = ""
+    pieces: float | None = None
+    """How far stock's own logits are apart if a prompt is computed in pieces and in one go."""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sweep(name: str, seed: int = 0) -> Finding:
+    """Return what is found out about one name of the zoo. Errors are findings, too."""
+    finding = Finding(name)
+    started = time.perf_counter()
+    try:
+        model = build(name, seed)
+        finding.caches = describe_caches(make_prompt_cache(model))
+        finding.stock_batches_right = batches_right(model)
+        try:
+            spec = ModelCacheSpec.probe(model)
+        except ModelNotSupported as error:
+            finding.result, finding.reason = "refused", str(error)
+            return finding
+        with tempfile.TemporaryDirectory() as folder:
+            _Sweep(model, spec, Path(folder), finding).run()
+    except StockFails as error:
+        finding.result, finding.reason = "stock fails", str(error)
+    except Exception as error:
+        finding.result, finding.reason = "failed", f"{type(error).__name__}: {error}"
+    finally:
+        finding.seconds = time.perf_counter() - started
+    return finding
+
+
+class _Sweep:
+    """The runs that are compared, for one model that we keep."""
+
+    def __init__(self, model: Any, spec: ModelCacheSpec, folder: Path, finding: Finding) -> None:
+        self.model, self.spec, self.folder, self.finding = model, spec, folder, finding
+        self.talk = Conversation.make()
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        finding = self.finding
+        finding.batching = self.spec.batching.value
+        carried = self._carried(self.talk, N_TURNS)
+        finding.precisions = describe_precisions(self.spec)
+        self.replies = [reply.ids for reply in carried]
+        last = self.talk.segments(N_TURNS - 1, self.replies)
+        finding.pieces = difference_of_pieces(self.model, last, self.replies[-1])
+        self._live(carried)
+        stored = StoredModel(self.model, self.spec, self.folder)
+        try:
+            self._with_a_store(stored, carried)
+            self._rewound(stored)
+            self._cut_anywhere(stored)
+            self._in_batches(stored)
+            self._short(stored)
+        finally:
+            stored.close()
+        finding.result = "WRONG" if self.wrong else "equal"
+        finding.reason = "; ".join(self.wrong)
+
+    def _carried(
+        self,
+        talk: Conversation,
+        n_turns: int,
+        replies: list[list[int]] | None = None,
+    ) -> list[Reply]:
+        """Hold a conversation with one set of our caches, carried from turn to turn."""
+        answer = partial(alone, batching=self.spec.batching)
+        return _hold(self.model, talk, n_turns, answer, self.spec.make_cache(), replies)
+
+    def _live(self, carried: list[Reply]) -> None:
+        """Compare our caches with the model's own, which round as ours do.
+
+        The rest of the sweep compares our caches with each other, and would not see that all of
+        them are wrong in the same way.
+        """
+        own = rounded(make_prompt_cache(self.model), self.spec.make_cache())
+        answer = partial(plainly, at_once=self.spec.batching is Batching.NONE)
+        found = _hold(self.model, self.talk, N_TURNS, answer, own, self.replies)
+        pairs = zip(found, carried, strict=True)
+        self._check("live", worst([compare(a.logprobs, b.logprobs) for a, b in pairs]))
+
+    def _check(self, what: str, found: Comparison, *, stock_is_wrong: bool = False) -> None:
+        """Note a comparison; one that fails as it does with stock's own caches is no fault."""
+        self.finding.n_near_ties += found.n_near_ties
+        if found.is_equal or not stock_is_wrong:
+            self.finding.differences[what] = found.difference
+        else:
+            self.finding.excused[what] = found.difference
+        if not found.is_equal and not stock_is_wrong:
+            self.wrong.append(f"{what}: {found}")
+
+    def _with_a_store(self, stored: StoredModel, carried: list[Reply]) -> None:
+        found = []
+        for turn, reference in enumerate(carried):
+            if turn in _RESTARTS:
+                stored.restart()
+            segments = self.talk.segments(turn, self.replies)
+            reply = stored.answer(segments, N_REPLY, reference.ids)
+            found.append(compare(reference.logprobs, reply.logprobs))
+            outcome = stored.outcomes[-1]
+            self.finding.reused.append(outcome.n_reused)
+            self.finding.possible.append(len(carried[turn - 1].tokens) if turn else 0)
+            if turn and outcome.n_reused == 0:
+                self.wrong.append(f"turn {turn + 1} reused nothing")
+            if turn in _RESTARTS and outcome.n_restored != outcome.n_reused:
+                self.wrong.append(f"turn {turn + 1} did not come from disk")
+        self._check("restored", worst(found))
+
+    def _ending(self, seed: int) -> _Ending:
+        """Return another last turn, and the reply that follows without any store."""
+        talk = self.talk.ending_differently(seed)
+        segments = talk.segments(N_TURNS - 1, self.replies)
+        return _Ending(segments, self._carried(talk, N_TURNS, self.replies[:-1])[-1])
+
+    def _rewound(self, stored: StoredModel) -> None:
+        """Go back one turn, say something else, and compare with computing that from scratch."""
+        ending = self._ending(77)
+        stored.restart()
+        reply = stored.answer(ending.segments, N_REPLY, ending.reply.ids)
+        self._check("rewound", compare(ending.reply.logprobs, reply.logprobs))
+
+    def _short(self, stored: StoredModel) -> None:
+        """Hold a conversation that begins shorter than any window."""
+        talk = Conversation(random_ids(21, 3), [random_ids(22, 4), random_ids(23, 7)])
+        first, second = self._carried(talk, 2)
+        found = []
+        for turn, reference in enumerate((first, second)):
+            stored.restart()
+            segments = talk.segments(turn, [first.ids])
+            reply = stored.answer(segments, N_REPLY, reference.ids)
+            found.append(compare(reference.logprobs, reply.logprobs))
+        # Where pieces matter the canary does not trust what it computes again, and rightly so.
+        if stored.outcomes[-1].n_reused == 0 and not self._pieces_matter():
+            self.wrong.append("a short conversation reused nothing")
+        self._check("short", worst(found), stock_is_wrong=self._pieces_matter())
+
+    def _pieces_matter(self) -> bool:
+        """Say whether stock's own logits depend on how a prompt is cut."""
+        return (self.finding.pieces or 0.0) > TOLERANCE
+
+    def _cut_anywhere(self, stored: StoredModel) -> None:
+        """Ask for prompts that leave the stored conversation at many places."""
+        whole = self.talk.prompt(N_TURNS - 1, self.replies)
+        more = random_ids(9, _N_MORE)
+        found, places = [], _places(self.talk, whole)
+        reused = {}
+        for place in places:
+            ids = [*whole[:place], *[(token + 101) % 250 for token in more]]
+            row = stored.row([ids], N_REPLY, None, session="elsewhere")
+            reused[place] = row.n_cached
+            logits = self._last_logits(ids[row.n_cached :], row.caches)
+            expected = self._last_logits(ids, self.spec.make_cache())
+            found.append(compare(expected, logits))
+        self.finding.reusable = describe_reuse(reused)
+        self._check(
+            "cut anywhere", worst(found), stock_is_wrong=(self.finding.pieces or 0.0) > TOLERANCE
+        )
+
+    def _last_logits(self, ids: list[int], caches: list[Any]) -> np.ndarray:
+        """Feed ids and return the last token's logits, [1, vocab]."""
+        logits = self.model(mx.array([ids]), cache=caches)[:, -1].astype(mx.float32)
+        return np.array(logits)
+
+    def _in_batches(self, stored: StoredModel) -> None:
+        """Run other last turns and a new prompt, which ends before they do, in one batch."""
+        batching = self.spec.batching
+        ids = random_ids(8, N_STRANGER)
+        new = Row([ids], self.spec.make_cache(), n_new=N_REPLY // 2)
+        stranger = _Ending([ids], alone(self.model, new, batching))
+        for what, joint, seeds in (
+            ("in a batch", True, (78, 83)),
+            ("joining a batch", False, (79, 84)),
+        ):
+            endings = [*map(self._ending, seeds), stranger]
+            stored.restart()
+            rows = [
+                stored.row(ending.segments, len(ending.reply.ids), ending.reply.ids, session=what)
+                for ending in endings
+            ]
+            replies = generate(self.model, rows, batching, joint=joint)
+            pairs = zip(endings, replies, strict=True)
+            found = [compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs]
+            stock_is_wrong = self.finding.stock_batches_right.startswith("no")
+            self._check(what, worst(found), stock_is_wrong=stock_is_wrong)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The prompt of a turn, and the reply that is right."""
+
+    segments: list[list[int]]
+    reply: Reply
+
+
+def _hold(
+    model: Any,
+    talk: Conversation,
+    n_turns: int,
+    answer: Callable[[Any, Row], Reply],
+    caches: list[Any],
+    replies: list[list[int]] | None,
+) -> list[Reply]:
+    """Hold a conversation over `caches`; turns that have none of `replies` choose their own."""
+    said: list[list[int]] = []
+    found: list[Reply] = []
+    n_cached = 0
+    for turn in range(n_turns):
+        given = replies[turn] if replies and turn < len(replies) else None
+        row = Row(talk.segments(turn, said), caches, n_cached, N_REPLY, given)
+        reply = answer(model, row)
+        caches, n_cached = reply.caches, len(reply.tokens)
+        said.append(reply.ids)
+        found.append(reply)
+    return found
+
+
+def _places(talk: Conversation, whole: list[int]) -> list[int]:
+    """Return where to leave the stored conversation: in and between turns, around a block's end."""
+    first = len(talk.system) + len(talk.users[0])
+    return [
+        len(talk.system),
+        first - 20,
+        first + N_REPLY,
+        first + N_REPLY + len(talk.users[1]) // 2,
+        256,
+        len(whole) - len(talk.users[-1]),
+    ]

@@ -1,0 +1,91 @@
+"""The zoo's models are quick, repeatable, and answer to every part of a prompt."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from models_check.build import build
+from models_check.configs import available
+from models_check.conversation import random_ids
+from models_check.drive import Row, alone
+
+FAMILIES = {
+    "llama": "KVCache",
+    "gpt2": "KVCache",
+    "mixtral": "KVCache",
+    "deepseek_v3": "KVCache",
+    "gemma3_text": "RotatingKVCache",
+    "gemma4_text": "RotatingKVCache",
+    "gpt_oss": "RotatingKVCache",
+    "qwen3_next": "ArraysCache",
+    "mamba2": "ArraysCache",
+    "recurrent_gemma": "ArraysCache",
+    "falcon_h1": "CacheList",
+    "llama4": "ChunkedKVCache",
+}
+N_PROMPT = 90
+EARLY, LATE = (1, 3, 5, 8), (70, 80, 85)
+
+
+def last_logits(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
+    logits = np.array(model(mx.array([ids]), cache=make_prompt_cache(model))[0, -1])
+    return np.where(np.isfinite(logits), logits, 0.0)
+
+
+def influence(model: Any, ids: list[int], places: tuple[int, ...]) -> float:
+    """Return how much the last logits change with one of these tokens, as a share of their size."""
+    before = last_logits(model, ids)
+    changes = []
+    for place in places:
+        other = [*ids[:place], (ids[place] + 17) % 250, *ids[place + 1 :]]
+        changes.append(np.abs(last_logits(model, other) - before).max())
+    return float(max(changes) / np.abs(before).max())
+
+
+def check(name: str) -> None:
+    model = build(name)
+    ids = random_ids(0, N_PROMPT)
+    assert influence(model, ids, EARLY) > 0.002
+    assert influence(model, ids, LATE) > 0.002
+    reply = alone(model, Row([ids], make_prompt_cache(model), n_new=40)).ids
+    assert len(set(reply)) >= 10, reply
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_of_a_prompt_matters(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in available() if name not in FAMILIES])
+def test_all_of_a_prompt_matters_to_every_model(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize(("name", "cache"), FAMILIES.items())
+def test_families_show_the_caches_they_are_there_for(name: str, cache: str) -> None:
+    assert cache in {type(cache).__name__ for cache in make_prompt_cache(build(name))}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_next", "kimi_linear"])
+def test_a_seed_makes_the_same_weights_again(name: str) -> None:
+    first, again, other = (dict(tree_flatten(build(name, seed).parameters())) for seed in (0, 0, 1))
+    assert all(mx.array_equal(first[path], again[path]) for path in first)
+    assert not all(mx.array_equal(first[path], other[path]) for path in first)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
+def test_a_forward_pass_takes_no_time(name: str) -> None:
+    model = build(name)
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1, 2]]), cache=caches))  # compiles
+    started = time.perf_counter()
+    mx.eval(model(mx.array([random_ids(0, 40)]), cache=caches))
+    assert time.perf_counter() - started < 1.0
