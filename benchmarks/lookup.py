@@ -1,8 +1,8 @@
 """How long it takes to find a conversation among many, and how much memory that holds.
 
-    python -m benchmarks.lookup [--sessions 10 100 1000]
+    python -m benchmarks.lookup [--sessions 10 100 1000 10000] [--tokens 32768]
 
-Only the index is filled, with sessions of 32K tokens; the text is random words, the tokenizer a
+Only the index is filled, with sessions of as many tokens; the text is random words, the tokenizer a
 trained one. A lookup is what a request without a session key costs before its blocks are loaded.
 """
 
@@ -15,6 +15,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from mlx_lm_kvpersist.match.tree import Node, match_text
 from mlx_lm_kvpersist.synthetic import synthetic_text, train_tokenizer
 from mlx_lm_kvpersist.tiers.index import Index
 
-from .report import keep
+from .report import Result
+from .runs import Deadline
 
+N_SESSIONS = (10, 100, 1000)
 N_TOKENS = 32_768
 BLOCK_TOKENS = 256
 N_SHARED_BLOCKS = 16
@@ -35,10 +38,31 @@ N_SHARED_BLOCKS = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, nargs="+", default=[10, 100, 1000])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sessions", type=int, nargs="+", default=list(N_SESSIONS))
+    parser.add_argument("--tokens", type=int, default=N_TOKENS, help="of each session")
+    parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
-    rows = []
+    measure_all(args.out, args.sessions, args.tokens).show()
+
+
+def measure_all(
+    out: Path | None,
+    sessions: Sequence[int],
+    n_tokens: int,
+    deadline: Deadline | None = None,
+) -> Result:
+    """Fill an index with each number of sessions in turn, the largest last, and look up in it."""
+    deadline = deadline or Deadline()
+    result = Result(
+        "lookup",
+        "Time to find one of many conversations by its text.",
+        {"tokens per session": n_tokens, "shared by all": N_SHARED_BLOCKS * BLOCK_TOKENS},
+        folder=out,
+    )
+    s_per_session = 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         train_tokenizer("byte-level", 600, bos=False).save(path)
@@ -46,24 +70,27 @@ def main() -> None:
         tokens = TokenText.of(tokenizer)
         assert tokens is not None
         vocabulary = tokenizer.encode(synthetic_text(60_000), add_special_tokens=False)
-        for n_sessions in args.sessions:
-            rows.append(measure(path / f"{n_sessions}.sqlite", n_sessions, vocabulary, tokens))
-    keep(
-        "lookup",
-        "Time to find one of many conversations by its text.",
-        {"tokens per session": N_TOKENS, "shared by all": N_SHARED_BLOCKS * BLOCK_TOKENS},
-        rows,
-    )
+        for n_sessions in sorted(sessions):
+            if not deadline.allows(1.5 * s_per_session * n_sessions):
+                result.leave_out(f"lookup among {n_sessions:,} sessions")
+                continue
+            started = time.monotonic()
+            index_path = path / f"{n_sessions}.sqlite"
+            result.add(measure(index_path, n_sessions, n_tokens, vocabulary, tokens))
+            s_per_session = (time.monotonic() - started) / n_sessions
+    return result
 
 
-def measure(path: Path, n_sessions: int, vocabulary: list[int], tokens: TokenText) -> Any:
+def measure(
+    path: Path, n_sessions: int, n_tokens: int, vocabulary: list[int], tokens: TokenText
+) -> dict[str, Any]:
     index = Index(path)
     root = Root("benchmark", "4b64")
     rng = random.Random(n_sessions)
     shared = session_ids(rng, vocabulary, N_SHARED_BLOCKS * BLOCK_TOKENS)
     asked: list[str] = []
     for n in range(n_sessions):
-        ids = shared + session_ids(rng, vocabulary, N_TOKENS - len(shared))
+        ids = shared + session_ids(rng, vocabulary, n_tokens - len(shared))
         index.add_blocks(root, chain(ids, root.key, tokens))
         if n % max(1, n_sessions // 10) == 0:
             asked.append(tokens.decode(ids) + " and a new question")
@@ -80,7 +107,7 @@ def measure(path: Path, n_sessions: int, vocabulary: list[int], tokens: TokenTex
             started = time.perf_counter()
             match = match_text(index, root.key, prompt, tokens)
             times[kind].append((time.perf_counter() - started) * 1e3)
-            assert (match.n_tokens >= N_TOKENS - 1) == (kind == "found"), kind
+            assert (match.n_tokens >= n_tokens - 1) == (kind == "found"), kind
     row = {
         "sessions": n_sessions,
         "blocks": index.n_blocks(),

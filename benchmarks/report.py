@@ -1,98 +1,205 @@
-"""What every result says of itself, where results are kept, and the page made from them."""
+"""What every result says of itself, where results are kept, and the page made from them.
+
+    python -m benchmarks.report
+
+makes RESULTS.md and the pictures anew from `results/<device>/<name>.json`. Measuring needs none of
+rich, matplotlib and git: a machine may have only MLX, and the page be made on another.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from rich.console import Console
-from rich.table import Table
 
-PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist")
 FOLDER = Path(__file__).parent / "results"
+COMMIT = "BENCHMARK_COMMIT"
+"""The environment variable that names the commit where there is no git."""
+
+_PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 Rows = list[dict[str, Any]]
 
 
+class Result:
+    """A result that grows: each row is on disk as soon as it is known."""
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        setting: dict[str, Any],
+        *,
+        model: dict[str, Any] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.path = (folder or FOLDER / device_slug()) / f"{name}.json"
+        self.content: dict[str, Any] = {
+            "name": name,
+            "about": about,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "versions": versions(),
+            "device": device(),
+            "model": model,
+            "setting": setting,
+            "rows": [],
+            "left_out": [],
+        }
+
+    @property
+    def rows(self) -> Rows:
+        rows: Rows = self.content["rows"]
+        return rows
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Add rows, and write the result."""
+        self.rows.extend(rows)
+        self.write()
+
+    def leave_out(self, what: str) -> None:
+        """Note what there was no time for."""
+        self.content["left_out"].append(what)
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        content = json.dumps(self.content, indent=2, default=str) + "\n"
+        temporary.write_text(content, encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def show(self) -> None:
+        """Print the table."""
+        show(self.content["about"], self.rows)
+        for what in self.content["left_out"]:
+            print(f"left out, no time: {what}")
+        print(f"kept in {self.path}", flush=True)
+
+
 def keep(name: str, about: str, setting: dict[str, Any], rows: Rows) -> Path:
-    """Write a result to `results/<name>.json`, with all that it depends on; print its table."""
-    result = {
-        "name": name,
-        "about": about,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {
-            package: version(package) for package in ("mlx", "mlx-lm", "mlx-lm-kvpersist")
-        },
-        "device": {**mx.device_info(), "platform": platform.platform()},
-        "setting": setting,
-        "rows": rows,
-    }
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
-    _print(about, rows)
+    """Write a result that is complete, print its table, and make the page anew."""
+    result = Result(name, about, setting)
+    result.add(*rows)
+    result.show()
     write_page()
-    return path
+    return result.path
 
 
-def write_page() -> None:
-    """Write RESULTS.md from all results that are kept."""
-    parts = [
-        "# Results",
-        "",
-        "Made by the commands in this folder from `results/*.json`. Trust ratios within one table: "
-        "they were measured in one run on one machine. None of it ran on Apple silicon.",
-    ]
-    for path in sorted(FOLDER.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        setting = ", ".join(f"{key} {value}" for key, value in result["setting"].items())
-        versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
-        parts += [
-            "",
-            f"## {result['name']}",
-            "",
-            f"{result['about']} {setting}. {versions}; {result['device'].get('device_name')}, "
-            f"{result['device']['platform']}; commit {result['commit']}, {result['date']}.",
-            "",
-            *_markdown(result["rows"]),
-        ]
-    (FOLDER.parent / "RESULTS.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            # On PYTHONPATH without its metadata.
+            module = __import__(package.replace("-", "_"))
+            found[package] = str(getattr(module, "__version__", "unknown"))
+    return found
 
 
+@cache
+def device() -> dict[str, Any]:
+    """Return what MLX and the system say of the machine."""
+    return {
+        **mx.device_info(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "kind": "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu",
+    }
+
+
+def device_slug() -> str:
+    """Return the device as the name of a folder, such as amd-epyc-cpu."""
+    name = f"{device().get('device_name', platform.machine())} {device()['kind']}".lower()
+    words = "".join(char if char.isalnum() else " " for char in name).split()
+    return "-".join(words)
+
+
+@cache
 def _commit() -> str:
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=FOLDER.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    if given := os.environ.get(COMMIT):
+        return given
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=FOLDER.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return "unknown"
     return answer.stdout.strip() or "unknown"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a cell of a table."""
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _markdown(rows: Rows) -> list[str]:
-    columns = list(rows[0])
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    lines += [f"| {' | '.join(_shown(row[column]) for column in columns)} |" for row in rows]
-    return lines
+def columns(rows: Rows) -> list[str]:
+    """Return all columns of rows that need not have the same."""
+    return list(dict.fromkeys(column for row in rows for column in row))
 
 
-def _print(about: str, rows: Rows) -> None:
-    table = Table(title=about, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(_shown(value) for value in row.values()))
-    Console().print(table)
+def show(about: str, rows: Rows) -> None:
+    """Print a table, with rich where it is installed."""
+    cells = [[shown(row.get(column)) for column in columns(rows)] for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(about)
+        print("\t".join(columns(rows)))
+        for line in cells:
+            print("\t".join(line))
+        return
+    table = Table(title=about, title_justify="left", box=None, pad_edge=False)
+    for column in columns(rows):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in cells:
+        table.add_row(*line)
+    # As wide as it has to be: cut off, a table says nothing.
+    Console(width=400, soft_wrap=True).print(table, crop=False)
+
+
+def kept_results(folder: Path = FOLDER) -> list[tuple[str, dict[str, Any]]]:
+    """Return all results that are kept, as (device's folder, content), in order."""
+    found = []
+    for path in sorted(folder.glob("*/*.json")):
+        found.append((path.parent.name, json.loads(path.read_text(encoding="utf-8"))))
+    return found
+
+
+def write_page(folder: Path = FOLDER, page: Path | None = None) -> None:
+    """Write RESULTS.md, and the pictures where matplotlib is installed."""
+    from .page import make_page
+    from .pictures import draw_all
+
+    results = kept_results(folder)
+    pictures = draw_all(folder, results)
+    text = make_page(results, pictures)
+    (page or folder.parent / "RESULTS.md").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    write_page()
+
+
+if __name__ == "__main__":
+    main()

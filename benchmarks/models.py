@@ -1,0 +1,101 @@
+"""What `--model` stands for: a synthetic shape, made once, a folder, or a name of the hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from huggingface_hub import snapshot_download
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from mlx_lm_kvpersist.kv.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, TINY, make_shaped_model
+
+SYNTHETIC = "synthetic:"
+DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmarks")) / "models"
+
+
+@dataclass(frozen=True)
+class BenchmarkModel:
+    """A model that the benchmarks run: what it was called, and where its files are."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return model_fingerprint(self.path, None, content_hash)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        return config
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file's name."""
+        kept = (char if char.isalnum() or char in ".-" else "-" for char in self.name.lower())
+        return "".join(kept).strip("-.")
+
+    def about(self) -> dict[str, Any]:
+        """Return what a result says of it."""
+        n_bytes = sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+        return {
+            "name": self.name,
+            "fingerprint": self.fingerprint[:16],
+            "model_type": self.config["model_type"],
+            "weights_bytes": n_bytes,
+            "random_weights": self.name.startswith(SYNTHETIC),
+        }
+
+
+def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkModel:
+    """Return the model that `--model` names; a synthetic one is made where it is missing.
+
+    Raises SystemExit, with one line, where there is no such model.
+    """
+    if name.startswith(SYNTHETIC):
+        shape = name.removeprefix(SYNTHETIC)
+        if shape not in (TINY, *MODEL_SHAPES):
+            known = ", ".join(SYNTHETIC + known for known in (TINY, *MODEL_SHAPES))
+            raise SystemExit(f"there is no {name}; known are {known}")
+        return BenchmarkModel(name, _made(models_dir / shape, shape))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return BenchmarkModel(path.name, path)
+    try:
+        return BenchmarkModel(name, Path(snapshot_download(name, local_files_only=True)))
+    except Exception as error:
+        raise SystemExit(
+            f"{name} is no folder and not in the hub's cache ({error}); "
+            f"download it first: hf download {name}"
+        ) from error
+
+
+def _made(path: Path, shape: str) -> Path:
+    if (path / "config.json").exists():
+        return path
+    # Made aside: what is interrupted leaves nothing that looks like a model.
+    aside = path.with_name(f".{path.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    make_shaped_model(aside, shape, told=_telling(f"making {SYNTHETIC}{shape}"))
+    aside.rename(path)
+    return path
+
+
+def _telling(what: str) -> Callable[[int, int], None]:
+    def told(done: int, total: int) -> None:
+        print(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr, flush=True)
+
+    return told

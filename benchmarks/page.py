@@ -1,0 +1,95 @@
+"""RESULTS.md as text: the goals against what was reached, then every result with what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .goals import reached
+from .report import Rows, columns, shown
+
+_INTRODUCTION = """\
+# Results
+
+Made by `python -m benchmarks.report` from `results/<device>/*.json`; [README.md](README.md) says
+how to measure. Trust ratios within one table: they were measured in one run, on one machine, by
+sides that took turns. Models called `synthetic:` have random weights of the real model's shape;
+their replies mean nothing, their time and memory do.
+
+## What the numbers do not show
+
+None of this ran on Apple silicon. The CPU runs are MLX's CPU backend on shared virtual machines,
+whose attention over a long prompt is slow enough to flatter every cache. The GPU runs are its CUDA
+backend: other kernels than Metal's, memory of its own beside the machine's, and a disk behind a
+hypervisor, not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have
+to be measured again on a Mac before anybody relies on them; bytes do not depend on the machine.
+Nor is quality shown here: that is what `mlx-lm-kvpersist quality` measures, with a real model."""
+
+
+def make_page(
+    results: Sequence[tuple[str, dict[str, Any]]], pictures: Mapping[tuple[str, str], str]
+) -> str:
+    """Return the page; `pictures` are paths, relative to it, by device and result."""
+    parts = [_INTRODUCTION, "", "## Goals", "", *_goals(results)]
+    devices = list(dict.fromkeys(device for device, _ in results))
+    for device in devices:
+        parts += ["", f"## {device}"]
+        for its_device, result in results:
+            if its_device == device:
+                parts += ["", *_section(result, pictures.get((device, result["name"])))]
+    return "\n".join(parts) + "\n"
+
+
+def _goals(results: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    rows: Rows = []
+    for goal in reached(results):
+        verdict = "not measured" if goal.value is None else "reached" if goal.is_met else "missed"
+        rows.append(
+            {
+                "goal": goal.what,
+                "bound": goal.bound,
+                "reached": goal.value,
+                "verdict": verdict,
+                "from": goal.source,
+            }
+        )
+    return _markdown(rows)
+
+
+def _section(result: dict[str, Any], picture: str | None) -> list[str]:
+    setting = dict(result["setting"])
+    sides: dict[str, str] = setting.pop("sides", {})
+    facts = [f"{key} {shown(value)}" for key, value in setting.items() if value is not None]
+    if model := result.get("model"):
+        fingerprint = f", fingerprint {model['fingerprint']}" if "fingerprint" in model else ""
+        facts.insert(0, f"model {model['name']}{fingerprint}")
+    device = result["device"]
+    named = f"{device.get('device_name')}, {device['platform']}"
+    if processors := device.get("processors"):
+        named += f", {processors} processors"
+    versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
+    lines = [
+        f"### {result['name']}",
+        "",
+        f"{result['about']} {'; '.join(facts)}.",
+        "",
+        f"{versions}; {named}; commit {result['commit']}, {result['date']}.",
+        "",
+        *_markdown(result["rows"]),
+    ]
+    if sides:
+        lines += ["", *(f"- {name}: `mlx_lm.server {flags}`" for name, flags in sides.items())]
+    if left_out := result.get("left_out"):
+        lines += ["", f"There was no time for: {'; '.join(left_out)}."]
+    if picture:
+        lines += ["", f"![{result['name']}]({picture})"]
+    return lines
+
+
+def _markdown(rows: Rows) -> list[str]:
+    if not rows:
+        return ["Nothing was measured."]
+    names = columns(rows)
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    lines += [f"| {' | '.join(shown(row.get(name)) for name in names)} |" for row in rows]
+    return lines

@@ -1,0 +1,81 @@
+"""Prompts of an exact number of tokens, the same for every side of a comparison."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from mlx_lm_kvpersist.synthetic import Message, synthetic_text
+from mlx_lm_kvpersist.testing import Reply
+
+_FILLER = " a"
+_MAX_TRIES = 40
+
+
+class Prompts:
+    """Makes conversations for one model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._fitted = cache(self._fit)
+
+    def of_length(self, n_tokens: int, seed: int) -> list[Message]:
+        """Return one user message whose rendered prompt has `n_tokens`, unlike any other seed's.
+
+        Raises ValueError where the template alone is longer.
+        """
+        return [{"role": "user", "content": self._fitted(n_tokens, seed)}]
+
+    def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
+        """Return the conversation with a reply and a question that add `n_new` tokens to it.
+
+        What the template puts around the two counts among them, the reply does not.
+        """
+        said = [*messages, {"role": "assistant", "content": reply.text}]
+        before = self.count(messages) + len(self._encode(reply.text))
+
+        def count(question: str) -> int:
+            return self.count([*said, {"role": "user", "content": question}]) - before
+
+        question = _fit("And", n_new, count)
+        return [*said, {"role": "user", "content": question}]
+
+    def count(self, messages: list[Message]) -> int:
+        """Return the number of tokens of the prompt that the server makes of a conversation."""
+        ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _fit(self, n_tokens: int, seed: int) -> str:
+        def count(content: str) -> int:
+            return self.count([{"role": "user", "content": content}])
+
+        sample = synthetic_text(4000)
+        chars_per_token = len(sample) / len(self._encode(sample))
+        # The number comes first: prompts of different seeds part there.
+        begin = f"{seed}: "
+        text = begin + synthetic_text(int(max(1, n_tokens - 8) * chars_per_token), seed)
+        for _ in range(_MAX_TRIES):
+            surplus = count(text) - n_tokens
+            if surplus <= 0:
+                break
+            text = text[: max(len(begin), len(text) - int((surplus + 2) * chars_per_token))]
+        return _fit(text.rstrip(), n_tokens, count)
+
+
+def _fit(text: str, n_tokens: int, count: Any) -> str:
+    """Return `text` with words added, so that it counts `n_tokens`."""
+    for _ in range(_MAX_TRIES):
+        missing = n_tokens - count(text)
+        if missing == 0:
+            return text
+        if missing < 0:
+            if not text.endswith(_FILLER):
+                break
+            text = text.removesuffix(_FILLER)
+        else:
+            text += _FILLER * missing
+    raise ValueError(f"no text of exactly {n_tokens} tokens; the nearest has {count(text)}")

@@ -1,0 +1,340 @@
+"""How fast blocks are saved and loaded, against the disk itself and a copy in memory.
+
+    python -m benchmarks.store [--model synthetic:llama-3.1-8b] [--tokens 8192]
+
+Blocks of random numbers in the model's layout, through the store that the server uses: checksums,
+index, rename. No weights are needed: a shape is enough. The disk's own rate is that of plain files
+as big as the blocks' and as many, written and read by one call each. A restore is load and join,
+until all layers' caches can be decoded with. Kinds of work take turns within each repeat.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import load_model
+
+from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes
+from mlx_lm_kvpersist.kv.packed import headroom
+from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, shaped_architecture
+from mlx_lm_kvpersist.tiers.index import Leaf
+from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
+
+from .models import SYNTHETIC, find_model
+from .page_cache import drop_cached_pages
+from .report import FOLDER, Result, device_slug
+from .runs import Deadline, median, parser
+
+N_TOKENS = 8192
+ROOT = Root("benchmark", "random")
+_MB = 1e6
+_GB = 1e9
+_HUGE = 1 << 62
+
+Block = tuple[Node, Mapping[str, mx.array]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the blocks look like: the model's name, and its cache's geometry."""
+
+    name: str
+    spec: ModelCacheSpec
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--tokens", type=int, default=N_TOKENS)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
+    args = options.parse_args()
+    layout = layout_of(args.model, args.models_dir)
+    out = args.out or FOLDER / device_slug()
+    measure(layout, out, args.tokens, args.repeats, args.folder, Deadline(args.deadline)).show()
+
+
+def layout_of(name: str, models_dir: Path) -> Layout:
+    """Return the layout of what `--model` names; of a synthetic shape nothing is made."""
+    shape = name.removeprefix(SYNTHETIC)
+    if shape in MODEL_SHAPES:
+        return Layout(name, ModelCacheSpec.probe(shaped_architecture(shape), evaluate=False))
+    found = find_model(name, models_dir)
+    return Layout(
+        found.name, ModelCacheSpec.probe(load_model(found.path, lazy=True)[0], evaluate=False)
+    )
+
+
+def measure(
+    layout: Layout,
+    out: Path,
+    n_tokens: int,
+    n_repeats: int,
+    parent: Path | None = None,
+    deadline: Deadline | None = None,
+) -> Result:
+    deadline = deadline or Deadline()
+    folder = Path(tempfile.mkdtemp(prefix="kvpersist-store-", dir=parent))
+    about = {"name": layout.name, "layout": layout.spec.describe()}
+    slug = layout.name.lower().replace(":", "-").replace("/", "-")
+    result = Result(
+        f"store-{slug}",
+        "Saving and loading a conversation's blocks, against the disk and the memory.",
+        {"tokens": n_tokens, "repeats": n_repeats, "fsync": "only where it says so"},
+        model=about,
+        folder=out,
+    )
+    try:
+        blocks = random_blocks(layout.spec, n_tokens)
+        bench = _Bench(layout.spec, blocks, folder)
+        times: dict[str, list[float]] = defaultdict(list)
+        worst_s = 0.0
+        for repeat in range(n_repeats):
+            if not deadline.allows(worst_s):
+                result.leave_out(f"store, repeat {repeat + 1}")
+                break
+            started = time.monotonic()
+            bench.run(times)
+            worst_s = max(worst_s, time.monotonic() - started)
+        result.content["setting"]["page cache left after dropping"] = bench.share_left
+        result.add(*bench.rows(times))
+        result.add(*turns(layout.spec, folder / "turns"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Block]:
+    """Return a chain of whole blocks whose arrays are random and all different."""
+    rng = np.random.Generator(np.random.SFC64(0))
+    arrays: dict[str, mx.array] = {}
+    for name, shape, dtype in spec.block_arrays(BLOCK_TOKENS):
+        if dtype == mx.uint32:
+            arrays[name] = mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
+        else:
+            arrays[name] = mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
+    blocks: list[Block] = []
+    for node in chain(n_tokens):
+        # Numbers as good as new, without the time that making them takes.
+        n = len(blocks)
+        new = {
+            name: array ^ n if array.dtype == mx.uint32 else array + n
+            for name, array in arrays.items()
+        }
+        mx.eval(new)
+        blocks.append((node, new))
+    return blocks
+
+
+def chain(n_tokens: int, seed: int = 0, block_tokens: int = BLOCK_TOKENS) -> list[Node]:
+    """Return the nodes of a conversation of random ids."""
+    rng = np.random.Generator(np.random.SFC64(seed))
+    nodes: list[Node] = []
+    parent = ROOT.key
+    for start in range(0, n_tokens, block_tokens):
+        n = min(block_tokens, n_tokens - start)
+        packed = pack_ids(rng.integers(0, 100_000, n).tolist())
+        node = Node(block_key(parent, packed), parent, start, packed, "word " * n)
+        nodes.append(node)
+        parent = node.key
+    return nodes
+
+
+class _Bench:
+    """Each kind of work once per `run`; the files of the last run stay for the next to replace."""
+
+    def __init__(self, spec: ModelCacheSpec, blocks: Sequence[Block], folder: Path) -> None:
+        self.spec = spec
+        self.blocks = blocks
+        self.folder = folder
+        self.n_bytes = sum(n_bytes(arrays) for _, arrays in blocks)
+        self.sizes = [n_bytes(arrays) for _, arrays in blocks]
+        self.share_left: float | None = None
+        self.disk_bytes = 0
+
+    def run(self, times: dict[str, list[float]]) -> None:
+        ours, plain = self.folder / "ours", self.folder / "plain"
+        for fsync, suffix in ((False, ""), (True, ", fsync")):
+            for path in (ours, plain):
+                shutil.rmtree(path, ignore_errors=True)
+                os.sync()  # no run pays for what the one before left to be written
+            times[f"save{suffix}"].append(self._save(ours, fsync))
+            times[f"write plain files{suffix}"].append(self._write_plain(plain, fsync))
+        for state in ("cold", "warm"):
+            for path in (ours, plain):
+                if state == "cold":
+                    files = [file for file in path.rglob("*") if file.is_file()]
+                    self.share_left = drop_cached_pages(files)
+                if path is plain:
+                    times[f"read plain files, {state}"].append(self._read_plain(plain))
+                    continue
+                load_s, join_s = self._restore(ours)
+                times[f"load, {state}"].append(load_s)
+                times[f"restore, {state}"].append(load_s + join_s)
+            if state == "warm":
+                times["load without checksum, warm"].append(self._restore(ours, verify=False)[0])
+        times["copy in memory"].append(self._copy())
+
+    def rows(self, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+        over = {
+            "save": "write plain files",
+            "save, fsync": "write plain files, fsync",
+            "load, cold": "read plain files, cold",
+            "restore, cold": "read plain files, cold",
+            "load, warm": "copy in memory",
+            "restore, warm": "copy in memory",
+        }
+        rows = []
+        for what, seconds in times.items():
+            took = median(seconds)
+            assert took is not None
+            other = over.get(what)
+            rows.append(
+                {
+                    "what": what,
+                    "MB": self.n_bytes / _MB,
+                    "seconds": took,
+                    "GB/s": self.n_bytes / _GB / took,
+                    "rate over": other,
+                    "ratio": median([b / a for a, b in zip(seconds, times[other], strict=True)])
+                    if other
+                    else None,
+                }
+            )
+        rows.append(
+            {
+                "what": "on disk, index included",
+                "MB": self.disk_bytes / _MB,
+                "bytes a token": self.disk_bytes / sum(node.n_tokens for node, _ in self.blocks),
+                "over KV": self.disk_bytes / self.n_bytes,
+            }
+        )
+        return rows
+
+    def _save(self, folder: Path, fsync: bool) -> float:
+        store = open_store(folder, self.n_bytes * 2, fsync=fsync)
+        store.drain()
+        nodes = tuple(node for node, _ in self.blocks)
+        keys = tuple(node.key for node in nodes)
+        turn = Turn(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
+        started = time.perf_counter()
+        store.keep_turn(turn, self.blocks)
+        store.drain()
+        took = time.perf_counter() - started
+        assert store.counters.turns_saved == 1, store.counters
+        self.disk_bytes = store.disk.used_bytes()
+        store.close()
+        return took
+
+    def _restore(self, folder: Path, *, verify: bool = True) -> tuple[float, float]:
+        """Return the seconds of loading all blocks and of joining them."""
+        store = open_store(folder, 0, verify=verify)
+        store.drain()
+        mx.clear_cache()  # each restore pays for memory of its own, as the first of a server does
+        started = time.perf_counter()
+        pieces = []
+        loading = store.load_all([node for node, _ in self.blocks], ROOT)
+        for (node, _), loaded in zip(self.blocks, loading, strict=True):
+            assert loaded is not None and loaded.from_disk
+            pieces.append(Piece(loaded.arrays, 0, node.n_tokens))
+        loaded_at = time.perf_counter()
+        n_tokens = sum(piece.stop for piece in pieces)
+        caches = join(self.spec, Pieces(n_tokens, pieces), headroom(64))
+        done = time.perf_counter()
+        assert caches[0].size() == n_tokens
+        store.close()
+        return loaded_at - started, done - loaded_at
+
+    def _write_plain(self, folder: Path, fsync: bool) -> float:
+        folder.mkdir()
+        content = memoryview(np.random.default_rng(0).bytes(max(self.sizes)))
+        started = time.perf_counter()
+        for n, size in enumerate(self.sizes):
+            descriptor = os.open(folder / str(n), os.O_CREAT | os.O_WRONLY, 0o600)
+            os.write(descriptor, content[:size])
+            if fsync:
+                os.fsync(descriptor)
+            os.close(descriptor)
+        return time.perf_counter() - started
+
+    def _read_plain(self, folder: Path) -> float:
+        buffer = bytearray(max(self.sizes))
+        view = memoryview(buffer)
+        started = time.perf_counter()
+        for n, size in enumerate(self.sizes):
+            with open(folder / str(n), "rb", buffering=0) as file:
+                assert file.readinto(view[:size]) == size
+        return time.perf_counter() - started
+
+    def _copy(self) -> float:
+        """Copy as many bytes into memory that is new, as a restore's is."""
+        sources = [np.ones(size, np.uint8) for size in self.sizes]
+        started = time.perf_counter()
+        copies = [source.copy() for source in sources]
+        took = time.perf_counter() - started
+        assert len(copies) == len(sources)
+        return took
+
+
+def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str, Any]]:
+    """Return what a few turns of one conversation write, each 300 tokens long."""
+    per_token = spec.bytes_per_token
+    limits_bytes = 64 * BLOCK_TOKENS * per_token
+    store = open_store(folder, limits_bytes)
+    store.drain()
+    written = 0
+    rows = []
+    tail: Node | None = None
+    for turn in range(1, n_turns + 1):
+        nodes = chain(300 * turn)
+        new = [node for node in nodes if node.key not in store]
+        arrays = [_zeros(spec, node.n_tokens) for node in new]
+        replaced: tuple[tuple[bytes, bytes], ...] = ()
+        if tail is not None and tail not in nodes:
+            replaced = ((tail.key, next(n.key for n in nodes if n.start == tail.start)),)
+        keys = tuple(node.key for node in nodes)
+        leaf = Leaf("growing", keys[-1], nodes[-1].stop, keys, replaced)
+        store.keep_turn(Turn(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
+        store.drain()
+        tail = nodes[-1] if nodes[-1].n_tokens < BLOCK_TOKENS else None
+        total = store.disk.written.total_bytes
+        rows.append(
+            {
+                "what": f"turn {turn} of 300 tokens, written",
+                "MB": (total - written) / _MB,
+                "bytes a token": (total - written) / 300,
+                "over KV": (total - written) / (300 * per_token),
+            }
+        )
+        written = total
+    store.close()
+    return rows
+
+
+def _zeros(spec: ModelCacheSpec, n_tokens: int) -> dict[str, mx.array]:
+    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in spec.block_arrays(n_tokens)}
+    mx.eval(arrays)
+    return arrays
+
+
+def open_store(
+    folder: Path, max_ram_bytes: int, *, fsync: bool = False, verify: bool = True
+) -> BlockStore:
+    limits = StoreLimits(max_ram_bytes, _HUGE, max_queue_bytes=_HUGE, fsync=fsync, verify=verify)
+    return BlockStore(folder, limits)
+
+
+if __name__ == "__main__":
+    main()

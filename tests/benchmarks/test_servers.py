@@ -1,0 +1,88 @@
+"""The benchmarks of real servers, small: every state is what its name says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import decode, stall, ttft
+from benchmarks.measured_server import peak_rss_bytes
+from benchmarks.page_cache import drop_cached_pages
+from benchmarks.runs import Costs, Deadline, Run
+from mlx_lm_kvpersist.testing import Reply
+
+
+def test_first_tokens(run: Run) -> None:
+    result = ttft.measure(run, (300,), 1)
+    rows = {row["state"]: row for row in result.rows}
+    assert list(rows) == ["cold", "hot", "extend", "restart, disk", "restart, cache"]
+    reused = {state: (row["ours reused"], row["stock reused"]) for state, row in rows.items()}
+    assert max(reused["cold"]) < 8, "no more than the template's first tokens"
+    assert reused["hot"] == (299, 299)
+    assert reused["extend"][0] > 300, "ours goes on behind the reply"
+    assert reused["restart, disk"][0] == 299 and reused["restart, disk"][1] < 8
+    assert reused["restart, cache"] == (299, None)
+    assert rows["restart, disk"]["outcome"] == "EXACT"
+    assert all(row["ours s"] > 0 for row in result.rows)
+    kept = json.loads(result.path.read_text(encoding="utf-8"))
+    assert kept["rows"] == result.rows
+    assert kept["model"]["fingerprint"]
+    assert kept["setting"]["sides"].keys() == {"ours", "stock"}
+    assert kept["setting"]["page cache left after dropping"] in (0.0, None)
+
+
+def test_decoding(run: Run) -> None:
+    (row,) = decode.measure(run, (200,), (2,), 1, 12).rows
+    assert row["ours tokens/s"] > 0 and row["stock tokens/s"] > 0
+    # float32: 4 bits, a scale and a bias in 64 numbers, of 32 bits each.
+    assert row["ours live KV MB"] / row["stock live KV MB"] == pytest.approx(5 / 32)
+    for side in ("ours", "stock"):
+        assert row[f"{side} RSS MB"] > row[f"{side} peak MB"] > 1
+
+
+@pytest.mark.slow
+def test_a_client_beside_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_QUIET_S", 0.3)
+    rows = stall.measure(run, 400, 1).rows
+    found = {(row["side"], row["while"]): row for row in rows}
+    for side in ("ours", "stock"):
+        alone = found[side, stall.QUIET]
+        assert found[side, stall.COLD]["max ms"] > alone["p95 ms"]
+        assert alone["slowdown"] == 0
+    restored = found["ours", stall.RESTORED]["max ms"]
+    assert restored < found["stock", stall.RESTORED]["max ms"]
+
+
+def test_no_time_left_is_said(run: Run) -> None:
+    run.deadline = Deadline(0)
+    assert ttft.measure(run, (300,), 1).content["left_out"] == ["ttft at 300"]
+
+
+def test_costs_are_learned_from_what_was_computed() -> None:
+    costs = Costs()
+
+    def reply(n_cached: int, total_s: float) -> Reply:
+        usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": n_cached}}
+        return Reply("", "length", usage, {}, 0.0, total_s, {})
+
+    costs.learn(reply(90, 50.0))
+    assert costs.of(1000) == 0
+    costs.learn(reply(20, 4.0))
+    costs.learn(reply(0, 1.0))
+    assert costs.of(1000) == 50
+
+
+def test_dropping_the_page_cache(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    left = drop_cached_pages([path])
+    if left is None:
+        pytest.skip("this system drops nothing")
+    assert left < 0.1
+    assert drop_cached_pages([]) is None
+
+
+def test_peak_of_the_process() -> None:
+    assert peak_rss_bytes() > 10 << 20
