@@ -23,6 +23,7 @@ from tests.support import (
     ServerProcess,
     StartServer,
     make_tiny_model,
+    make_zoo_model,
     synthetic_text,
     wait_until,
 )
@@ -152,14 +153,13 @@ def test_a_draft_model_is_served_as_stock(server: ServerProcess, tiny_model: Pat
     assert (again.text, again.cached_tokens) == (plain.text, plain.prompt_tokens - 1)
 
 
-def test_a_sliding_window_is_served_as_stock(server: ServerProcess, models_dir: Path) -> None:
-    model = make_tiny_model(
-        models_dir / "sliding-window",
-        model_type="gemma3_text",
-        config={"sliding_window": 64, "sliding_window_pattern": 2},
-    )
-    reply = server.chat([SYSTEM, user("What slides?")], model=str(model))
-    assert_says_stock(server, reply, "layer 0 keeps a RotatingKVCache")
+def test_a_cache_of_the_models_own_is_served_as_stock(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
+    model = make_zoo_model(tmp_path / "model", "deepseek_v41")
+    reply = server.chat([SYSTEM, user("What is kept?")], model=str(model))
+    assert_says_stock(server, reply, "layer 0 keeps a LayerCache")
 
 
 def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
@@ -362,7 +362,15 @@ def test_one_at_a_time_in_small_steps(
 ) -> None:
     """No batch is ever larger than one, and no prefill step larger than seven tokens."""
     sizes = ("--prompt-concurrency", "1", "--decode-concurrency", "1", "--prefill-step-size", "7")
-    options = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"), *sizes)
+    options = (
+        "--plugin",
+        "kvpersist",
+        "--kvpersist-attention",
+        "dequantize",
+        "--kvpersist-dir",
+        str(tmp_path / "store"),
+        *sizes,
+    )
     server = started(tiny_model, *options)
     talks = [[SYSTEM, user(f"{n}. One at a time?")] for n in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -382,7 +390,14 @@ def cramped(
 ) -> Any:
     """Hardly any RAM, and a namespace for each API key."""
     store = tmp_path_factory.mktemp("cramped")
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+    plugin = (
+        "--plugin",
+        "kvpersist",
+        "--kvpersist-attention",
+        "dequantize",
+        "--kvpersist-dir",
+        str(store),
+    )
     options = ("--kvpersist-ram", "20K", "--kvpersist-namespace-by-key")
     return started(tiny_model, *plugin, *options), store
 

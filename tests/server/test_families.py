@@ -1,0 +1,77 @@
+"""Models with windows and states, behind the real server: their conversations survive, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import Message, StartServer, make_zoo_model, synthetic_text, whole_characters
+
+from .stored import wait_for_commit
+
+FAMILIES = [
+    "gemma3_text",
+    "qwen3_next",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "falcon_h1", "mamba2")),
+]
+N_TURNS = 5
+SYSTEM: Message = {"role": "system", "content": synthetic_text(40, seed=99)}
+QUESTIONS = [synthetic_text(25, seed=n) for n in range(N_TURNS)]
+OTHER = "Something else: " + QUESTIONS[0]
+
+
+class Talk:
+    """A conversation that sends back what it got."""
+
+    def __init__(self, server: ServerProcess, store: Path) -> None:
+        self.server, self.store = server, store
+        self.logit_bias = whole_characters(Path(server.model))
+        self.messages: list[Message] = [SYSTEM]
+        self.replies: list[str] = []
+        self.cached: list[int] = []
+        self.totals: list[int] = []
+
+    def turn(self, question: str) -> None:
+        self.messages.append({"role": "user", "content": question})
+        reply = self.server.chat(
+            self.messages, "main", max_tokens=12, temperature=0.0, logit_bias=self.logit_bias
+        )
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.replies.append(reply.text)
+        self.cached.append(reply.cached_tokens)
+        self.totals.append(reply.prompt_tokens + reply.completion_tokens)
+        wait_for_commit(self.store, "main", self.totals[-1])
+
+    def rewind(self) -> None:
+        del self.messages[-2:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_goes_on_after_kill_9(
+    family: str, start_server: StartServer, tmp_path: Path
+) -> None:
+    model = make_zoo_model(tmp_path / "model", family)
+    plugin = ("--plugin", "kvpersist", "--kvpersist-attention", "dequantize", "--kvpersist-dir")
+    whole = Talk(start_server(model, *plugin, str(tmp_path / "whole")), tmp_path / "whole")
+    for question in QUESTIONS:
+        whole.turn(question)
+    whole.rewind()
+    whole.turn(OTHER)
+    whole.server.stop()
+
+    server = start_server(model, *plugin, str(tmp_path / "killed"))
+    killed = Talk(server, tmp_path / "killed")
+    for question in QUESTIONS:
+        killed.turn(question)
+        server.restart(kill=True)
+    killed.rewind()
+    killed.turn(OTHER)
+    assert killed.replies == whole.replies
+    assert killed.cached == whole.cached
+    # Each turn goes on from the end of the one before it, its restore point; so does the last,
+    # which went back by one.
+    ends = [*killed.totals[: N_TURNS - 1], killed.totals[N_TURNS - 2]]
+    for before, cached in zip(ends, killed.cached[1:], strict=True):
+        assert before - 1 <= cached <= before
