@@ -2,7 +2,10 @@
 # make test    lint, types and the default tests
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
+# WORKERS=1 runs the tests one by one; each of two needs a core and about 2 GB.
+
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
@@ -58,7 +61,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 test: lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow

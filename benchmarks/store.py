@@ -15,8 +15,10 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_model
 
-from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes
-from mlx_lm_kvpersist.kv.packed import headroom
+from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, n_bytes
 from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.match.tree import Match, Node
+from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.serve.restore import restore
 from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, shaped_architecture
 from mlx_lm_kvpersist.tiers.index import Leaf
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
@@ -173,18 +176,19 @@ class _Bench:
             times[f"save{suffix}"].append(self._save(ours, fsync))
             times[f"write plain files{suffix}"].append(self._write_plain(plain, fsync))
         for state in ("cold", "warm"):
-            for path in (ours, plain):
+            kinds = {
+                "load": partial(self._load, ours),
+                "restore": partial(self._restore, ours),
+                "read plain files": partial(self._read_plain, plain),
+            }
+            for what, work in kinds.items():
                 if state == "cold":
-                    files = [file for file in path.rglob("*") if file.is_file()]
+                    files = [
+                        file for path in (ours, plain) for file in path.rglob("*") if file.is_file()
+                    ]
                     self.share_left = drop_cached_pages(files)
-                if path is plain:
-                    times[f"read plain files, {state}"].append(self._read_plain(plain))
-                    continue
-                load_s, join_s = self._restore(ours)
-                times[f"load, {state}"].append(load_s)
-                times[f"restore, {state}"].append(load_s + join_s)
-            if state == "warm":
-                times["load without checksum, warm"].append(self._restore(ours, verify=False)[0])
+                times[f"{what}, {state}"].append(work())
+        times["load without checksum, warm"].append(self._load(ours, verify=False))
         times["copy in memory"].append(self._copy())
 
     def rows(self, times: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -238,24 +242,37 @@ class _Bench:
         store.close()
         return took
 
-    def _restore(self, folder: Path, *, verify: bool = True) -> tuple[float, float]:
-        """Return the seconds of loading all blocks and of joining them."""
+    def _load(self, folder: Path, *, verify: bool = True) -> float:
+        """Return the seconds of loading all blocks."""
+        with self._opened(folder, verify=verify) as store:
+            started = time.perf_counter()
+            loading = store.load_all([node for node, _ in self.blocks], ROOT)
+            for _ in self.blocks:
+                loaded = next(loading)
+                assert loaded is not None and loaded.from_disk
+            return time.perf_counter() - started
+
+    def _restore(self, folder: Path) -> float:
+        """Return the seconds of making caches of all blocks, as the server does."""
+        path = tuple(node for node, _ in self.blocks)
+        match = Match(path, path[-1].stop, 0, at_end=True)
+        model = LoadedModel(None, None, self.spec, ROOT.fingerprint, None)
+        with self._opened(folder) as store:
+            started = time.perf_counter()
+            restored = restore(
+                match, match.n_tokens, match.n_tokens + 64, ROOT, store, model, canary=False
+            )
+            took = time.perf_counter() - started
+        assert restored is not None and restored.n_from_disk == match.n_tokens
+        return took
+
+    @contextmanager
+    def _opened(self, folder: Path, *, verify: bool = True) -> Iterator[BlockStore]:
         store = open_store(folder, 0, verify=verify)
         store.drain()
-        mx.clear_cache()  # each restore pays for memory of its own, as the first of a server does
-        started = time.perf_counter()
-        pieces = []
-        loading = store.load_all([node for node, _ in self.blocks], ROOT)
-        for (node, _), loaded in zip(self.blocks, loading, strict=True):
-            assert loaded is not None and loaded.from_disk
-            pieces.append(Piece(loaded.arrays, 0, node.n_tokens))
-        loaded_at = time.perf_counter()
-        n_tokens = sum(piece.stop for piece in pieces)
-        caches = join(self.spec, Pieces(n_tokens, pieces), headroom(64))
-        done = time.perf_counter()
-        assert caches[0].size() == n_tokens
+        mx.clear_cache()  # each run pays for memory of its own, as the first of a server does
+        yield store
         store.close()
-        return loaded_at - started, done - loaded_at
 
     def _write_plain(self, folder: Path, fsync: bool) -> float:
         folder.mkdir()

@@ -27,6 +27,7 @@ from .kv.plain import PlainBatchKVCache
 from .kv.plans import with_plans
 from .kv.quantized import SequenceQuantizedKVCache
 from .kv.spec import Batching, ModelCacheSpec
+from .kv.warm_up import warm_up
 from .match.keys import Root
 from .match.text import TokenText
 from .serve.costs import ReusePolicy
@@ -113,6 +114,7 @@ class KVPersistPlugin:
         spec = ModelCacheSpec.probe(provider.model, self._config.precision)
         measured = self._config.folder / "attention.json"
         spec = with_plans(provider.model, spec, measured, self._config.attention)
+        warm_up(provider.model, spec)
         fingerprint = model_fingerprint(
             local_path(model_path),
             Path(adapter_path) if adapter_path else None,

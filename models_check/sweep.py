@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.kv.spec import Batching, ModelCacheSpec
+from mlx_lm_kvpersist.kv.warm_up import warm_up
 
 from .build import build
 from .compare import TOLERANCE, Comparison, compare, worst
@@ -80,6 +81,7 @@ def sweep(name: str, seed: int = 0) -> Finding:
         finding.stock_batches_right = batches_right(model)
         try:
             spec = ModelCacheSpec.probe(model)
+            warm_up(model, spec)
         except ModelNotSupported as error:
             finding.result, finding.reason = "refused", str(error)
             return finding

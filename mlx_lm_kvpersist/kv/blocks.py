@@ -1,4 +1,4 @@
-"""Cut caches into immutable blocks, windows and states, and make caches of them again.
+"""Cut caches into immutable blocks, windows and states; `join` makes caches of them again.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked, "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
@@ -11,23 +11,21 @@ of one window, in the same form. A state holds what the recurrent groups have at
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
-from .slots import Fields, held, refill, slots_of, tokens
-from .spec import FIELDS, LayerGroup, ModelCacheSpec, arrays_fit
+from .slots import held, slots_of, tokens
+from .spec import LayerGroup, ModelCacheSpec, arrays_fit
 
 __all__ = [
     "BLOCK_TOKENS",
-    "Piece",
-    "Pieces",
+    "copied",
     "copy_state",
     "held_tokens",
-    "join",
     "n_bytes",
+    "prefers_few_copies",
     "split_blocks",
     "split_windows",
 ]
@@ -36,39 +34,11 @@ BLOCK_TOKENS = 256
 
 Arrays = Mapping[str, mx.array]
 
-_STRETCH_BLOCKS, _STRETCH_SLOTS = 16, 8
-"""Of what is stacked at once on a GPU: enough to save copies, little enough to exist twice."""
+_STRETCH_BLOCKS = 16
+"""Cut at once on a GPU: enough to save copies, little enough to exist twice."""
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate at once: enough to keep a device busy, too little to matter in its memory."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [start, stop) of the arrays of a block or a window, counted from their first."""
-
-    arrays: Arrays
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """All that a prompt cache of `n_tokens` is made of.
-
-    `blocks` hold its tokens from the first on, `windows`, by window, its last ones, and `state`
-    what the recurrent groups had behind them. What a spec has no groups for is left empty.
-    """
-
-    n_tokens: int
-    blocks: Sequence[Piece] = ()
-    windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
-    state: Arrays = field(default_factory=dict)
-
-    @property
-    def n_bytes(self) -> int:
-        pieces = [*self.blocks, *(piece for window in self.windows.values() for piece in window)]
-        return sum(n_bytes(piece.arrays) for piece in pieces) + n_bytes(self.state)
 
 
 def held_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
@@ -130,39 +100,6 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     return state
 
 
-def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int) -> list[Any]:
-    """Return a prompt cache that holds what the pieces do.
-
-    Every full slot gets evaluated buffers of its own with `headroom` tokens to spare, so that its
-    first update copies nothing. The pieces must fit the spec (`arrays_fit`).
-
-    Raises:
-        ValueError: a piece has not the tokens that are asked for, or asks for none.
-    """
-    caches = spec.make_cache()
-    slots = slots_of(caches)
-    evaluator = _Evaluator()
-    n_tokens = pieces.n_tokens
-    if pieces.blocks:
-        for group in spec.full:
-            _fill(group, slots, pieces.blocks, 0, n_tokens, headroom, evaluator)
-    for window, groups in spec.sliding.items():
-        parts = pieces.windows.get(window, ())
-        n_held = sum(piece.stop - piece.start for piece in parts)
-        for group in groups if parts else ():
-            _fill(group, slots, parts, n_tokens - n_held, n_tokens, 0, evaluator)
-    for group in spec.recurrent if pieces.state else ():
-        for number, form in enumerate(group.states):
-            if form is None:
-                continue
-            stacked = pieces.state[f"{group.name}.{number}"]
-            for slot, array in zip(group.slots, _cut(stacked, len(group.slots), 0), strict=True):
-                slots[slot].cache[number] = array
-                evaluator.add([array])
-    evaluator.finish()
-    return caches
-
-
 def n_bytes(arrays: Arrays) -> int:
     """Bytes of arrays by name."""
     return sum(int(array.nbytes) for array in arrays.values())
@@ -198,7 +135,7 @@ def _split(
         raise ValueError(f"{len(caches)} caches for {len(spec.template)} layers")
     if not ranges:
         return []
-    if _prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
+    if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
         # What is stacked first exists twice for a while: so not the whole conversation at once.
         head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
         return [*_split(spec, groups, caches, head), *_split(spec, groups, caches, tail)]
@@ -213,9 +150,9 @@ def _split(
         for slot in group.slots:
             both = tokens(slots[slot], first, cuts[-1])
             for part, fields in zip(("k", "v"), both, strict=True):
-                for name, array in zip(_names(group, part), fields, strict=True):
+                for name, array in zip(group.array_names(part), fields, strict=True):
                     whole.setdefault(name, []).append(array)
-    if _prefers_few_copies():
+    if prefers_few_copies():
         whole = {name: [_joined(arrays, axis=0)] for name, arrays in whole.items()}
     pieces = {name: [_cut(x, at, axis=2) for x in arrays] for name, arrays in whole.items()}
     blocks = []
@@ -232,65 +169,12 @@ def _split(
     return blocks
 
 
-def _fill(
-    group: LayerGroup,
-    slots: Sequence[Any],
-    pieces: Sequence[Piece],
-    start: int,
-    stop: int,
-    headroom: int,
-    evaluator: _Evaluator,
-) -> None:
-    """Put the pieces of positions [start, stop) into the slots of a group."""
-    n_slots = len(group.slots)
-    step = _STRETCH_SLOTS if _prefers_few_copies() else n_slots
-    for first in range(0, n_slots, step):
-        part = slice(first, min(first + step, n_slots))
-        keys = _slots_of_group(group, "k", pieces, headroom, part)
-        values = _slots_of_group(group, "v", pieces, headroom, part)
-        for slot, k, v in zip(group.slots[part], keys, values, strict=True):
-            refill(slots[slot], k, v, start, stop)
-            evaluator.add((*k, *v))
-
-
-def _slots_of_group(
-    group: LayerGroup, part: str, pieces: Sequence[Piece], headroom: int, slots: slice
-) -> list[Fields]:
-    """Return the joined keys ("k") or values ("v") of some slots of a group, lazy."""
-    n_slots = slots.stop - slots.start
-    fields: list[list[mx.array]] = []
-    for name in _names(group, part):
-        parts = []
-        for piece in pieces:
-            array = piece.arrays[name]
-            if not 0 <= piece.start < piece.stop <= array.shape[2]:
-                raise ValueError(
-                    f"tokens {piece.start} to {piece.stop} of a block of {array.shape[2]}"
-                )
-            if piece.stop - piece.start < array.shape[2]:
-                array = array[:, :, piece.start : piece.stop]
-            parts.append(array if n_slots == len(group.slots) else array[slots])
-        if headroom:
-            _, n_heads, _, dim = parts[0].shape
-            parts.append(mx.zeros((n_slots, n_heads, headroom, dim), parts[0].dtype))
-        if _prefers_few_copies():
-            parts = [_joined(parts, axis=2)]
-        by_slot = zip(*(_cut(array, n_slots, axis=0) for array in parts), strict=True)
-        fields.append([_joined(slot, axis=2) for slot in by_slot])
-    return list(zip(*fields, strict=True))
-
-
-def _names(group: LayerGroup, part: str) -> list[str]:
-    name = f"{group.name}.{part}"
-    return [name] if group.precision is None else [f"{name}.{field}" for field in FIELDS]
-
-
 def _cut(array: mx.array, at: int | list[int], axis: int) -> list[mx.array]:
     pieces: Any = mx.split(array, at, axis=axis)  # mlx's own annotation says one array
     return list(pieces)
 
 
-def _prefers_few_copies() -> bool:
+def prefers_few_copies() -> bool:
     """Whether to copy everything twice, but in a few large pieces.
 
     Blocks times slots make ten thousand small copies of a long conversation. A GPU spends more
@@ -299,11 +183,14 @@ def _prefers_few_copies() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
+def copied(array: mx.array) -> mx.array:
+    """Return the same in memory of its own, lazily; a slice shares that of its whole."""
+    return mx.take(array, mx.arange(array.shape[0]), axis=0)
+
+
 def _joined(arrays: Sequence[mx.array], axis: int) -> mx.array:
     """Concatenate into memory of its own, also a single array (which mx.concatenate returns)."""
-    if len(arrays) == 1:
-        return mx.take(arrays[0], mx.arange(arrays[0].shape[0]), axis=0)
-    return mx.concatenate(list(arrays), axis=axis)
+    return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from .blocks import Piece, Pieces
+from .join import Piece, Pieces
 from .precision import KVPrecision
 from .slots import Fields, slots_of, tokens
-from .spec import FIELDS, LayerGroup, ModelCacheSpec
+from .spec import LayerGroup, ModelCacheSpec
 
 __all__ = ["CANARY_TOKENS", "CANARY_TOLERANCE", "can_step_back", "canary_difference"]
 
@@ -109,9 +109,7 @@ def _tail(group: LayerGroup, part: str, pieces: Sequence[Piece], n_tokens: int) 
         n_tokens -= n_taken
         if n_tokens == 0:
             break
-    name = f"{group.name}.{part}"
-    names = [name] if group.precision is None else [f"{name}.{field}" for field in FIELDS]
     return tuple(
         mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)
-        for name in names
+        for name in group.array_names(part)
     )

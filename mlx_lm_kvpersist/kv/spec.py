@@ -16,7 +16,6 @@ from .precision import KVPrecision, PrecisionChoice
 from .slots import Kind, replaced, slots_of
 
 __all__ = [
-    "FIELDS",
     "ArrayForm",
     "Batching",
     "LayerGroup",
@@ -26,7 +25,7 @@ __all__ = [
     "dtype_name",
 ]
 
-FIELDS = ("weights", "scales", "biases")
+_FIELDS = ("weights", "scales", "biases")
 """Of keys or values that are quantized; those in their own precision are one array."""
 
 ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
@@ -93,6 +92,11 @@ class LayerGroup:
         if self.keys is None or self.values is None:
             return 0
         return len(self.slots) * (self.keys.n_bytes(None) + self.values.n_bytes(None))
+
+    def array_names(self, part: str) -> list[str]:
+        """Return the names of the arrays of the keys ("k") or values ("v") of this group."""
+        name = f"{self.name}.{part}"
+        return [name] if self.precision is None else [f"{name}.{field}" for field in _FIELDS]
 
     def token_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
         """Yield the arrays of `n_tokens` of this group, [slots, heads, tokens, ...]."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from ..kv.blocks import Piece, Pieces, join, n_bytes
+from ..kv.blocks import n_bytes
 from ..kv.canary import CANARY_TOLERANCE, can_step_back, canary_difference
+from ..kv.join import Joiner, Piece, Pieces
 from ..kv.packed import headroom
 from ..kv.spec import ArrayForm, ModelCacheSpec, arrays_fit
 from ..match.keys import Root
@@ -61,15 +63,13 @@ def restore(
         if point is None:
             return None
         reading = _Reading(store, root, model)
-        missing = reading.read(match, point)
+        missing = reading.read(match, point, headroom(n_prompt - point.n_tokens))
         if missing is None:
             break
         lost.add(missing.key)
         if isinstance(missing, Node):
             n_tokens = missing.start
-    started = time.perf_counter()
-    caches = join(model.spec, reading.pieces, headroom(n_prompt - point.n_tokens))
-    join_s = time.perf_counter() - started
+    caches = reading.caches
     if canary and reading.from_disk and can_step_back(model.spec, point.n_tokens):
         ids = match.ids[: point.n_tokens]
         difference = canary_difference(model.model, model.spec, caches, reading.pieces, ids)
@@ -84,7 +84,7 @@ def restore(
         caches,
         point.n_tokens,
         reading.n_from_disk,
-        join_s,
+        reading.join_s,
         reading.pieces.n_bytes,
         reading.disk_s,
         reading.n_disk_bytes,
@@ -130,19 +130,21 @@ def needed_for(path: Sequence[Node], point: RestorePoint, spec: ModelCacheSpec) 
 
 @dataclass
 class _Reading:
-    """Reads what a restore point needs, and counts what came from disk."""
+    """Reads what a restore point needs into caches, and counts what came from disk."""
 
     store: BlockStore
     root: Root
     model: LoadedModel
+    caches: list[Any] = field(default_factory=list)
     pieces: Pieces = field(default_factory=lambda: Pieces(0))
     from_disk: list[bytes] = field(default_factory=list)
     n_from_disk: int = 0
     """Tokens."""
     n_disk_bytes: int = 0
     disk_s: float = 0.0
+    join_s: float = 0.0
 
-    def read(self, match: Match, point: RestorePoint) -> Node | Part | None:
+    def read(self, match: Match, point: RestorePoint, headroom: int) -> Node | Part | None:
         """Read everything; return the first that cannot be had, None when all is there."""
         spec = self.model.spec
         blocks: list[Piece] = []
@@ -150,19 +152,18 @@ class _Reading:
         state: dict[str, mx.array] = {}
         n_from_disk: dict[int | None, int] = {}
         needed = needed_for(match.path, point, spec)
+        n_held = {
+            window: sum(wanted.stop - wanted.start for wanted in parts)
+            for window, parts in point.windows.items()
+        }
         coming = self.store.load_all([one.what for one in needed], self.root)
+        with self._timed_join():
+            joiner = Joiner(spec, point.n_tokens, headroom, n_held)
         for one in needed:
             started = time.perf_counter()
             loaded = self._checked(one, next(coming))
             if loaded is None:
                 return one.what
-            piece = Piece(loaded.arrays, one.start, one.stop)
-            if one.window is not None:
-                windows[one.window].append(piece)
-            elif isinstance(one.what, Node):
-                blocks.append(piece)
-            else:
-                state = dict(loaded.arrays)
             if loaded.from_disk:
                 self.disk_s += time.perf_counter() - started + loaded.ahead_s
                 self.n_disk_bytes += n_bytes(loaded.arrays)
@@ -170,9 +171,25 @@ class _Reading:
                 # With nothing but states, they stand for all tokens.
                 n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
                 n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
+            piece = Piece(loaded.arrays, one.start, one.stop)
+            if one.window is None and not isinstance(one.what, Node):
+                state = dict(loaded.arrays)
+                continue
+            (blocks if one.window is None else windows[one.window]).append(piece)
+            with self._timed_join():
+                joiner.add(piece, one.window)
+        with self._timed_join():
+            joiner.add_state(state)
+            self.caches = joiner.finish()
         self.n_from_disk = max(n_from_disk.values(), default=0)
         self.pieces = Pieces(point.n_tokens, blocks, windows, state)
         return None
+
+    @contextmanager
+    def _timed_join(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.join_s += time.perf_counter() - started
 
     def _checked(self, one: Needed, loaded: Loaded | None) -> Loaded | None:
         """Return what was loaded; what does not fit the model goes to quarantine instead."""

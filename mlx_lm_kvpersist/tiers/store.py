@@ -116,20 +116,26 @@ class BlockStore:
         return self._load(part, root)
 
     def load_all(self, wanted: Sequence[Node | Part], root: Root) -> Iterator[Loaded | None]:
-        """Yield what `load` and `load_part` return for each, in order; read several at once.
+        """Begin to read; yield what `load` and `load_part` return for each, in order.
 
-        Little is read beyond what was asked for when the caller asks for no more.
+        Several are read at once, and little beyond what the caller has asked for.
         """
-        if sum(what.key not in self.pool for what in wanted) < 2:
-            for what in wanted:
-                yield self._load(what, root)
-            return
-        coming: deque[Future[Loaded | None]] = deque()
         waiting = deque(wanted)
-        while waiting or coming:
+        if sum(what.key not in self.pool for what in wanted) < 2:
+            return (self._load(what, root) for what in waiting)
+        coming: deque[Future[Loaded | None]] = deque()
+
+        def begin() -> None:
             while waiting and len(coming) <= self._readers.n_threads:
                 coming.append(self._readers.submit(partial(self._load, waiting.popleft(), root)))
-            yield coming.popleft().result()
+
+        def results() -> Iterator[Loaded | None]:
+            while coming:
+                yield coming.popleft().result()
+                begin()
+
+        begin()
+        return results()
 
     def read_ahead(self, wanted: Sequence[tuple[Node | Part, int]], root: Root) -> ReadAhead:
         """Read into RAM what is not there yet, in order, while the caller does something else.

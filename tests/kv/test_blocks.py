@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes, split_blocks
+from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, n_bytes, split_blocks
+from mlx_lm_kvpersist.kv.join import Piece, Pieces, join
 from mlx_lm_kvpersist.kv.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.kv.slots import Kind
 from mlx_lm_kvpersist.kv.spec import LayerGroup, ModelCacheSpec, TensorShape, arrays_fit
@@ -246,7 +247,9 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
     ranges = [(i * 50, i * 50 + 50) for i in range(n_blocks)]
     found = []
     for few in (False, True):
-        monkeypatch.setattr("mlx_lm_kvpersist.kv.blocks._prefers_few_copies", lambda few=few: few)
+        for module in ("blocks", "join"):
+            name = f"mlx_lm_kvpersist.kv.{module}.prefers_few_copies"
+            monkeypatch.setattr(name, lambda few=few: few)
         caches = caches_of(200)
         blocks = split_blocks(SPEC, caches, ranges)
         addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}

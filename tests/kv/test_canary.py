@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.kv.blocks import Piece, Pieces, join, split_blocks
+from mlx_lm_kvpersist.kv.blocks import split_blocks
 from mlx_lm_kvpersist.kv.canary import CANARY_TOLERANCE, canary_difference
+from mlx_lm_kvpersist.kv.join import Piece, Pieces, join
 from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
 from mlx_lm_kvpersist.serve.selftest import tiny_model
 
