@@ -134,7 +134,8 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Block]:
         n = len(blocks)
         new = {
             name: array ^ n if array.dtype == mx.uint32 else array + n
-            for name, array in arrays.items()
+            for name, whole in arrays.items()
+            for array in [whole[:, :, : node.n_tokens]]
         }
         mx.eval(new)
         blocks.append((node, new))

@@ -25,6 +25,10 @@ from .restore import needed_for, restore
 MIN_AHEAD_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: it is not worth a detour."""
 
+_MAX_TRIES = 3
+"""Blocks can go before they are read: the turn that is being written replaces the end of the one
+before it, another server makes room. Then the prompt is looked up again, without them."""
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -70,19 +74,35 @@ def look_up(
         reason = why_not_stored(prompt.ids, whole, nearest, state.root, store)
         state.outcome = Outcome(Kind.MISS, len(prompt.ids), reason=reason, parting=parting)
         return prompt
+    n_quarantined = store.counters.blocks_quarantined
+    n_wanted = 0
+    started = time.perf_counter()
+    for _ in range(_MAX_TRIES):
+        n_tokens, refusal = _tokens_to_reuse(found, store, model, policy)
+        n_wanted = max(n_wanted, n_tokens)
+        n_gone = store.counters.blocks_gone
+        restored = restore(
+            found.match,
+            n_tokens,
+            len(found.prompt.ids),
+            state.root,
+            store,
+            model,
+            canary=policy.canary,
+        )
+        n_reused = restored.n_tokens if restored else 0
+        if n_reused == n_tokens or store.counters.blocks_gone == n_gone:
+            break
+        again, _ = _find(state, state.root, prompt, store, model)
+        if again is None:
+            break
+        found = again
+    restore_ms = (time.perf_counter() - started) * 1e3
     n_prompt, n_found = len(found.prompt.ids), found.n_reusable
-    n_tokens, refusal = _tokens_to_reuse(found, store, model, policy)
     if found.diverges:
         reason = why_not_stored(found.prompt.ids, None, found.match, state.root, store)
         reason = refusal if refusal and reason is Reason.PARTED else reason
-    n_quarantined = store.counters.blocks_quarantined
-    started = time.perf_counter()
-    restored = restore(
-        found.match, n_tokens, n_prompt, state.root, store, model, canary=policy.canary
-    )
-    restore_ms = (time.perf_counter() - started) * 1e3
-    n_reused = restored.n_tokens if restored else 0
-    if n_reused < n_tokens:
+    if n_reused < n_wanted:
         if store.counters.blocks_quarantined > n_quarantined:
             reason = Reason.QUARANTINED
         else:

@@ -61,6 +61,8 @@ class StoreCounters:
     turns_not_saved: int = 0
     blocks_quarantined: int = 0
     """Blocks and parts."""
+    blocks_gone: int = 0
+    """Blocks and parts that were found, and no longer there when they were read."""
     failures: set[str] = field(default_factory=set)
     """What keeps turns from being saved right now; each is logged once."""
 
@@ -169,6 +171,7 @@ class BlockStore:
             arrays = self._read(what, root)
         except FileNotFoundError:
             logger.warning("%s %s is no longer on disk", _kind(what), what.key.hex())
+            self.counters.blocks_gone += 1
             self._lost.add(what.key)
             self._writer.submit(partial(self._take_away, what.key))
             return None

@@ -95,7 +95,7 @@ def test_the_store_benchmark(tiny_model: Path, tmp_path: Path) -> None:
     layout = store.layout_of(str(tiny_model), tmp_path)
     rows = {row["what"]: row for row in store.measure(layout, tmp_path, 600, 1).rows}
     restored = rows["restore, cold"]
-    assert restored["seconds"] > rows["load, cold"]["seconds"]
+    assert restored["MB"] == rows["load, cold"]["MB"] > 0
     assert restored["rate over"] == "read plain files, cold" and restored["ratio"] > 0
     assert 1 <= rows["turn 1 of 300 tokens, written"]["over KV"] < 1.5
     per_token = rows["on disk, index included"]["bytes a token"]

@@ -161,6 +161,30 @@ def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
     assert talk.ask([*ids, 5])[2].n_reused == 700
 
 
+def test_a_block_that_goes_before_it_is_read_is_not_missed(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the turn that is being written replaces the end of the one before it."""
+    common = sampled_turn(talk.loaded, 150)
+    for seed in (1, 2):
+        talk.remember([*common, *sampled_turn(talk.loaded, 40, seed)], n_prompt=160)
+    talk.forget_hot_blocks()
+    prompt = [*common, *sampled_turn(talk.loaded, 30, seed=3)]
+    read = talk.store.load_all
+    gone: list[bytes] = []
+
+    def remove_and_read(wanted: Any, root: Any) -> Any:
+        if not gone:
+            gone.append(wanted[-1].key)
+            block_path(talk.store.folder, gone[0]).unlink()
+        return read(wanted, root)
+
+    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    fed, caches, outcome = talk.ask(prompt)
+    assert gone and outcome.kind is Kind.DIVERGE and outcome.n_reused >= len(common) - 2
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
 def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
