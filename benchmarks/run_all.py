@@ -78,7 +78,7 @@ PRESETS = {
             _ttft("ttft at 1K", (1024,), 3),
             _decode("decode of 1 to 8 at 1K", (1024,), (1, 2, 4, 8), 3, 64),
             _stall(4096, 2),
-            _lookup((10, 100, 1000), 8192),
+            _lookup((10, 100, 1000, 10_000), 8192),
             _ttft("ttft at 4K", (4096,), 2),
         ),
     ),
@@ -138,7 +138,7 @@ def main() -> int:
 def run_steps(run: Run, steps: Sequence[Step], models_dir: Path) -> list[str]:
     """Run steps in order, as time allows; return the names of those that failed.
 
-    One that fails takes none of the others with it: the machine may be lent for minutes only.
+    One that fails takes none of the others with it.
     """
     failed = []
     for step in steps:
