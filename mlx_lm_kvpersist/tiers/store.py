@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import mlx.core as mx
-
-from ..errors import BlockCorrupt, StoreError
+from ..errors import StoreError
 from ..match.keys import Root
 from ..match.tree import Node
-from .ahead import AheadReader, ReadAhead
+from .ahead import ReadAhead
 from .budget import StoreLimits
 from .disk import DiskStore
-from .files import Arrays, read_block
+from .files import Arrays
 from .index import Index, Session
 from .part import Part
-from .part_files import read_part
-from .pool import BlockPool, KVBlock, KVPart
+from .pool import BlockPool, KVPart
+from .reading import BlockReader, Loaded, in_ram
 from .turn import Gone, Turn
-from .workers import Workers
 from .writer import Writer
 
 __all__ = ["BlockStore", "Loaded", "Part", "ReadAhead", "StoreLimits", "Turn"]
@@ -36,21 +30,6 @@ Answer = TypeVar("Answer")
 Default = TypeVar("Default")
 
 logger = logging.getLogger(__name__)
-
-_N_READERS = 3
-"""Files read at once where somebody waits: while one is hashed the next is read."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The arrays of a block or part, and whether they came from disk for whoever asked.
-
-    They do, too, if they were read ahead and nobody has used them yet; that took `ahead_s`.
-    """
-
-    arrays: Mapping[str, mx.array]
-    from_disk: bool
-    ahead_s: float = 0.0
 
 
 @dataclass
@@ -81,8 +60,9 @@ class BlockStore:
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
         self._lost: set[bytes] = set()
         """Blocks and parts that could not be read from disk; until they are gone, or anew."""
-        self._ahead = AheadReader(self.pool)
-        self._readers = Workers("kvpersist-reader", _N_READERS)
+        self._reader = BlockReader(
+            folder, self.pool, verify=limits.verify, gone=self._is_gone, bad=self._quarantine
+        )
         self._writer = Writer(limits.max_queue_bytes)
         self._writer.submit(self._sweep)
 
@@ -109,90 +89,24 @@ class BlockStore:
             return True
         return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
 
-    def load(self, node: Node, root: Root) -> Loaded | None:
-        """Return a block's evaluated arrays, or None when it is gone or must not be trusted."""
-        return self._load(node, root)
-
-    def load_part(self, part: Part, root: Root) -> Loaded | None:
-        """Return a part's evaluated arrays, or None when it is gone or must not be trusted."""
-        return self._load(part, root)
+    def load(self, what: Node | Part, root: Root) -> Loaded | None:
+        """Return evaluated arrays, or None when they are gone or must not be trusted."""
+        return self._reader.load(what, root)
 
     def load_all(self, wanted: Sequence[Node | Part], root: Root) -> Iterator[Loaded | None]:
-        """Begin to read; yield what `load` and `load_part` return for each, in order.
-
-        Several are read at once, and little beyond what the caller has asked for.
-        """
-        waiting = deque(wanted)
-        if sum(what.key not in self.pool for what in wanted) < 2:
-            return (self._load(what, root) for what in waiting)
-        coming: deque[Future[Loaded | None]] = deque()
-
-        def begin() -> None:
-            while waiting and len(coming) <= self._readers.n_threads:
-                coming.append(self._readers.submit(partial(self._load, waiting.popleft(), root)))
-
-        def results() -> Iterator[Loaded | None]:
-            while coming:
-                yield coming.popleft().result()
-                begin()
-
-        begin()
-        return results()
+        """Begin to read several at once; yield what `load` returns for each, in order."""
+        return self._reader.load_all(wanted, root)
 
     def read_ahead(self, wanted: Sequence[tuple[Node | Part, int]], root: Root) -> ReadAhead:
-        """Read into RAM what is not there yet, in order, while the caller does something else.
+        """Read into RAM what is not there yet, while the caller does something else.
 
-        Each block or part comes with its size in bytes. Together with what others had read ahead
-        it takes at most half of the budget; what does not fit is left on disk. What is there, or
-        comes, stays until `release`.
+        See `BlockReader.read_ahead`.
         """
-        return self._ahead.begin(wanted, partial(self._read_entry, root=root))
+        return self._reader.read_ahead(wanted, root)
 
     def release_ahead(self) -> None:
         """Let go of everything that was read ahead."""
-        self._ahead.release_all()
-
-    def _load(self, what: Node | Part, root: Root) -> Loaded | None:
-        hot = self.pool.get(what.key)
-        if hot is not None:
-            ahead_s, hot.ahead_s = hot.ahead_s, None
-            return Loaded(hot.arrays, ahead_s is not None, ahead_s or 0.0)
-        entry = self._read_entry(what, root)
-        if entry is None:
-            return None
-        entry.ahead_s = None
-        self.pool.put(entry)
-        return Loaded(entry.arrays, from_disk=True)
-
-    def _read_entry(self, what: Node | Part, root: Root) -> KVBlock | KVPart | None:
-        """Read a block or part from disk. Any long-lived thread."""
-        started = time.perf_counter()
-        try:
-            arrays = self._read(what, root)
-        except FileNotFoundError:
-            logger.warning("%s %s is no longer on disk", _kind(what), what.key.hex())
-            self.counters.blocks_gone += 1
-            self._lost.add(what.key)
-            self._writer.submit(partial(self._take_away, what.key))
-            return None
-        except StoreError as error:
-            self._quarantine(_kind(what), what.key, str(error))
-            return None
-        entry = _in_ram(what, arrays)
-        entry.on_disk = True
-        entry.ahead_s = time.perf_counter() - started
-        return entry
-
-    def _read(self, what: Node | Part, root: Root) -> Arrays:
-        if isinstance(what, Part):
-            _, its_root, arrays = read_part(self.folder, what.key, verify=self.limits.verify)
-        else:
-            node, its_root, arrays = read_block(self.folder, what.key, verify=self.limits.verify)
-            if (node.packed_ids, node.start) != (what.packed_ids, what.start):
-                raise BlockCorrupt(f"block {what.key.hex()}: file and index disagree")
-        if its_root.key != root.key:
-            raise BlockCorrupt(f"{_kind(what)} {what.key.hex()} belongs to another model")
-        return arrays
+        self._reader.release_ahead()
 
     def parts(self, blocks: Sequence[bytes]) -> dict[bytes, list[Part]]:
         """Return, by block, the parts in RAM or, if they can be read, on disk.
@@ -216,16 +130,23 @@ class BlockStore:
         self._quarantine("part" if is_part else "block", key, reason)
 
     def _quarantine(self, kind: str, key: bytes, reason: str) -> None:
+        """Any thread."""
         logger.warning("%s %s goes to quarantine: %s", kind, key.hex(), reason)
         self.counters.blocks_quarantined += 1
         self._lost.add(key)
         self.pool.drop(key)
         self._writer.submit(partial(self._take_away, key, reason))
 
+    def _is_gone(self, key: bytes) -> None:
+        """Forget what was found and could not be read. Any thread."""
+        self.counters.blocks_gone += 1
+        self._lost.add(key)
+        self._writer.submit(partial(self._take_away, key))
+
     def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
         """Keep blocks in RAM, for as long as there is room."""
         for node, arrays in blocks:
-            self.pool.put(_in_ram(node, arrays))
+            self.pool.put(in_ram(node, arrays))
 
     def keep_turn(
         self,
@@ -241,7 +162,7 @@ class BlockStore:
         pinned = self.pool.pin(what.key for what in known)
         added: list[tuple[Node | Part, Arrays]] = [*new, *new_parts]
         for what, arrays in added:
-            entry = _in_ram(what, arrays)
+            entry = in_ram(what, arrays)
             entry.pins = 1
             self.pool.put(entry)
             pinned.append(entry.key)
@@ -354,7 +275,7 @@ class BlockStore:
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Write what is waiting, then close the index."""
-        readers_ended = self._ahead.close(timeout_s) and self._readers.close(timeout_s)
+        readers_ended = self._reader.close(timeout_s)
         if not self._writer.close(timeout_s):
             logger.warning("not everything could be written within %.0f s", timeout_s)
             return
@@ -457,15 +378,3 @@ class BlockStore:
         if kind not in self.counters.failures:
             self.counters.failures.add(kind)
             logger.error("cannot %s: %s; serving goes on from memory", what, error)
-
-
-def _in_ram(what: Node | Part, arrays: Arrays) -> KVBlock | KVPart:
-    n_bytes = sum(array.nbytes for array in arrays.values())
-    if isinstance(what, Part):
-        return KVPart(what, arrays, n_bytes)
-    # Blocks without arrays would never be too many.
-    return KVBlock(what, arrays, n_bytes + len(what.packed_ids) + len(what.text))
-
-
-def _kind(what: Node | Part) -> str:
-    return "part" if isinstance(what, Part) else "block"

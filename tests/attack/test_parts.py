@@ -53,7 +53,7 @@ def load_parts(store: BlockStore, name: str, n_tokens: int) -> int:
     n_loaded = 0
     for parts in store.parts(keys).values():
         for part in parts:
-            loaded = store.load_part(part, ROOT)
+            loaded = store.load(part, ROOT)
             if loaded is not None:
                 check_arrays(loaded.arrays, plain_part(part))
                 n_loaded += 1
@@ -167,7 +167,7 @@ def test_a_part_that_is_no_file(
     store.drain()
     part = expected_parts(chain_of(session_ids("anna", LENGTHS["anna"])))[1]
     change(part_path(folder, part.key))
-    assert store.load_part(part, ROOT) is None
+    assert store.load(part, ROOT) is None
     assert load_parts(store, "anna", LENGTHS["anna"]) == 1
     store.drain()
     keep_turn(store, "anna", LENGTHS["anna"], LENGTHS["anna"])
@@ -199,7 +199,7 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
                 chain = chain_of(session_ids(name, before))
                 store.pool.clear()
                 for part in expected_parts(chain):
-                    loaded = store.load_part(part, ROOT)
+                    loaded = store.load(part, ROOT)
                     counts["gone" if loaded is None else "loaded"] += 1
                     if loaded is not None:
                         check_arrays(loaded.arrays, plain_part(part))

@@ -290,7 +290,7 @@ def test_the_same_parts_elsewhere(
     found = store.parts([node.key for node in LAST])
     assert {part for parts in found.values() for part in parts} == set(PARTS)
     for part in PARTS:
-        assert store.load_part(part, ROOT) is not None
+        assert store.load(part, ROOT) is not None
     store.close()
     again = other.json("sessions", "import", exported_parts)
     assert (again["blocks_written"], again["parts_written"]) == (0, 0)

@@ -102,14 +102,14 @@ def test_a_release_while_it_reads_holds_nothing(
 ) -> None:
     store, nodes = stored
     reading, may_go_on = threading.Event(), threading.Event()
-    read = store._read
+    read = store._reader._read
 
     def slowly(*args: Any) -> Any:
         reading.set()
         may_go_on.wait(10)
         return read(*args)
 
-    monkeypatch.setattr(store, "_read", slowly)
+    monkeypatch.setattr(store._reader, "_read", slowly)
     ahead = store.read_ahead([(node, BLOCK_BYTES) for node in nodes], ROOT)
     assert reading.wait(10)
     ahead.release()
@@ -171,13 +171,13 @@ def test_load_all_reads_little_beyond_what_is_taken(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, nodes = stored
-    read, n_read = store._read, []
+    read, n_read = store._reader._read, []
 
     def counted(*args: Any) -> Any:
         n_read.append(1)
         return read(*args)
 
-    monkeypatch.setattr(store, "_read", counted)
+    monkeypatch.setattr(store._reader, "_read", counted)
     coming = store.load_all(nodes, ROOT)
     assert next(coming) is not None
     coming.close()

@@ -49,7 +49,7 @@ def names(*parts: Part) -> set[str]:
 
 def check_holds(store: BlockStore, part: Part, *, from_disk: bool) -> None:
     """Assert that a part holds what `arrays_of_part` made for it."""
-    loaded = store.load_part(part, ROOT)
+    loaded = store.load(part, ROOT)
     assert loaded is not None and loaded.from_disk == from_disk
     expected = arrays_of_part(part)
     assert loaded.arrays.keys() == expected.keys()
@@ -227,7 +227,7 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     assert parts_of(store, *longer) == {window(nodes[1]), state(longer[2])}
     assert state(nodes[1]).key not in store.pool
     assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
-    assert store.load_part(state(nodes[1]), ROOT) is None
+    assert store.load(state(nodes[1]), ROOT) is None
     assert store.gone(state(nodes[1]).key) is None
 
 
@@ -501,7 +501,7 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
     path = part_path(store.folder, part.key)
     damage(path)
     with writer_held(store):
-        assert store.load_part(part, ROOT) is None
+        assert store.load(part, ROOT) is None
         assert parts_of(store, node) == {other}, "it is offered again"
     assert f"part {part.key.hex()} goes to quarantine" in caplog.text
     assert store.counters.blocks_quarantined == 1
@@ -547,7 +547,7 @@ def test_a_part_whose_file_is_gone(store: BlockStore, caplog: pytest.LogCaptureF
     store.pool.clear()
     part_path(store.folder, state(node).key).unlink()
     with writer_held(store):
-        assert store.load_part(state(node), ROOT) is None
+        assert store.load(state(node), ROOT) is None
         assert parts_of(store, node) == set()
     assert "is no longer on disk" in caplog.text
     assert store.index.part_keys() == set() and node.key in store.index
@@ -565,7 +565,7 @@ def test_swapped_parts(store: BlockStore) -> None:
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
     for part in parts:
-        assert store.load_part(part, ROOT) is None
+        assert store.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()
 
@@ -578,7 +578,7 @@ def test_a_part_of_another_model(store: BlockStore) -> None:
     part_path(store.folder, part.key).unlink()
     other = Root("another", ROOT.precision)
     write_part(store.folder, part, other, arrays_of_part(part), fsync=False)
-    assert store.load_part(part, ROOT) is None
+    assert store.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()
 
@@ -595,7 +595,7 @@ def test_a_part_that_another_process_removes(
     longer = chain([1], [2], [3])
     save_turn(other, longer, "s", [state(longer[2])], [offered])
     with caplog.at_level(logging.WARNING):
-        assert store.load_part(offered, ROOT) is None
+        assert store.load(offered, ROOT) is None
     store.drain()
     assert store.counters.blocks_quarantined == 0 and not store.counters.failures
     assert parts_of(store, *longer) == {state(longer[2])}
@@ -623,7 +623,7 @@ def test_a_part_that_goes_while_it_is_read(
         return real(path, **options)
 
     monkeypatch.setattr(mx, "load", load)
-    assert store.load_part(state(node), ROOT) is None
+    assert store.load(state(node), ROOT) is None
     assert store.counters.blocks_quarantined == 0
 
 
