@@ -69,7 +69,7 @@ def canary_difference(
             buffers = slots[slot].keys if part == "k" else slots[slot].values
             for buffer, values in zip(_fields(buffers), old, strict=True):
                 buffer[:, :, start:stop] = values[place : place + 1]
-    mx.eval([cache.state for cache in slots])
+    mx.eval([slots[slot].state for slot in used])
     return worst
 
 

@@ -213,7 +213,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
         caches = spec.make_cache()
         logits = _forward(model, caches)
         if evaluate:
-            mx.eval(logits, [cache.state for cache in slots_of(caches)])
+            mx.eval(logits, [slot.state for slot in slots_of(caches) if not slot.empty()])
     except Exception as error:
         return f"the model's attention does not take it: {type(error).__name__}: {error}"
     return None

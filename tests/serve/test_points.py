@@ -30,6 +30,7 @@ from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
 from models_check.stored import StoredModel
+from tests.support import keeps_short_chunks
 
 WINDOW = 16
 SHAPE = TensorShape(1, 32, "float32")
@@ -169,7 +170,12 @@ def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
     assert len(kept) == 1 + MAX_POINTS
 
 
-@pytest.fixture(params=["gemma3_text", "qwen3_next", "llama4", "mamba2"])
+FAMILIES = ["gemma3_text", "qwen3_next", "mamba2"]
+if keeps_short_chunks():
+    FAMILIES.append("llama4")
+
+
+@pytest.fixture(params=FAMILIES)
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     model = build(request.param)
     model_with_store = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)

@@ -9,6 +9,7 @@ from mlx_lm_kvpersist.synthetic import (
 from mlx_lm_kvpersist.testing import Reply, ServerError, ServerProcess, parse_outcome
 
 from .servers import StartServer
+from .stock import keeps_short_chunks
 from .waiting import wait_until
 from .zoo import make_zoo_model, whole_characters
 
@@ -18,6 +19,7 @@ __all__ = [
     "ServerError",
     "ServerProcess",
     "StartServer",
+    "keeps_short_chunks",
     "make_tiny_model",
     "make_zoo_model",
     "parse_outcome",
