@@ -12,7 +12,13 @@ from .precision import KVPrecision
 from .slots import Fields, slots_of, tokens
 from .spec import LayerGroup, ModelCacheSpec
 
-__all__ = ["CANARY_TOKENS", "CANARY_TOLERANCE", "can_step_back", "canary_difference"]
+__all__ = [
+    "CANARY_TOKENS",
+    "CANARY_TOLERANCE",
+    "can_step_back",
+    "canary_difference",
+    "trailing",
+]
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -40,10 +46,10 @@ def canary_difference(
 ) -> float:
     """Run the last tokens of restored caches again; return how far their KV is off, 0 for not.
 
-    `pieces` are what the caches were joined from, `ids` all their tokens; they can step back. The
-    result is the largest, over slots, keys and values, of the median over tokens of
-    |new - old| / |old|. The caches hold the stored values again afterwards: nothing depends on
-    there being a canary.
+    `pieces` are what the caches were joined from, or the `trailing` ones of these, `ids` all their
+    tokens; they can step back. The result is the largest, over slots, keys and values, of the
+    median over tokens of |new - old| / |old|. The caches hold the stored values again afterwards:
+    nothing depends on there being a canary.
     """
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
@@ -105,16 +111,25 @@ def _plain(fields: Fields, precision: KVPrecision | None) -> mx.array:
     return values.astype(mx.float32)
 
 
+def trailing(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return those of the pieces that the canary looks at: the last ones."""
+    last: list[Piece] = []
+    n_missing = CANARY_TOKENS
+    for piece in reversed(pieces):
+        if n_missing <= 0:
+            break
+        last.insert(0, piece)
+        n_missing -= piece.stop - piece.start
+    return last
+
+
 def _tail(group: LayerGroup, part: str, pieces: Sequence[Piece], n_tokens: int) -> Fields:
     """Return the last `n_tokens` of a group's keys or values in pieces, [slots, H, n_tokens, D]."""
-    last: list[Piece] = []
-    for piece in reversed(pieces):
-        n_taken = min(piece.stop - piece.start, n_tokens)
-        last.insert(0, Piece(piece.arrays, piece.stop - n_taken, piece.stop))
-        n_tokens -= n_taken
-        if n_tokens == 0:
-            break
+    last = trailing(pieces)
+    n_more = sum(piece.stop - piece.start for piece in last) - n_tokens
     return tuple(
-        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)
+        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)[
+            :, :, n_more:
+        ]
         for name in group.array_names(part)
     )

@@ -77,28 +77,23 @@ def look_up(
     n_quarantined = store.counters.blocks_quarantined
     n_wanted = 0
     started = time.perf_counter()
-    for _ in range(_MAX_TRIES):
+    for n_tries_left in reversed(range(_MAX_TRIES)):
         n_tokens, refusal = _tokens_to_reuse(found, store, model, policy)
         n_wanted = max(n_wanted, n_tokens)
         n_gone = store.counters.blocks_gone
+        n_prompt = len(found.prompt.ids)
         restored = restore(
-            found.match,
-            n_tokens,
-            len(found.prompt.ids),
-            state.root,
-            store,
-            model,
-            canary=policy.canary,
+            found.match, n_tokens, n_prompt, state.root, store, model, canary=policy.canary
         )
         n_reused = restored.n_tokens if restored else 0
-        if n_reused == n_tokens or store.counters.blocks_gone == n_gone:
+        if n_reused == n_tokens or store.counters.blocks_gone == n_gone or not n_tries_left:
             break
         again, _ = _find(state, state.root, prompt, store, model)
         if again is None:
             break
-        found = again
+        found, restored = again, None  # two restores at once may be more than there is room for
     restore_ms = (time.perf_counter() - started) * 1e3
-    n_prompt, n_found = len(found.prompt.ids), found.n_reusable
+    n_found = found.n_reusable
     if found.diverges:
         reason = why_not_stored(found.prompt.ids, None, found.match, state.root, store)
         reason = refusal if refusal and reason is Reason.PARTED else reason

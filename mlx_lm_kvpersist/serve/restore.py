@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-
 from ..kv.blocks import n_bytes
-from ..kv.canary import CANARY_TOLERANCE, can_step_back, canary_difference
+from ..kv.canary import CANARY_TOLERANCE, can_step_back, canary_difference, trailing
 from ..kv.join import Joiner, Piece, Pieces
 from ..kv.packed import headroom
 from ..kv.spec import ArrayForm, ModelCacheSpec, arrays_fit
@@ -62,30 +60,31 @@ def restore(
         point = nearest_point(match.path, n_tokens, store, model.spec, lost)
         if point is None:
             return None
-        reading = _Reading(store, root, model)
+        reading = _Reading(store, root, model)  # what the one before made is let go of first
         missing = reading.read(match, point, headroom(n_prompt - point.n_tokens))
         if missing is None:
             break
         lost.add(missing.key)
         if isinstance(missing, Node):
             n_tokens = missing.start
-    caches = reading.caches
     if canary and reading.from_disk and can_step_back(model.spec, point.n_tokens):
         ids = match.ids[: point.n_tokens]
-        difference = canary_difference(model.model, model.spec, caches, reading.pieces, ids)
+        tails = Pieces(point.n_tokens, reading.last_blocks, reading.last_windows)
+        difference = canary_difference(model.model, model.spec, reading.caches, tails, ids)
         if not difference <= CANARY_TOLERANCE:
             for key in reading.from_disk:
                 store.quarantine(key, f"canary: recomputed KV differs by {difference:.0%}")
             return None
+    store.pool.trust(reading.from_disk)
     used = [node.key for node in match.path if node.start < point.n_tokens]
     store.touch(used[-1], point.parts)
     store.pool.touch(used)  # behind its parts, which are of no use without them
     return Restored(
-        caches,
+        reading.caches,
         point.n_tokens,
         reading.n_from_disk,
         reading.join_s,
-        reading.pieces.n_bytes,
+        reading.n_bytes,
         reading.disk_s,
         reading.n_disk_bytes,
     )
@@ -136,20 +135,20 @@ class _Reading:
     root: Root
     model: LoadedModel
     caches: list[Any] = field(default_factory=list)
-    pieces: Pieces = field(default_factory=lambda: Pieces(0))
+    last_blocks: list[Piece] = field(default_factory=list)
+    """Those that the canary looks at; the others need not stay in memory."""
+    last_windows: dict[int, list[Piece]] = field(default_factory=dict)
+    n_bytes: int = 0
+    join_s: float = 0.0
     from_disk: list[bytes] = field(default_factory=list)
     n_from_disk: int = 0
     """Tokens."""
     n_disk_bytes: int = 0
     disk_s: float = 0.0
-    join_s: float = 0.0
 
     def read(self, match: Match, point: RestorePoint, headroom: int) -> Node | Part | None:
         """Read everything; return the first that cannot be had, None when all is there."""
         spec = self.model.spec
-        blocks: list[Piece] = []
-        windows: dict[int, list[Piece]] = {window: [] for window in point.windows}
-        state: dict[str, mx.array] = {}
         n_from_disk: dict[int | None, int] = {}
         needed = needed_for(match.path, point, spec)
         n_held = {
@@ -164,26 +163,32 @@ class _Reading:
             loaded = self._checked(one, next(coming))
             if loaded is None:
                 return one.what
+            self.n_bytes += n_bytes(loaded.arrays)
             if loaded.from_disk:
-                self.disk_s += time.perf_counter() - started + loaded.ahead_s
+                self.disk_s += time.perf_counter() - started + loaded.before_s
                 self.n_disk_bytes += n_bytes(loaded.arrays)
                 self.from_disk.append(one.what.key)
                 # With nothing but states, they stand for all tokens.
                 n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
                 n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
-            piece = Piece(loaded.arrays, one.start, one.stop)
-            if one.window is None and not isinstance(one.what, Node):
-                state = dict(loaded.arrays)
-                continue
-            (blocks if one.window is None else windows[one.window]).append(piece)
             with self._timed_join():
-                joiner.add(piece, one.window)
+                self._join(one, loaded, joiner)
         with self._timed_join():
-            joiner.add_state(state)
             self.caches = joiner.finish()
         self.n_from_disk = max(n_from_disk.values(), default=0)
-        self.pieces = Pieces(point.n_tokens, blocks, windows, state)
         return None
+
+    def _join(self, one: Needed, loaded: Loaded, joiner: Joiner) -> None:
+        if one.window is None and isinstance(one.what, Part):
+            joiner.add_state(loaded.arrays)
+            return
+        piece = Piece(loaded.arrays, one.start, one.stop)
+        joiner.add(piece, one.window)
+        if one.window is None:
+            self.last_blocks = trailing([*self.last_blocks, piece])
+        else:
+            window = self.last_windows.get(one.window, ())
+            self.last_windows[one.window] = trailing([*window, piece])
 
     @contextmanager
     def _timed_join(self) -> Iterator[None]:

@@ -21,7 +21,8 @@ class KVBlock:
     """A block in RAM: what the tree knows of it, and its KV arrays (opaque to the pool).
 
     `pins` counts those who need it here: turns that wait to be written with it, and prompts that
-    it was read ahead for. `ahead_s` is how long that took, until it is used.
+    it was read ahead for. `read_s` is how long it took to read from disk, until a restore with it
+    has been completed: only then is it as good as one that was computed here.
     """
 
     node: Node
@@ -29,7 +30,7 @@ class KVBlock:
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
-    ahead_s: float | None = None
+    read_s: float | None = None
 
     @property
     def key(self) -> bytes:
@@ -45,7 +46,7 @@ class KVPart:
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
-    ahead_s: float | None = None
+    read_s: float | None = None
 
     @property
     def key(self) -> bytes:
@@ -148,6 +149,14 @@ class BlockPool:
             for key in reversed(list(keys)):
                 if key in self._entries:
                     self._entries.move_to_end(key)
+
+    def trust(self, keys: Iterable[bytes]) -> None:
+        """Mark what was read from disk as proven: a restore with it has been completed."""
+        with self._lock:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.read_s = None
 
     def pin(self, keys: Iterable[bytes]) -> list[bytes]:
         """Hold those of these blocks and parts that are here; return which."""

@@ -33,14 +33,15 @@ _N_THREADS = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """The arrays of a block or part, and whether they came from disk for whoever asked.
+    """The arrays of a block or part, and whether they came from disk and are not proven yet.
 
-    They do, too, if they were read ahead and nobody has used them yet; that took `ahead_s`.
+    They may have been read before, ahead or for a restore that was not completed; that took
+    `before_s`.
     """
 
     arrays: Mapping[str, mx.array]
     from_disk: bool
-    ahead_s: float = 0.0
+    before_s: float = 0.0
 
 
 class BlockReader:
@@ -71,12 +72,10 @@ class BlockReader:
         """Return evaluated arrays, or None when they are gone or must not be trusted."""
         hot = self._pool.get(what.key)
         if hot is not None:
-            ahead_s, hot.ahead_s = hot.ahead_s, None
-            return Loaded(hot.arrays, ahead_s is not None, ahead_s or 0.0)
+            return Loaded(hot.arrays, hot.read_s is not None, hot.read_s or 0.0)
         entry = self._read_entry(what, root)
         if entry is None:
             return None
-        entry.ahead_s = None
         self._pool.put(entry)
         return Loaded(entry.arrays, from_disk=True)
 
@@ -131,7 +130,7 @@ class BlockReader:
             return None
         entry = in_ram(what, arrays)
         entry.on_disk = True
-        entry.ahead_s = time.perf_counter() - started
+        entry.read_s = time.perf_counter() - started
         return entry
 
     def _read(self, what: Node | Part, root: Root) -> Arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
 from mlx_lm_kvpersist.serve.costs import MIN_TOKENS
+from mlx_lm_kvpersist.serve.keep import keep
 from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.request import Kind, Tier
+from mlx_lm_kvpersist.serve.request import Kind, RequestState, Tier
+from mlx_lm_kvpersist.serve.selftest import tiny_model as selftest_model
 from mlx_lm_kvpersist.synthetic import synthetic_text
-from mlx_lm_kvpersist.tiers.files import block_path
+from mlx_lm_kvpersist.tiers.files import block_path, read_metadata
 from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
 
 from .conftest import Conversations
@@ -39,6 +43,17 @@ def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n
     recomputed = talk.forward(ids, talk.loaded.spec.make_cache())
     difference = float(mx.abs(restored - recomputed).max())
     assert difference < TOLERANCE, f"logits differ by {difference} after {n} of {len(ids)} tokens"
+
+
+def respelled(loaded: LoadedModel, ids: list[int], at: int) -> list[int]:
+    """Return the same text with the first token behind `at` that can be spelled by letters."""
+    assert loaded.text is not None
+    for i in range(at, len(ids)):
+        letters = loaded.text.decode([ids[i]])
+        spelled = [x for c in letters for x in loaded.tokenizer.encode(c)]
+        if len(spelled) > 1 and loaded.text.decode(spelled) == letters:
+            return [*ids[:i], *spelled, *ids[i + 1 :]]
+    raise AssertionError("no token can be spelled in another way")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +198,52 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
     fed, caches, outcome = talk.ask(prompt)
     assert gone and outcome.kind is Kind.DIVERGE and outcome.n_reused >= len(common) - 2
     assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_branches_that_go_one_after_another_are_not_mixed_up(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there are tries: what is fed and what was restored are the same branch."""
+    text = synthetic_text(1400, seed=3)
+    ids = list(talk.loaded.tokenizer.encode(text))
+    for n in range(5):
+        # Other ids for the same text each time, so that a mix of two branches would show.
+        branch = respelled(talk.loaded, ids, 10 + 20 * n)
+        talk.remember(branch[: len(branch) - 10 * n], n_prompt=4)
+    talk.forget_hot_blocks()
+    read = talk.store.load_all
+    gone: list[bytes] = []
+
+    def remove_and_read(wanted: Any, root: Any) -> Any:
+        if len(wanted) > 1:
+            gone.append(wanted[1].key)
+            block_path(talk.store.folder, gone[-1]).unlink()
+        return read(wanted, root)
+
+    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    fed, caches, outcome = talk.ask(list(talk.loaded.tokenizer.encode(text + " And so on")))
+    assert len(gone) == 3 and outcome.n_reused > 0
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
+    """Its canary never ran: the next restore must run one, though all it needs is in RAM."""
+    model = selftest_model()
+    spec = ModelCacheSpec.probe(model)
+    loaded = LoadedModel(model, None, spec, "model", None)
+    ids = [i * 7 % 61 + 2 for i in range(900)]
+    with closing(BlockStore(tmp_path, StoreLimits(1 << 30, 1 << 30))) as store:
+        talk = Conversations(loaded, store)
+        caches = spec.make_cache()
+        mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
+        keep(RequestState(root=talk.root, n_prompt=10), ids, caches, store, loaded)
+        talk.forget_hot_blocks()
+        last = max(tmp_path.glob("blocks/*/*"), key=lambda x: int(read_metadata(x)["start"]))
+        last.unlink()
+        _, _, outcome = talk.ask([*ids, 5, 6, 7])
+        assert outcome.kind is Kind.MISS
+        assert store.counters.blocks_gone == 1 and store.counters.blocks_quarantined == 3
 
 
 def test_another_models_blocks_are_not_found(talk: Conversations) -> None:

@@ -48,11 +48,13 @@ def fill(store: BlockStore, n_blocks: int = 10) -> None:
     store.keep((node, arrays_of(node)) for node in nodes)
 
 
-def test_what_was_read_ahead_counts_as_read_once(stored: Any) -> None:
+def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: Any) -> None:
     store, nodes = stored
     ahead = begin(store, nodes[:3])
     loaded = [store.load(node, ROOT) for node in nodes[:3]]
-    assert all(one.from_disk and one.ahead_s > 0 for one in loaded)
+    assert all(one.from_disk and one.before_s > 0 for one in loaded)
+    assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [True] * 3
+    store.pool.trust(node.key for node in nodes[:3])
     assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [False] * 3
     ahead.release()
 
