@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +35,8 @@ from mlx_lm_kvpersist.kv.attention import (
 from mlx_lm_kvpersist.kv.calibration import calibrate
 from mlx_lm_kvpersist.kv.observe import AttentionShape
 from mlx_lm_kvpersist.kv.precision import KVPrecision
+
+from .report import Result
 
 SHAPES = {
     "llama-3.1-8b": AttentionShape(32, 8, 128, 128),
@@ -70,40 +70,29 @@ def main() -> None:
     parser.add_argument("--no-prefill", action="store_true", help="on a CPU it takes minutes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=10, help="most for one row of the table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here only")
+    parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
     precision = KVPrecision(BITS[args.bits][0], 64, BITS[args.bits][1])
     phases = [Phase("decode", 1, 1), Phase("decode", 8, 1), Phase("decode, padded", 8, 1, True)]
     if not args.no_prefill:
         phases += [Phase("prefill", 1, args.chunk), Phase("prefill, padded", 1, args.chunk, True)]
-    rows: list[dict[str, Any]] = []
-    plans: dict[str, Any] = {}
+    result = Result(
+        "attention",
+        "Milliseconds that one layer attends, by the way it reads quantized keys and values.",
+        {"dtype": args.dtype, "precision": str(precision), "chunk": args.chunk, "plans": {}},
+        folder=args.out,
+    )
+    plans = result.content["setting"]["plans"]
     for name in args.shapes:
         for row in measured(SHAPES[name], precision, DTYPES[args.dtype], phases, args):
-            rows.append({"shape": name, **row})
-            print(json.dumps(rows[-1]), flush=True)
+            result.add({"shape": name, **row})
+            print(json.dumps(result.rows[-1]), flush=True)
         start_s = time.perf_counter()
         plan = calibrate(SHAPES[name], precision, DTYPES[args.dtype], True, None)
         plans[name] = {**plan.describe(), "calibration_s": time.perf_counter() - start_s}
         print(json.dumps({name: plans[name]}), flush=True)
-    about = "Milliseconds that one layer attends, by the way it reads quantized keys and values."
-    setting = {"dtype": args.dtype, "precision": str(precision), "chunk": args.chunk}
-    if args.json is None:
-        # rich, and the package as an installed distribution, are not everywhere.
-        from .report import keep
-
-        keep("attention", about, setting, rows)
-        return
-    result = {
-        "name": "attention",
-        "about": about,
-        "versions": {package: version(package) for package in ("mlx", "mlx-lm")},
-        "device": {**mx.device_info(), "platform": platform.platform()},
-        "setting": setting,
-        "plans": plans,
-        "rows": rows,
-    }
-    args.json.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+    result.write()
+    result.show()
 
 
 def measured(

@@ -158,7 +158,7 @@ def _row(
     n_live = batch * (context + max_tokens)
     for side in run.sides:
         per_token = kv_bytes[side]
-        row[f"{side} live KV MB"] = None if per_token is None else n_live * per_token / _MB
+        row[f"{side} KV MB by shape"] = None if per_token is None else n_live * per_token / _MB
     return row
 
 

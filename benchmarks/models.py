@@ -74,6 +74,8 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
     path = Path(name).expanduser()
     if path.is_dir():
         return BenchmarkModel(path.name, path)
+    if name.startswith(("/", ".", "~")):
+        raise SystemExit(f"there is no model folder {name}")
     try:
         return BenchmarkModel(name, Path(snapshot_download(name, local_files_only=True)))
     except Exception as error:

@@ -85,15 +85,6 @@ class Result:
         print(f"kept in {self.path}", flush=True)
 
 
-def keep(name: str, about: str, setting: dict[str, Any], rows: Rows) -> Path:
-    """Write a result that is complete, print its table, and make the page anew."""
-    result = Result(name, about, setting)
-    result.add(*rows)
-    result.show()
-    write_page()
-    return result.path
-
-
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     found = {"python": platform.python_version()}

@@ -9,7 +9,6 @@ from nothing. Both kinds take turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -19,7 +18,8 @@ from typing import Any
 from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
 from mlx_lm_kvpersist.testing import ServerProcess
 
-from .report import keep
+from .report import Result
+from .runs import parsed_out
 
 N_CHARS = 4_000
 N_REPEATS = 3
@@ -27,7 +27,7 @@ CUTS = (0.0, 0.02, 0.1, 0.5, 0.9)
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    out = parsed_out(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(
             Path(folder) / "model", n_layers=2, n_heads=8, n_kv_heads=8, head_dim=64
@@ -36,12 +36,14 @@ def main() -> None:
         budgets = ("--kvpersist-ram", "1K", "--kvpersist-min-free", "0")
         with ServerProcess(model, *plugin, *budgets) as server:
             rows = measure(server)
-    keep(
+    result = Result(
         "reuse-or-compute",
         "First token of a prompt that parts from a stored one, reused from disk over computed.",
         {"model": "tiny llama, 2 layers, 8 KV heads of 64", "repeats": N_REPEATS},
-        rows,
+        folder=out,
     )
+    result.add(*rows)
+    result.show()
 
 
 def measure(server: ServerProcess) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ first tokens complete, and some bookkeeping; equal beginnings are stored once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -20,7 +19,8 @@ from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
 from mlx_lm_kvpersist.testing import ServerProcess
 from mlx_lm_kvpersist.tiers.index import Index
 
-from .report import keep
+from .report import Result
+from .runs import parsed_out
 
 N_TURNS = 8
 N_SESSIONS = 10
@@ -30,23 +30,27 @@ SYSTEM_CHARS = 14_300
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    out = parsed_out(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         with serve(model, Path(folder) / "turns") as server:
-            keep(
+            result = Result(
                 "writes-per-turn",
                 "Bytes on disk that one turn of a growing conversation writes.",
                 {"model": "tiny llama, 2 layers", "allowance": "one block and 16 KiB"},
-                turns(server, Path(folder) / "turns"),
+                folder=out,
             )
+            result.add(*turns(server, Path(folder) / "turns"))
+            result.show()
         with serve(model, Path(folder) / "shared") as server:
-            keep(
+            result = Result(
                 "shared-system-prompt",
                 "Ten sessions with one long system prompt.",
                 {"model": "tiny llama, 2 layers"},
-                shared(server, Path(folder) / "shared"),
+                folder=out,
             )
+            result.add(*shared(server, Path(folder) / "shared"))
+            result.show()
 
 
 def serve(model: Path, store: Path) -> ServerProcess:

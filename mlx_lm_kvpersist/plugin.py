@@ -129,6 +129,13 @@ class KVPersistPlugin:
             spec.bytes_per_token / 1e3,
             spec.layout,
         )
+        for group in spec.full:
+            if group.precision is None and not self._config.precision.is_own:
+                logger.warning(
+                    "kvpersist: %d of its layers stay in full precision: %s",
+                    len(group.slots),
+                    group.why,
+                )
         self._model_ref = weakref.ref(provider.model)
         model = weakref.proxy(provider.model)
         return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_lm import load
-
-from ..errors import ConfigError, KVPersistError
+from ..errors import ConfigError
+from .models import load_named
 from .output import console, print_json, print_table, progress
 from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text = read_text(args.text)
-    model, tokenizer = _load(args.model)
+    model, tokenizer = load_named(args.model)
     begin, ids = encode(tokenizer, text.content)
     if len(ids) < _MIN_TOKENS:
         raise ConfigError(
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons = quantizable(model, CHOICES)
     names = [name for name, reason in reasons.items() if reason is None]
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    if names == [REFERENCE]:
+    if set(names) <= {REFERENCE}:
         return _nothing_quantized(args, text, left_out)
     windows = windows_of(ids, begin, args.window, args.stride)
     with_tools = takes_tools(tokenizer)
@@ -182,18 +181,6 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     bos = tokenizer.bos_token_id
     begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
     return ([bos] if begins else []), ids
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    if name.startswith(("/", ".")) and not Path(name).is_dir():
-        raise ConfigError(f"there is no model folder {name}")
-    try:
-        loaded: Any = load(name)
-    except Exception as error:
-        # Whatever the hub, a tokenizer or a damaged file raises: it is the model that is wrong.
-        reason = " ".join(str(error).split())[:300] or repr(error)
-        raise KVPersistError(f"the model {name} cannot be loaded: {reason}") from error
-    return loaded[0], loaded[1]
 
 
 def _nothing_quantized(args: argparse.Namespace, text: Text, left_out: dict[str, str]) -> int:

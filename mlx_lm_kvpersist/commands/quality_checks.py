@@ -217,12 +217,17 @@ def needle_prompts(
         filler.append(paragraphs[n])
         n_filled += counts[n] + 1
     joined = "\n".join(filler)
-    joined = joined[: joined.rfind(" ", 0, max(2, len(joined) * n_wanted // n_filled))]
+    joined = joined[: _word_end(joined, len(joined) * n_wanted // n_filled)]
     for depth in depths:
-        at = joined.rfind(" ", 0, int(len(joined) * depth) + 1)
-        at = max(at, 0)
+        at = _word_end(joined, int(len(joined) * depth))
         hidden = joined[:at] + NEEDLE + joined[at:].lstrip(" ")
         yield depth, prompt_of(tokenizer, f"{hidden}\n\n{NEEDLE_QUESTION}")
+
+
+def _word_end(text: str, at: int) -> int:
+    """Return the end of the word before a place; the place itself in scripts without blanks."""
+    blank = text.rfind(" ", max(0, at - 100), at + 1)
+    return at if blank < 0 else blank
 
 
 def prompt_of(tokenizer: Any, content: str, tools: list[dict[str, Any]] | None = None) -> list[int]:

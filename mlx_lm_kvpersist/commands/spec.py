@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mlx_lm.utils import load
-
 from ..config import KV_BITS
 from ..errors import KVPersistError, ModelNotSupported
 from ..kv.precision import PrecisionChoice
 from ..kv.slots import Kind
 from ..kv.spec import Batching, LayerGroup, ModelCacheSpec, TensorShape
+from .models import load_named
 from .output import console, print_json, print_table, size
 
 _BATCHING = {
@@ -29,10 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     args = _parser().parse_args(argv)
-    try:
-        model, _ = load(args.model, adapter_path=args.adapter_path)
-    except Exception as error:
-        raise KVPersistError(f"the model {args.model} cannot be loaded: {error}") from error
+    model, _ = load_named(args.model, args.adapter_path)
     choice = PrecisionChoice(*KV_BITS[args.kv_bits], args.kv_group_size)
     try:
         spec = ModelCacheSpec.probe(model, choice)

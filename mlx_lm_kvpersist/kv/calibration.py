@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -267,7 +269,7 @@ def _known(cache_file: Path | None) -> dict[str, Any]:
         return dict(content["measured_ms"])
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("kvpersist: %s is not used, attention is measured: %r", cache_file, error)
         return {}
 
@@ -275,10 +277,11 @@ def _known(cache_file: Path | None) -> dict[str, Any]:
 def _read_plan(measured: Any) -> AttentionPlan | None:
     """Return the plan of stored results, or None unless they are as we write them."""
     try:
-        return _plan(
-            {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
-        )
-    except (AttributeError, KeyError, TypeError, ValueError):
+        ms = {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
+        if not all(math.isfinite(v) and v >= 0 for times in ms.values() for v in times.values()):
+            return None
+        return _plan(ms)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -292,4 +295,6 @@ def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, cache_file)
     except OSError as error:
+        with suppress(OSError):  # there may not even be a folder
+            temporary.unlink()
         logger.warning("kvpersist: what attention takes is measured again next time: %s", error)

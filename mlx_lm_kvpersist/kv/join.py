@@ -54,8 +54,8 @@ class Pieces:
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
-    Every full slot gets buffers of its own with `headroom` tokens to spare, so that its first
-    update copies nothing. `windows` says, by window, how many of the last tokens will be added.
+    Every full slot gets buffers of its own with `headroom` tokens to spare: as many tokens are
+    added without a copy. `windows` says, by window, how many of the last tokens will be added.
     What is added must fit the spec (`arrays_fit`), and comes in the order of its tokens.
     """
 

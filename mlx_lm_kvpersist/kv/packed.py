@@ -39,7 +39,9 @@ def each(function: Callable[[mx.array], mx.array], packed: Packed) -> Packed:
 def headroom(n_new: int) -> int:
     """Tokens to allocate beyond what is needed when `n_new` tokens did not fit.
 
-    A decode step asks for room for many more; a prefill chunk for room for the next one.
+    Decoding, and a prompt's rest of up to 768 tokens, then find room for many steps. A long
+    prompt's chunks do not: each makes new buffers, as in mlx-lm's own cache, since room for the
+    next would stay empty behind the last, in every sequence of a batch.
     """
     return min(max(n_new + 256, 512), 1024)
 

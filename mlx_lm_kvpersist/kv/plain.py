@@ -118,9 +118,16 @@ class PlainBatchKVCache(BatchKVCache):  # type: ignore[misc]
         self._padding = padding
 
     def extract(self, idx: int) -> KVCache:
-        """Return row `idx` as a cache of its own, without its padding."""
+        """Return row `idx` as a cache of its own, without its padding.
+
+        The only row, when it has none, shares its buffers; the next to write to them copies.
+        """
         cache = KVCache()
         if self.keys is None or self.values is None:
+            return cache
+        if self._padding == [0]:
+            cache.keys, cache.values = copy.copy(self.keys), copy.copy(self.values)
+            cache.offset = self._idx
             return cache
         at = slice(self._padding[idx], self._idx)
         cache.keys = mx.contiguous(self.keys[idx : idx + 1, :, at])

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.commands.quality_advice import (
     caveats,
     recommend,
 )
-from tests.support import make_tiny_model
+from tests.support import make_tiny_model, make_zoo_model
 
 SHORT = ("--window", "128", "--stride", "64", "--context", "160")
 
@@ -81,6 +81,14 @@ def test_a_model_of_which_nothing_is_quantized(
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["recommended"]) == ([], "16")
     assert report["left_out"].keys() == {"8", "k8v4", "4"}
+
+
+def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
+    model = make_zoo_model(tmp_path / "own", "deepseek_v41")
+    assert quality("--model", model, "--no-needle") == 0
+    said = capsys.readouterr().out
+    assert "Nothing of this model's cache is quantized" in said and "LayerCache" in said
 
 
 @pytest.mark.parametrize(
@@ -158,6 +166,15 @@ def test_needles_lie_where_they_should(tiny_model: Path) -> None:
         assert prompt.index(checks.SECRET) / len(prompt) == pytest.approx(depth, abs=0.1)
         assert 1150 < len(ids) < 1250
         assert prompt.index(checks.NEEDLE_QUESTION) > prompt.index(checks.SECRET)
+
+
+def test_needles_in_text_without_blanks(tiny_model: Path) -> None:
+    tokenizer = load(str(tiny_model))[1]
+    text = "灯台は毎晩島を照らす。\n" * 40
+    for depth, ids in checks.needle_prompts(tokenizer, text, 1200, (0.1, 0.9)):
+        prompt = tokenizer.decode(ids)
+        assert prompt.index(checks.SECRET) / len(prompt) == pytest.approx(depth, abs=0.15)
+        assert 1100 < len(ids) < 1300
 
 
 def test_tool_calls_are_read() -> None:

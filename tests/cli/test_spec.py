@@ -60,5 +60,5 @@ def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_no_model_there(tmp_path: Path) -> None:
-    with pytest.raises(KVPersistError, match="cannot be loaded"):
+    with pytest.raises(KVPersistError, match="there is no model folder"):
         spec.main(["--model", str(tmp_path / "nothing")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,19 @@ def damaged(path: Path) -> dict[str, Any]:
         "another format": '{"format": 99, "measured_ms": {}}',
         "a phase is missing": json.dumps({"format": 1, "measured_ms": {key: {"decode": {}}}}),
         "no number": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": "x"})}}),
+        "too deep": "[" * 100_000,
+        "too big": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": 10**400})}}),
+        "not finite": json.dumps(
+            {"format": 1, "measured_ms": {key: phases({"dequantize": math.nan})}}
+        ),
+        "negative": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": -1})}}),
         "nothing to compare": json.dumps(
             {"format": 1, "measured_ms": {key: phases({"packed": 1.0})}}
         ),
     }
 
 
-@pytest.mark.parametrize("n", range(10))
+@pytest.mark.parametrize("n", range(14))
 def test_a_damaged_file_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,7 +170,10 @@ def test_a_file_that_cannot_be_written_costs_a_line(
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(calibration, "_measure", lambda *args: {"dequantize": 1.0})
         calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "file" / "attention.json")
-    assert "measured again next time" in caplog.text
+        (tmp_path / "folder.json").mkdir()
+        calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "folder.json")
+    assert caplog.text.count("measured again next time") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.json"}
 
 
 def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
