@@ -1,6 +1,6 @@
 """All benchmarks in one command, the most important first, within a time.
 
-    python -m benchmarks.run_all --preset cpu        # a tiny model, about 10 minutes on 2 cores
+    python -m benchmarks.run_all --preset cpu        # a tiny model, about 15 minutes on 2 cores
     python -m benchmarks.run_all --preset gpu --deadline 540 --out FOLDER
 
 Every row is on disk as soon as it is known. What the deadline leaves no time for is left out, and
@@ -80,6 +80,7 @@ PRESETS = {
             _stall(4096, 2),
             _lookup((10, 100, 1000, 10_000), 8192),
             _ttft("ttft at 4K", (4096,), 2),
+            _decode("decode of 1 to 4 at 4K", (4096,), (1, 2, 4), 2, 64),
         ),
     ),
     "gpu": Preset(
