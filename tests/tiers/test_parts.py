@@ -86,6 +86,7 @@ def test_parts_outlive_the_process(store: BlockStore) -> None:
     assert part_files(again.folder) == names(*parts)
     for part in parts:
         check_holds(again, part, from_disk=True)
+        again.pool.trust([part.key])
         check_holds(again, part, from_disk=False)
     again.close()
 
@@ -163,6 +164,7 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
             loaded = again.load(node, ROOT)
             assert loaded is not None and loaded.arrays == {} and loaded.from_disk is from_disk
         check_holds(again, part, from_disk=from_disk)
+        again.pool.trust([*keys, part.key])
     assert again.index.n_blocks() == 2
     path = block_path(again.folder, nodes[0].key)
     again.pool.clear()
