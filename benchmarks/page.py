@@ -19,7 +19,9 @@ their replies mean nothing, their time and memory do.
 ## What the numbers do not show
 
 None of this ran on Apple silicon. The CPU runs are MLX's CPU backend on shared virtual machines,
-whose attention over a long prompt is slow enough to flatter every cache. The GPU runs are its CUDA
+whose attention over a long prompt is slow enough to flatter every cache, and which fetch memory
+that is used for the first time from their host at a gigabyte a second or two: restores there pay
+for that more than for anything else, and vary with it by a factor of two. The GPU runs are its CUDA
 backend: other kernels than Metal's, memory of its own beside the machine's, and a disk behind a
 hypervisor, not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have
 to be measured again on a Mac before anybody relies on them; bytes do not depend on the machine.
