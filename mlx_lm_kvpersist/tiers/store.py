@@ -79,8 +79,9 @@ class BlockStore:
 
         With the text that lies ahead, those on disk may be only the ones that are near to it.
         """
+        lost = self._lost.copy()  # before the index is read: they leave both, it first
         stored = self._ask(partial(self.index.children, parent, ahead), ())
-        nodes = {node.key: node for node in stored if node.key not in self._lost}
+        nodes = {node.key: node for node in stored if node.key not in lost}
         nodes.update((node.key, node) for node in self.pool.children(parent))
         return list(nodes.values())
 
@@ -113,8 +114,9 @@ class BlockStore:
 
         A block that has none may be missing. Blocks are given by their keys.
         """
+        lost = self._lost.copy()  # as in `children`
         stored = self._ask(partial(self.index.parts, blocks), ())
-        found = {part.key: part for part, _ in stored if part.key not in self._lost}
+        found = {part.key: part for part, _ in stored if part.key not in lost}
         found.update((part.key, part) for part in self.pool.parts(blocks))
         by_block: dict[bytes, list[Part]] = {}
         for part in found.values():

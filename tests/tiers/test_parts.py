@@ -520,6 +520,42 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
     check_holds(store, part, from_disk=True)
 
 
+def hold_writer(store: BlockStore) -> threading.Event:
+    """Let the store's writer wait for an event."""
+    event = threading.Event()
+
+    def wait() -> None:
+        event.wait()
+
+    store._writer.submit(wait)
+    return event
+
+
+def test_what_goes_to_quarantine_is_gone_while_it_goes(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer takes it out of the index after this was read, and before the answer is made."""
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    for name, ask, key in (
+        ("parts", lambda: parts_of(store, node), state(node).key),
+        ("children", lambda: set(store.children(ROOT.key)), node.key),
+    ):
+        may_go = hold_writer(store)
+        store.quarantine(key, "canary")
+        read = getattr(store.index, name)
+
+        def read_and_let_go(*args: Any, read: Any = read, may_go: Any = may_go) -> Any:
+            found = list(read(*args))
+            may_go.set()
+            store.drain()
+            return found
+
+        monkeypatch.setattr(store.index, name, read_and_let_go)
+        assert ask() == set()
+        assert may_go.is_set()
+
+
 def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
