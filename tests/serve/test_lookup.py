@@ -246,6 +246,14 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         assert store.counters.blocks_gone == 1 and store.counters.blocks_quarantined == 3
 
 
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_what_a_complete_restore_has_read_is_hot(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    talk.forget_hot_blocks()
+    assert [talk.ask([*ids, 5])[2].n_restored for _ in range(2)] == [300, 0]
+
+
 def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
