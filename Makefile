@@ -49,7 +49,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m mlx_lm_kvpersist.demo
+	$(BIN)/python -m mlx_lm_kvpersist demo
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -22,8 +22,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from mlx_lm_kvpersist.kv import packed as pk
-from mlx_lm_kvpersist.kv.attention import (
+from mlx_lm_kvpersist.cache import packed as pk
+from mlx_lm_kvpersist.cache.attention import (
     MAX_PLAIN_BYTES,
     NEAR_BYTES,
     Mask,
@@ -32,9 +32,9 @@ from mlx_lm_kvpersist.kv.attention import (
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.kv.calibration import calibrate
-from mlx_lm_kvpersist.kv.observe import AttentionShape
-from mlx_lm_kvpersist.kv.precision import KVPrecision
+from mlx_lm_kvpersist.cache.calibration import calibrate
+from mlx_lm_kvpersist.cache.observe import AttentionShape
+from mlx_lm_kvpersist.cache.precision import KVPrecision
 
 from .report import Result
 

@@ -24,8 +24,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import Node, match_text
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.synthetic import synthetic_text, train_tokenizer
-from mlx_lm_kvpersist.tiers.index import Index
 
 from .report import Result
 from .runs import Deadline

@@ -26,15 +26,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_model
 
-from mlx_lm_kvpersist.kv.blocks import BLOCK_TOKENS, n_bytes
-from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match, Node
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.restore import restore
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.restore import restore
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, shaped_architecture
-from mlx_lm_kvpersist.tiers.index import Leaf
-from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits, Turn
 
 from .models import SYNTHETIC, find_model
 from .page_cache import drop_cached_pages

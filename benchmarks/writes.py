@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
 from mlx_lm_kvpersist.testing import ServerProcess
-from mlx_lm_kvpersist.tiers.index import Index
 
 from .report import Result
 from .runs import parsed_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import cli
+from .cli import main as cli
 
 if __name__ == "__main__":
     sys.exit(cli.main(with_server=True))

@@ -14,10 +14,10 @@ import mlx.core as mx
 import platformdirs
 
 from .api.normalise import NORMALISATIONS
+from .cache.attention import STRATEGIES, Strategy
+from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
 from .errors import ConfigError
-from .kv.attention import STRATEGIES, Strategy
-from .kv.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
-from .tiers.budget import StoreLimits
+from .store.budget import StoreLimits
 
 GIB = 1 << 30
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB, "t": 1 << 40}

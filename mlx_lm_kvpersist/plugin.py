@@ -17,29 +17,29 @@ from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key
+from .cache.batch import BatchQuantizedKVCache
+from .cache.fingerprint import content_hash, model_fingerprint
+from .cache.plain import PlainBatchKVCache
+from .cache.plans import with_plans
+from .cache.quantized import SequenceQuantizedKVCache
+from .cache.spec import Batching, ModelCacheSpec
+from .cache.warm_up import warm_up
 from .errors import ModelNotSupported
 from .host.hookspecs import hookimpl
 from .host.prompt import Prompt, RequestTokens
 from .host.routes import Route
-from .kv.batch import BatchQuantizedKVCache
-from .kv.fingerprint import content_hash, model_fingerprint
-from .kv.plain import PlainBatchKVCache
-from .kv.plans import with_plans
-from .kv.quantized import SequenceQuantizedKVCache
-from .kv.spec import Batching, ModelCacheSpec
-from .kv.warm_up import warm_up
 from .match.keys import Root
 from .match.text import TokenText
-from .serve.costs import ReusePolicy
-from .serve.history import History, RequestRecord
-from .serve.keep import keep, remember_reply
-from .serve.lookup import look_up, read_ahead, respelled_prompt
-from .serve.model import LoadedModel
-from .serve.outcome import Kind, Outcome, Reason
-from .serve.replies import read_conversation, respell
-from .serve.request import RequestState
-from .serve.selftest import check_round_trip
-from .tiers.store import BlockStore
+from .request.costs import ReusePolicy
+from .request.history import History, RequestRecord
+from .request.insert import keep, remember_reply
+from .request.lookup import look_up, read_ahead, respelled_prompt
+from .request.model import LoadedModel
+from .request.outcome import Kind, Outcome, Reason
+from .request.replies import read_conversation, respell
+from .request.round_trip import check_round_trip
+from .request.state import RequestState
+from .store.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_lm_kvpersist.kv.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec
 
 _KINDS = {
     "KVCache": "full",

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
-from mlx_lm_kvpersist.serve.keep import keep
-from mlx_lm_kvpersist.serve.lookup import look_up
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.outcome import Outcome
-from mlx_lm_kvpersist.serve.request import RequestState
-from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.request.insert import keep
+from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone
 

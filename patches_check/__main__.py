@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) == ["--matrix"]:
         print(json.dumps(matrix()))
         return 0
-    from mlx_lm_kvpersist.host import selftest
+    from mlx_lm_kvpersist.cli import selftest
 
     return selftest.main(argv, prog="python -m patches_check")
 

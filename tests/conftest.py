@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import StartServer, make_tiny_model
+from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
 
 # A change is judged by the same examples each time; new ones are tried wherever people work.
 # No deadlines: how long an example takes says more about the machine than about the code.

@@ -12,22 +12,31 @@ PACKAGE = Path(__file__).parent.parent / "mlx_lm_kvpersist"
 MAY_IMPORT: dict[str, set[str]] = {
     "_startup": {"host", "errors"},
     "__main__": {"cli"},
-    "cli": {"_startup", "errors"},
-    "commands": {"api", "config", "errors", "kv", "match", "tiers"},
-    "plugin": {"api", "config", "errors", "host", "kv", "match", "serve", "tiers"},
-    "config": {"api", "errors", "kv", "tiers"},
+    "cli": {
+        "_startup",
+        "api",
+        "cache",
+        "config",
+        "errors",
+        "host",
+        "match",
+        "store",
+        "synthetic",
+        "testing",
+    },
+    "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store"},
+    "config": {"api", "cache", "errors", "store"},
     "host": {"_startup", "errors"},
     "api": {"errors"},
-    "serve": {"errors", "host", "kv", "match", "tiers"},
-    "tiers": {"config", "errors", "match"},
-    "kv": {"errors"},
+    "request": {"cache", "errors", "host", "match", "store"},
+    "store": {"config", "errors", "match"},
+    "cache": {"errors"},
     "match": {"errors"},
     "errors": set(),
     "synthetic": {"errors"},
     "testing": {"errors"},
-    "demo": {"errors", "synthetic", "testing"},
 }
-NO_MLX = {"_startup", "cli", "match", "errors", "testing"}
+NO_MLX = {"_startup", "match", "errors", "testing"}
 
 
 def parts() -> dict[str, list[Path]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
 from mlx_lm_kvpersist.api.session_keys import SOURCES
-from mlx_lm_kvpersist.serve.outcome import Reason
+from mlx_lm_kvpersist.request.outcome import Reason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
 

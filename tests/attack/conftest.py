@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.serve.model import LoadedModel
+from mlx_lm_kvpersist.request.model import LoadedModel
 
 from .driving import Cold, Talk, load_model, talk_with
 

@@ -11,19 +11,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load
 
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.serve.costs import ReusePolicy
-from mlx_lm_kvpersist.serve.keep import keep, remember_reply
-from mlx_lm_kvpersist.serve.lookup import look_up
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.outcome import Outcome
-from mlx_lm_kvpersist.serve.replies import Conversation
-from mlx_lm_kvpersist.serve.request import RequestState
+from mlx_lm_kvpersist.request.costs import ReusePolicy
+from mlx_lm_kvpersist.request.insert import keep, remember_reply
+from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.replies import Conversation
+from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_block
 from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
-from mlx_lm_kvpersist.tiers.files import block_path, checksum, metadata_of, read_block
-from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
 
 TOLERANCE = 2e-3
 """Of logits of size 10, as in tests/serve: what the order of summation makes of 4-bit KV."""

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.serve.lookup import look_up
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.replies import Conversation, read_conversation, respell
-from mlx_lm_kvpersist.serve.request import RequestState
-from mlx_lm_kvpersist.tiers.store import BlockStore
+from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.replies import Conversation, read_conversation, respell
+from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import Message, synthetic_text
 
 from .driving import LIMITS, Answer, Cold, forward, talk_with

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.outcome import Kind, Tier
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Kind, Tier
+from mlx_lm_kvpersist.store.files import node_of, read_metadata
 from mlx_lm_kvpersist.testing import ServerProcess
-from mlx_lm_kvpersist.tiers.files import node_of, read_metadata
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import Message, synthetic_text
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.serve.model import LoadedModel
-from mlx_lm_kvpersist.serve.outcome import Tier
-from mlx_lm_kvpersist.tiers.store import BlockStore
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Tier
+from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.server.stored import n_tokens, wait_for_commit
 from tests.support import Message, StartServer, synthetic_text, wait_until
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.testing import ServerProcess
-from mlx_lm_kvpersist.tiers.index import Index
-from mlx_lm_kvpersist.tiers.store import BlockStore
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import Message, ServerError, synthetic_text, wait_until
 

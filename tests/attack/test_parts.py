@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.tiers.budget import StoreLimits
-from mlx_lm_kvpersist.tiers.part_files import part_path
-from mlx_lm_kvpersist.tiers.store import BlockStore
-from mlx_lm_kvpersist.tiers.verify import find_problems
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.part_files import part_path
+from mlx_lm_kvpersist.store.verify import find_problems
 
 from .test_bit_flips import TORN, Change, files_of, flip_a_bit, flip_in_any_file
 from .turns import (

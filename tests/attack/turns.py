@@ -17,12 +17,12 @@ import numpy as np
 
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.tiers.budget import StoreLimits
-from mlx_lm_kvpersist.tiers.files import read_block
-from mlx_lm_kvpersist.tiers.index import Leaf, StoredReply
-from mlx_lm_kvpersist.tiers.part import Part
-from mlx_lm_kvpersist.tiers.part_files import read_part
-from mlx_lm_kvpersist.tiers.store import BlockStore, Turn
+from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.files import read_block
+from mlx_lm_kvpersist.store.index import Leaf, StoredReply
+from mlx_lm_kvpersist.store.part import Part
+from mlx_lm_kvpersist.store.part_files import read_part
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")

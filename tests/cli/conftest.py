@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist import cli
+from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.tiers.store import BlockStore, StoreLimits
-from tests.tiers.conftest import chain, save_turn, state, window
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from tests.store.conftest import chain, save_turn, state, window
 
 LIMITS = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=64 << 20)
 WEIRD_NAME = "../../etc/passwd\x00\n[red]\u202e🦜" + "x" * 10_000

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.commands import sessions, store
-from mlx_lm_kvpersist.tiers.files import metadata_of
-from mlx_lm_kvpersist.tiers.index import Index
-from mlx_lm_kvpersist.tiers.part_files import metadata_of_part
-from mlx_lm_kvpersist.tiers.verify import Fault
-from tests.tiers.conftest import ROOT, chain, state
+from mlx_lm_kvpersist.cli import sessions, store
+from mlx_lm_kvpersist.store.files import metadata_of
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.part_files import metadata_of_part
+from mlx_lm_kvpersist.store.verify import Fault
+from tests.store.conftest import ROOT, chain, state
 
 PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf-8")
 

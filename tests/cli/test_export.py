@@ -11,13 +11,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.tiers import session_file, session_transfer
-from mlx_lm_kvpersist.tiers.files import checksum
-from mlx_lm_kvpersist.tiers.index import Leaf
-from mlx_lm_kvpersist.tiers.part import Part
-from mlx_lm_kvpersist.tiers.part_files import metadata_of_part, part_path
-from mlx_lm_kvpersist.tiers.store import BlockStore, Turn
-from tests.tiers.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
+from mlx_lm_kvpersist.store import session_file, session_transfer
+from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
+from mlx_lm_kvpersist.store.files import checksum
+from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.part import Part
+from mlx_lm_kvpersist.store.part_files import metadata_of_part, part_path
+from tests.store.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
 
 from .conftest import (
     HEAD,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from mlx_lm import load
 
-from mlx_lm_kvpersist import cli
-from mlx_lm_kvpersist.commands import quality_checks as checks
-from mlx_lm_kvpersist.commands.quality import OWN_TEXT, encode
-from mlx_lm_kvpersist.commands.quality_advice import (
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.cli import quality_checks as checks
+from mlx_lm_kvpersist.cli.quality import OWN_TEXT, encode
+from mlx_lm_kvpersist.cli.quality_advice import (
     Needles,
     Row,
     ToolCall,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.tiers.files import block_path
-from mlx_lm_kvpersist.tiers.part_files import part_path
-from tests.tiers.conftest import chain, state, window
+from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.part_files import part_path
+from tests.store.conftest import chain, state, window
 
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill, part_files
 
@@ -192,8 +192,8 @@ def test_beside_a_store_in_use_by_another_process(run: CommandLine) -> None:
 import sys
 from pathlib import Path
 from tests.cli.conftest import LIMITS
-from tests.tiers.conftest import chain, save_turn
-from mlx_lm_kvpersist.tiers.store import BlockStore
+from tests.store.conftest import chain, save_turn
+from mlx_lm_kvpersist.store.block_store import BlockStore
 store = BlockStore(Path({str(run.folder)!r}), LIMITS)
 save_turn(store, chain([50], [51]), "other")
 print("open", flush=True)

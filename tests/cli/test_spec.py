@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist import cli
-from mlx_lm_kvpersist.commands import spec
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.cli import spec
 from mlx_lm_kvpersist.errors import KVPersistError
 from tests.support import make_zoo_model
 

@@ -10,12 +10,12 @@ import pytest
 
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.tiers.disk import DiskStore
-from mlx_lm_kvpersist.tiers.files import block_path
-from mlx_lm_kvpersist.tiers.index import StoredReply
-from mlx_lm_kvpersist.tiers.lock import StoreLock
-from mlx_lm_kvpersist.tiers.part_files import part_path, write_part
-from tests.tiers.conftest import ROOT, arrays_of_part, chain, state, window
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.index import StoredReply
+from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.part_files import part_path, write_part
+from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
 
 from .conftest import (
     HEAD,

@@ -11,8 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ProbeModel
-
-from .conftest import plugged
+from tests.support.host import plugged
 
 
 class Merges:

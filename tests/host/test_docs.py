@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mlx_lm_kvpersist.host import hookspecs, versions
 from mlx_lm_kvpersist.host.patches import PATCHES
-
-from .conftest import REPOSITORY
+from tests.support.host import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
 

@@ -12,8 +12,7 @@ from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.host.prompt import Prompt
-
-from .conftest import plugged
+from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
 SERVING = None

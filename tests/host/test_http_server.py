@@ -13,8 +13,8 @@ from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http_server import handler_with, is_header, plugin_routes
 from mlx_lm_kvpersist.host.probes import ARGS, ProbeConnection, answer
 from mlx_lm_kvpersist.host.routes import Route
+from tests.support.host import plugged
 
-from .conftest import plugged
 from .plugins import Echo
 
 HEALTH = b"GET /health HTTP/1.1\r\n\r\n"

@@ -12,8 +12,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
-
-from .conftest import plugged
+from tests.support.host import plugged
 
 
 class Model:

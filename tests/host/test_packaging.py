@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PTH, REPOSITORY, Environment, make_environment
+from tests.support.host import PTH, REPOSITORY, Environment, make_environment
 
 
 def uv(*command: str | Path, env: dict[str, str] | None = None) -> None:

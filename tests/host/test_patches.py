@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_lm_kvpersist.cli.selftest import check_patch
 from mlx_lm_kvpersist.errors import (
     PatchError,
     PatchNotEffective,
@@ -20,9 +21,8 @@ from mlx_lm_kvpersist.errors import (
 from mlx_lm_kvpersist.host import install, manager, uninstall, versions
 from mlx_lm_kvpersist.host.patch import PATCH_SET, Patch, Signature, Uses, written_signature
 from mlx_lm_kvpersist.host.patches import PATCHES, PatchChecks
-from mlx_lm_kvpersist.host.selftest import check_patch
+from tests.support.host import plugged
 
-from .conftest import plugged
 from .plugins import Echo
 
 each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host import run
 from mlx_lm_kvpersist.host.probes import ARGS
+from tests.support.host import plugged
 
-from .conftest import plugged
 from .plugins import Echo
 
 PROVIDER_ARGS = SimpleNamespace(**vars(ARGS), plugin=["echo"], echo_file=None)

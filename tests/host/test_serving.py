@@ -16,8 +16,7 @@ import pytest
 
 from mlx_lm_kvpersist.testing import ServerError, ServerProcess
 from tests.support import wait_until
-
-from .conftest import Environment
+from tests.support.host import Environment
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 

@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 from mlx_lm_kvpersist import _startup
-
-from .conftest import PTH, Environment
+from tests.support.host import PTH, Environment
 
 FORMS = {
     "console script": ("mlx_lm.server",),

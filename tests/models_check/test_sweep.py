@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from mlx_lm_kvpersist.kv.spec import ModelCacheSpec
-from mlx_lm_kvpersist.serve.keep import keep
-from mlx_lm_kvpersist.serve.lookup import look_up
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.request.insert import keep
+from mlx_lm_kvpersist.request.lookup import look_up
 from models_check.__main__ import _in_a_process
 from models_check.build import build
 from models_check.compare import compare

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.serve.costs import MIN_TOKENS
-from mlx_lm_kvpersist.serve.outcome import Kind
+from mlx_lm_kvpersist.request.costs import MIN_TOKENS
+from mlx_lm_kvpersist.request.outcome import Kind
 from tests.support import make_tiny_model, synthetic_text
 
 from .conftest import MakeReplayer

@@ -15,7 +15,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tokenizers import Tokenizer
 
-from tests.host.conftest import make_environment
 from tests.support import (
     Message,
     Reply,
@@ -27,6 +26,7 @@ from tests.support import (
     synthetic_text,
     wait_until,
 )
+from tests.support.host import make_environment
 
 from .stored import wait_for_commit
 

@@ -17,11 +17,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
 
+from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
-from mlx_lm_kvpersist.kv.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import make_tiny_model, synthetic_text
 

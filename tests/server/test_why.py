@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli import main
-from mlx_lm_kvpersist.commands import why
+from mlx_lm_kvpersist.cli import why
+from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import KVPersistError
 from tests.support import (
     Message,

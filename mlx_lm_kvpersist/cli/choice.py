@@ -1,0 +1,28 @@
+"""Find the session that someone means by an id, the beginning of one, or a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import StoreError
+from ..store.index import Session
+from .output import shown
+
+
+def choose(sessions: Sequence[Session], wanted: str) -> Session:
+    """Return the session with this id, or this name, or the only one whose id begins so.
+
+    An id comes first, so that no client can hide a session by calling another one by its id.
+    Raises StoreError when there is none, or more than one.
+    """
+    by_id = [session for session in sessions if session.id == wanted]
+    named = [session for session in sessions if session.name == wanted]
+    begun = [session for session in sessions if wanted and session.id.startswith(wanted)]
+    found = by_id or named or begun
+    if not found:
+        raise StoreError(f"no session has the id or the name {shown(wanted)}")
+    if len(found) > 1:
+        what = "branches have the name" if named else "ids begin with"
+        ids = ", ".join(session.id for session in found)
+        raise StoreError(f"{len(found)} {what} {shown(wanted)}; say which by id: {ids}")
+    return found[0]

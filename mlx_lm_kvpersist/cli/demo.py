@@ -1,0 +1,188 @@
+"""`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation and go on.
+
+Runs the stock server command as a subprocess, with and without the plugin, and reports what a
+client sees: the time to the first token and how much of the prompt was not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..synthetic import Message, make_tiny_model, synthetic_conversation, synthetic_text
+from ..testing import OUTCOME_HEADER, Reply, ServerError, ServerProcess
+
+SESSION = "demo"
+_MAX_TOKENS = 24
+_TURN_CHARS = 300  # a new user message
+_QUIET_S = 0.5  # the store counts as written when nothing changed for so long
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table."""
+
+    server: str
+    what: str
+    reply: Reply
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; return the exit status: 0 where the conversation came back from disk."""
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist demo",
+        description="Kill the server in the middle of a conversation and go on.",
+    )
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options."""
+    parser.add_argument(
+        "--model", help="a model to serve (default: a tiny one with random weights, made now)"
+    )
+    parser.add_argument(
+        "--chars",
+        type=int,
+        default=12_000,
+        help="characters of the conversation (default: %(default)s, about 4,000 tokens)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo with parsed options; return the exit status."""
+    console = Console()
+    if args.model and args.model.startswith(("/", ".")) and not Path(args.model).is_dir():
+        # mlx-lm 0.31.3 would answer /health, and hang on the first request.
+        console.print(f"There is no model folder {args.model}", markup=False, soft_wrap=True)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
+        folder = Path(folder_name)
+        model = args.model or str(_make_demo_model(folder / "model"))
+        try:
+            steps = run_steps(
+                model,
+                folder,
+                args.chars,
+                lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+            )
+        except ServerError as error:
+            console.print(f"The server failed: {error}", markup=False, soft_wrap=True)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    console.print(_table(steps))
+    *_, warm, stock = (step.reply for step in steps)
+    n_restored = int(warm.kvpersist.get("restored", 0))
+    if n_restored:
+        console.print(
+            f"After kill -9, {n_restored:,} of {warm.prompt_tokens:,} prompt tokens came "
+            f"from disk: first token after {warm.ttft_s:.2f} s, the stock server needs "
+            f"{stock.ttft_s:.2f} s ({stock.ttft_s / warm.ttft_s:.1f} times as long)."
+        )
+    else:
+        console.print("The conversation did not come back from disk.", style="red")
+    return 0 if n_restored else 1
+
+
+def run_steps(
+    model: str, folder: Path, n_chars: int, progress: Callable[[str], None]
+) -> list[Step]:
+    """Play the conversation and return one Step per request; the servers log into `folder`.
+
+    `n_chars` is the length of the conversation that the first request brings along.
+    Raises ServerError where a server does not start or does not answer.
+    """
+    messages = synthetic_conversation(n_turns=4, n_chars=n_chars)
+    steps: list[Step] = []
+
+    def ask(server: ServerProcess, name: str, what: str) -> None:
+        reply = server.chat(messages, SESSION, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0)
+        steps.append(Step(name, what, reply))
+        header = reply.headers.get(OUTCOME_HEADER, "no X-KVPersist header")
+        progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
+
+    store = folder / "store"
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+    progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
+    with ServerProcess(model, *plugin, log_path=folder / "plugin.log") as server:
+        server.warm_up()
+        ask(server, "kvpersist", "first request")
+        _next_turn(messages, steps[-1].reply, seed=1)
+        ask(server, "kvpersist", "next turn")
+        _wait_until_quiet(store)
+        progress("kill -9, and the same command again")
+        server.restart(kill=True)
+        server.warm_up()
+        _next_turn(messages, steps[-1].reply, seed=2)
+        ask(server, "kvpersist", "turn after kill -9")
+    progress("the same request to a fresh server without the plugin")
+    with ServerProcess(model, log_path=folder / "stock.log") as server:
+        server.warm_up()
+        ask(server, "stock", "turn after restart")
+    return steps
+
+
+def _make_demo_model(path: Path) -> Path:
+    """Big enough that 4,000 tokens of prefill take seconds, small enough for two CPU cores."""
+    return make_tiny_model(path, n_layers=4, vocab_size=2000)
+
+
+def _next_turn(messages: list[Message], reply: Reply, seed: int) -> None:
+    """Append the reply, as a client would, and a new question."""
+    messages.append({"role": "assistant", "content": reply.text})
+    messages.append({"role": "user", "content": synthetic_text(_TURN_CHARS, seed)})
+
+
+def _wait_until_quiet(store: Path, timeout_s: float = 10.0) -> None:
+    """Let the writer thread finish: what it has not written, kill -9 takes away."""
+    deadline = time.monotonic() + timeout_s
+    seen, since = _files(store), time.monotonic()
+    while time.monotonic() < min(since + _QUIET_S, deadline):
+        time.sleep(0.05)
+        if (now := _files(store)) != seen:
+            seen, since = now, time.monotonic()
+
+
+def _files(store: Path) -> set[tuple[str, int]]:
+    found = set()
+    for path in store.rglob("*"):
+        try:
+            found.add((str(path), path.stat().st_size))
+        except FileNotFoundError:  # a temporary file, renamed since
+            continue
+    return found
+
+
+def _table(steps: Sequence[Step]) -> Table:
+    table = Table(title="One conversation", title_justify="left")
+    table.add_column("server")
+    table.add_column("request")
+    table.add_column("first token", justify="right")
+    table.add_column("prompt", justify="right")
+    table.add_column("reused", justify="right")
+    table.add_column("outcome")
+    for step in steps:
+        reply = step.reply
+        table.add_row(
+            step.server,
+            step.what,
+            f"{reply.ttft_s:.2f} s",
+            f"{reply.prompt_tokens:,}",
+            f"{reply.cached_tokens:,}",
+            " ".join(reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

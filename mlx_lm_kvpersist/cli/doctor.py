@@ -1,0 +1,276 @@
+"""Says whether `mlx_lm.server --plugin kvpersist` works on this machine, and if not, why.
+
+Looks at this Python environment, and at the `mlx_lm.server` that the shell would start, which
+may belong to another. Nothing is imported from mlx: a broken MLX must be found, not fatal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import site
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import PluginNotFound, UnsupportedVersion
+from ..host import manager, versions
+
+PLUGIN = "kvpersist"
+PTH_NAME = "mlx_lm_kvpersist.pth"
+WITHOUT_PTH = "python -m mlx_lm_kvpersist server …, which needs no .pth file"
+IS_ACTIVE = "import sys; print(any(type(f).__name__ == 'ServerFinder' for f in sys.meta_path))"
+USES_MLX = "import mlx.core as mx; print((mx.array(1) + 1).item() and mx.default_device())"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: what was found and, where that stops the plugin, what to do."""
+
+    name: str
+    passed: bool
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything that activation depends on, causes before effects."""
+    return [
+        python(),
+        package(),
+        mlx_lm(),
+        mlx(),
+        plugin(),
+        pth_file([Path(folder) for folder in site_folders()]),
+        activation([sys.executable], "this Python"),
+        *scripts(os.environ.get("PATH", "")),
+    ]
+
+
+def python() -> Finding:
+    """Which Python this is. -S switches .pth files off."""
+    found = f"{sys.version.split()[0]} at {sys.executable}"
+    if sys.flags.no_site:
+        return Finding(
+            "python",
+            False,
+            f"{found}, started with -S, which ignores .pth files",
+            f"start it without -S, or run {WITHOUT_PTH}",
+        )
+    return Finding("python", True, found)
+
+
+def package() -> Finding:
+    """This package, as the environment knows it."""
+    folder = Path(__file__).resolve().parent.parent
+    try:
+        version = metadata.version("mlx-lm-kvpersist")
+    except metadata.PackageNotFoundError:
+        return Finding(
+            "mlx-lm-kvpersist",
+            False,
+            f"imported from {folder}, not installed in this environment",
+            f"{shlex.quote(sys.executable)} -m pip install mlx-lm-kvpersist",
+        )
+    return Finding("mlx-lm-kvpersist", True, f"{version} at {folder}")
+
+
+def mlx_lm() -> Finding:
+    """The mlx-lm of this environment."""
+    try:
+        versions.check()
+        lm, mlx = versions.installed("mlx-lm"), versions.installed("mlx")
+    except UnsupportedVersion as error:
+        found, _, advice = str(error).rpartition("; ")
+        return Finding("mlx-lm", False, found, advice)
+    known = "" if versions.is_known(lm, mlx) else ", a pair that was not measured"
+    return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{known}")
+
+
+def mlx() -> Finding:
+    """Whether MLX computes; in a process of its own, since it can abort."""
+    status, output = ask([sys.executable, "-c", USES_MLX])
+    if status == 0:
+        return Finding("mlx", True, f"computes on {output}")
+    return Finding(
+        "mlx",
+        False,
+        f"does not compute: {output or f'status {status}'}",
+        "on macOS use a native (arm64) Python on Apple silicon; "
+        "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]",
+    )
+
+
+def plugin() -> Finding:
+    """Whether `--plugin kvpersist` names something."""
+    try:
+        entry_point = manager.find_entry_point(PLUGIN)
+    except PluginNotFound as error:
+        return Finding("plugin", False, str(error), "install mlx-lm-kvpersist again")
+    return Finding("plugin", True, f"{PLUGIN} is {entry_point.value}")
+
+
+def site_folders() -> list[str]:
+    """Return the folders whose .pth files Python executes."""
+    folders = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    return folders
+
+
+def pth_file(folders: Sequence[Path]) -> Finding:
+    """Whether the .pth file is there, whole, and not hidden."""
+    paths = [folder / PTH_NAME for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return Finding(
+            ".pth file",
+            False,
+            f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}",
+            f"install mlx-lm-kvpersist again (not with pip install --target), or run {WITHOUT_PTH}",
+        )
+    if is_hidden(path):
+        return Finding(
+            ".pth file",
+            False,
+            f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files",
+            f"chflags nohidden {shlex.quote(str(path))}, or run {WITHOUT_PTH}",
+        )
+    if "mlx_lm_kvpersist._startup" not in path.read_text(encoding="utf-8"):
+        return Finding(
+            ".pth file",
+            False,
+            f"{path} does not start the plugin",
+            "install mlx-lm-kvpersist again",
+        )
+    return Finding(".pth file", True, str(path))
+
+
+def is_hidden(path: Path) -> bool:
+    """Tell whether macOS hides a file."""
+    return bool(getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN)
+
+
+def activation(interpreter: Sequence[str], whose: str) -> Finding:
+    """Whether an interpreter, started as the server is, has our import hook."""
+    name = f"activation in {whose}"
+    command = [*interpreter, "-c", IS_ACTIVE, "mlx_lm.server", f"--plugin={PLUGIN}"]
+    status, output = ask(command)
+    if status == 0 and output == "True":
+        return Finding(name, True, "the import hook is in place")
+    if status == 0 and output == "False":
+        return Finding(
+            name,
+            False,
+            f"{shlex.join(interpreter)} did not execute {PTH_NAME}",
+            f"install mlx-lm-kvpersist beside mlx-lm: {shlex.quote(interpreter[0])} -m pip install "
+            "mlx-lm-kvpersist, or uv tool install mlx-lm --with mlx-lm-kvpersist; "
+            f"or run {WITHOUT_PTH}",
+        )
+    return Finding(
+        name,
+        False,
+        f"{shlex.join(interpreter)} failed: {output or f'status {status}'}",
+        "install mlx-lm-kvpersist again in that environment",
+    )
+
+
+def scripts(search_path: str) -> Iterator[Finding]:
+    """The `mlx_lm.server` that a shell starts, and whether its own Python activates us."""
+    found = [
+        script
+        for folder in dict.fromkeys(search_path.split(os.pathsep))
+        if folder and os.access(script := Path(folder, "mlx_lm.server"), os.X_OK)
+    ]
+    if not found:
+        start = f"{shlex.quote(sys.executable)} -m mlx_lm server …"
+        yield Finding("mlx_lm.server on PATH", True, f"none; start it as {start}")
+        return
+    first = found[0]
+    later = f"; further ones are not used: {', '.join(map(str, found[1:]))}" if found[1:] else ""
+    interpreter = interpreter_of(first)
+    if zipfile.is_zipfile(first):
+        found_text = f"{first} is a zip application, which ignores .pth files"
+        yield Finding("mlx_lm.server on PATH", False, found_text, f"run {WITHOUT_PTH}")
+    elif interpreter is None:
+        found_text = f"{first} does not name its Python"
+        advice = f"run {shlex.quote(sys.executable)} -m mlx_lm server …"
+        yield Finding("mlx_lm.server on PATH", False, found_text, advice)
+    else:
+        named = shlex.join(interpreter)
+        yield Finding("mlx_lm.server on PATH", True, f"{first} runs {named}{later}")
+        yield activation(interpreter, "mlx_lm.server on PATH")
+
+
+def interpreter_of(script: Path) -> list[str] | None:
+    """Return the command that a script's first lines start it with, or None.
+
+    `#!/path/python -I`, `#!/usr/bin/env python3`, and the form that installers write for long
+    paths: `#!/bin/sh` and then `'''exec' "/long path/python" "$0" "$@"`.
+    """
+    with script.open("rb") as file:
+        lines = [file.readline().decode("utf-8", "replace").strip() for _ in range(2)]
+    if not lines[0].startswith("#!"):
+        return None
+    command = shlex.split(lines[0][2:])
+    if command and Path(command[0]).name == "sh" and "exec'" in lines[1]:
+        command = [
+            word for word in shlex.split(lines[1].split("exec'")[1]) if word not in ("$0", "$@")
+        ]
+    if command and Path(command[0]).name == "env":
+        command = [word for word in command[1:] if word != "-S"]
+    return command or None
+
+
+def ask(command: Sequence[str]) -> tuple[int, str]:
+    """Run a command; return its status and its last line, of stderr if it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 127, str(error)
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip()
+    return done.returncode, said.rpartition("\n")[2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was found, and return the exit status: 0 if the plugin works here."""
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist doctor", description="Say whether --plugin works here, and why."
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    args = parser.parse_args(argv)
+    findings = examine()
+    works = all(finding.passed for finding in findings)
+    if args.json:
+        found = [asdict(finding) for finding in findings]
+        print(json.dumps({"works": works, "findings": found}, indent=2))
+    else:
+        print_findings(findings, Console(highlight=False))
+    return 0 if works else 1
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print the findings for people, and the first cause last."""
+    table = Table("", "what", "found", show_lines=False)
+    for finding in findings:
+        mark = "[green]ok[/green]" if finding.passed else "[red]no[/red]"
+        table.add_row(mark, finding.name, escape(finding.found))
+    console.print(table)
+    broken = next((finding for finding in findings if not finding.passed), None)
+    command = f"mlx_lm.server --plugin {PLUGIN}"
+    if broken is None:
+        console.print(f"{command} works here. mlx-lm-kvpersist selftest proves every patch.")
+    else:
+        console.print(f"{command} does not work here: {broken.name}: {broken.found}", markup=False)
+        console.print(f"What to do: {broken.advice}", markup=False)

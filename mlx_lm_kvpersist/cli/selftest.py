@@ -1,0 +1,227 @@
+"""Checks, on demand, what the server checks when it starts: every patch, then the plugins.
+
+Each patch is applied alone to show that its probe tells a patched server from a stock one.
+Then the server's own `main` is run with all patches, up to the point where it would listen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
+from ..host import install, uninstall, versions
+from ..host.patch import PATCH_SET, Patch
+from ..host.patches import PATCHES
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check: what it was, whether it passed, and what was wrong."""
+
+    name: str
+    passed: bool
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of one run, and the versions they were run with."""
+
+    mlx_lm: str
+    mlx: str
+    known: bool
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+
+def run_selftest(
+    plugins: Sequence[str] = ("kvpersist",), server_options: Sequence[str] = ()
+) -> Report:
+    """Check the versions, every patch, and the plugins' start from configure to shutdown.
+
+    server_options: more of the server's command line, for example a plugin's folder.
+    """
+    checks: list[tuple[str, Callable[[], None]]] = [("versions", versions.check)]
+    checks += [(f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES]
+    checks.append(("startup", partial(check_startup, plugins, server_options)))
+    return Report(
+        mlx_lm=(mlx_lm := found_version("mlx-lm")),
+        mlx=(mlx := found_version("mlx")),
+        known=versions.is_known(mlx_lm, mlx),
+        results=[timed(name, check) for name, check in checks],
+    )
+
+
+def timed(name: str, check: Callable[[], None]) -> Result:
+    """Run a check; whatever it raises is its result."""
+    start = time.perf_counter()
+    error = ""
+    try:
+        check()
+    except Exception as caught:
+        error = str(caught)
+        if not isinstance(caught, KVPersistError):
+            error = f"{type(caught).__name__}: {error}"
+    return Result(name, not error, round(time.perf_counter() - start, 3), error)
+
+
+def check_patch(patch: Patch) -> None:
+    """Raise unless a patch's probe fails without it, passes with it, and fails once it is undone.
+
+    Raises TargetMissing or SignatureChanged where the host is another, PatchNotEffective where
+    the patch does nothing, and SelfTestFailed where the probe could not have noticed.
+    """
+    expect_failure(patch, "before the patch")
+    applied = patch.apply()
+    try:
+        patch.check()
+    finally:
+        applied.undo()
+    expect_failure(patch, "after undo")
+
+
+def expect_failure(patch: Patch, when: str) -> None:
+    """Raise SelfTestFailed if a probe passes where it must not."""
+    try:
+        patch.check()
+    except PatchNotEffective:
+        return
+    raise SelfTestFailed(
+        f"the probe of patch {patch.name} passes {when}, so it proves nothing; "
+        f"expected {patch.target} to be the stock one (is the server patched already?)"
+    )
+
+
+def check_startup(plugins: Sequence[str], server_options: Sequence[str]) -> None:
+    """Run the server's `main` with plugins and without a model, until it listens.
+
+    Parses options, configures the plugins, probes the patches, runs the plugins' `self_test`,
+    starts the generation thread, opens a port, and shuts all down. Raises what stopped it.
+    """
+    if PATCH_SET.is_applied:
+        raise SelfTestFailed("the server is patched already; run the self-test in its own process")
+    argv = [
+        "mlx_lm.server",
+        *(f"--plugin={name}" for name in plugins),
+        *("--host=127.0.0.1", "--port=0", "--log-level=ERROR"),
+        *server_options,
+    ]
+    server = importlib.import_module("mlx_lm.server")
+    install(plugins)
+    said = io.StringIO()
+    try:
+        with (
+            mock.patch.object(sys, "argv", argv),
+            mock.patch.object(server.ThreadingHTTPServer, "serve_forever", end_instead),
+            quiet_host(),
+            contextlib.redirect_stderr(said),
+        ):
+            server.main()
+    except Listening:
+        return
+    except SystemExit as end:
+        # argparse prints and exits; our own exits carry what made them.
+        raise end.__cause__ or SelfTestFailed(said.getvalue().strip() or str(end)) from None
+    finally:
+        uninstall()
+    raise SelfTestFailed("the server ended before it listened; expected it to start")
+
+
+class Listening(BaseException):
+    """The server has started and would now wait for requests."""
+
+
+def end_instead(server: Any, poll_interval: float = 0.5) -> None:
+    """Stand for `serve_forever`."""
+    server.server_close()
+    raise Listening
+
+
+@contextlib.contextmanager
+def quiet_host() -> Iterator[None]:
+    """Ignore stock's warning about production use, and undo what `main` does to logging."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+
+
+def found_version(distribution: str) -> str:
+    """Return an installed version, or "none"."""
+    try:
+        return versions.installed(distribution)
+    except KVPersistError:
+        return "none"
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the self-test's options."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Prove every patch of mlx_lm.server, then start it with the plugin."
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        metavar="NAME",
+        help="start these plugins instead of kvpersist; can be given more than once",
+    )
+    parser.add_argument(
+        "--no-plugin", action="store_true", help="check the patches, and start without a plugin"
+    )
+    parser.add_argument(
+        "server_options",
+        nargs="*",
+        metavar="SERVER OPTION",
+        help="after --, options for the server that is started",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "mlx-lm-kvpersist selftest") -> int:
+    """Run the self-test, print its report, and return the exit status."""
+    args = parser(prog).parse_args(argv)
+    plugins = [] if args.no_plugin else args.plugin or ["kvpersist"]
+    report = run_selftest(plugins, args.server_options)
+    if args.json:
+        print(json.dumps({**asdict(report), "passed": report.passed}, indent=2))
+    else:
+        print_report(report, Console())
+    return 0 if report.passed else 1
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print a report for people."""
+    known = "" if report.known else " (a pair that was not measured)"
+    console.print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")
+    console.print("measured: " + "; ".join(str(pair) for pair in versions.PAIRS), highlight=False)
+    table = Table("check", "result", "s", "what is wrong")
+    for result in report.results:
+        state = "[green]ok[/green]" if result.passed else "[red]failed[/red]"
+        table.add_row(result.name, state, f"{result.seconds:.2f}", escape(result.error))
+    console.print(table)

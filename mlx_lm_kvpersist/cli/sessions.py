@@ -1,0 +1,296 @@
+"""`mlx-lm-kvpersist sessions`: list, show, remove, pin and move sessions."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import StoreError
+from ..store.files import block_path
+from ..store.index import Index, Session
+from ..store.part import Part
+from ..store.part_files import part_path
+from ..store.session_file import SessionFile
+from ..store.session_transfer import export_session, import_session
+from .choice import choose
+from .opening import (
+    add_budgets,
+    changing,
+    check_exists,
+    common_options,
+    folder_of,
+    limits_of,
+    open_store,
+    reading,
+    said_in_one_line,
+)
+from .output import console, local_time, print_json, print_table, progress, shown, size, utc_time
+
+_EXCERPT_CHARS = 240
+_WHICH = "a session's id, the beginning of one, or its name"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status. Raises KVPersistError when it cannot."""
+    args = _parser().parse_args(argv)
+    status: int = args.run(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist sessions", description="Look after the sessions of a store."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    common = common_options()
+
+    def add(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[common]
+        )
+        command.set_defaults(run=run)
+        return command
+
+    add("list", _list, "list all sessions, the most recently used first")
+    show = add("show", _show, "show one session with its blocks")
+    show.add_argument("session", metavar="ID|NAME", help=_WHICH)
+    rm = add("rm", _rm, "remove sessions and the blocks that no other session needs")
+    rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
+    rm.add_argument("--all", action="store_true", help="remove every session")
+    rm.add_argument("--yes", action="store_true", help="really, with --all")
+    for name, summary in (
+        ("pin", "never remove a session to make room"),
+        ("unpin", "let a session be removed to make room again"),
+    ):
+        pin = add(name, _pin, summary)
+        pin.add_argument("session", metavar="ID|NAME", help=_WHICH)
+        pin.set_defaults(pinned=name == "pin")
+    export = add("export", _export, "write a session to a file of its own")
+    export.add_argument("session", metavar="ID|NAME", help=_WHICH)
+    export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
+    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    load = add("import", _import, "add a session from a file that export has written")
+    load.add_argument("file", type=Path, metavar="FILE")
+    load.add_argument("--create", action="store_true", help="make the store where there is none")
+    add_budgets(load)
+    return parser
+
+
+def describe(index: Index, session: Session) -> dict[str, Any]:
+    """Return what is known of a session, for JSON."""
+    n_blocks, n_parts, n_bytes = index.chain_size(session.leaf)
+    root = index.root(session.root)
+    return {
+        "id": session.id,
+        "name": session.name,
+        "model": root.model if root else None,
+        "fingerprint": root.fingerprint if root else None,
+        "precision": root.precision if root else None,
+        "namespace": root.namespace if root else None,
+        "isolated": bool(root and root.session),
+        "text_stored": bool(root and root.with_text),
+        "tokens": session.n_tokens,
+        "blocks": n_blocks,
+        "parts": n_parts,
+        "bytes": n_bytes,
+        "pinned": session.pinned,
+        "created": utc_time(session.created),
+        "used": utc_time(session.used),
+    }
+
+
+def _list(args: argparse.Namespace) -> int:
+    folder = folder_of(args)
+    with reading(folder) as index:
+        sessions = index.sessions()
+        described = [describe(index, session) for session in sessions]
+    if args.json:
+        print_json({"folder": str(folder), "sessions": described})
+        return 0
+    if not described:
+        console().print(f"no sessions in {folder}")
+        return 0
+    columns = "id name model precision namespace tokens size blocks pinned used".split()
+    rows = [
+        [
+            session.id,
+            _name(session),
+            shown(about["model"] or "?"),
+            shown(about["precision"] or "?"),
+            shown(about["namespace"] or "-"),
+            f"{session.n_tokens:,}",
+            size(about["bytes"]),
+            str(about["blocks"]),
+            "yes" if session.pinned else "",
+            local_time(session.used),
+        ]
+        for session, about in zip(sessions, described, strict=True)
+    ]
+    print_table(columns, rows, right="tokens size blocks")
+    return 0
+
+
+def _name(session: Session) -> str:
+    return "-" if session.name is None else shown(session.name)
+
+
+def _show(args: argparse.Namespace) -> int:
+    folder = folder_of(args)
+    with reading(folder) as index:
+        session = choose(index.sessions(), args.session)
+        about = describe(index, session)
+        chain = index.chain(session.leaf)
+        parts = index.parts([node.key for node, _ in chain])
+    text = "".join(node.text for node, _ in chain)
+    about["chain"] = [
+        {
+            "key": node.key.hex(),
+            "start": node.start,
+            "tokens": node.n_tokens,
+            "bytes": n_bytes,
+            "file_exists": block_path(folder, node.key).exists(),
+            "parts": [
+                _described(folder, part, size) for part, size in parts if part.block == node.key
+            ],
+        }
+        for node, n_bytes in chain
+    ]
+    about["text_start"] = text[:_EXCERPT_CHARS] if about["text_stored"] else None
+    about["text_end"] = text[-_EXCERPT_CHARS:] if about["text_stored"] else None
+    if args.json:
+        print_json(about)
+        return 0
+    facts = [
+        ("id", session.id),
+        ("name", "-" if session.name is None else shown(session.name, 200)),
+        ("model", shown(about["model"] or "?", 200)),
+        ("precision", shown(about["precision"] or "?")),
+        ("namespace", shown(about["namespace"] or "-", 200)),
+        ("tokens", f"{session.n_tokens:,}"),
+        (
+            "size",
+            f"{size(about['bytes'])} in {about['blocks']} blocks and {about['parts']} parts",
+        ),
+        ("pinned", "yes" if session.pinned else "no"),
+        ("created", local_time(session.created)),
+        ("used", local_time(session.used)),
+    ]
+    if about["text_stored"]:
+        limit = 2 * _EXCERPT_CHARS
+        facts += [
+            ("begins", shown(about["text_start"], limit)),
+            ("ends", shown(about["text_end"], limit)),
+        ]
+    print_table(["", ""], facts)
+    rows = [
+        [
+            block["key"],
+            f"{block['start']:,}",
+            str(block["tokens"]),
+            size(block["bytes"]),
+            ", ".join(f"{shown(part['kind'])} {size(part['bytes'])}" for part in block["parts"]),
+            _missing(block),
+        ]
+        for block in about["chain"]
+    ]
+    console().print()
+    columns = ["block", "start", "tokens", "size", "parts", ""]
+    print_table(columns, rows, right="start tokens size")
+    return 0
+
+
+def _described(folder: Path, part: Part, n_bytes: int) -> dict[str, Any]:
+    return {
+        "key": part.key.hex(),
+        "kind": part.kind,
+        "tokens": part.n_tokens,
+        "bytes": n_bytes,
+        "file_exists": part_path(folder, part.key).exists(),
+    }
+
+
+def _missing(block: dict[str, Any]) -> str:
+    """Say which of the files of a block and its parts are missing."""
+    if not block["file_exists"]:
+        return "its file is missing"
+    return "" if all(part["file_exists"] for part in block["parts"]) else "a part is missing"
+
+
+def _rm(args: argparse.Namespace) -> int:
+    if bool(args.sessions) == args.all:
+        _parser().error("sessions rm: name the sessions to remove, or say --all")
+    folder = folder_of(args)
+    if args.all and not args.yes:
+        _parser().error(f"sessions rm: --all removes every session of {folder}; add --yes")
+    with changing(folder) as disk, disk.lock.held():
+        sessions = disk.index.sessions()
+        chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
+        chosen = list(dict.fromkeys(chosen))
+        before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
+        for session in chosen:
+            disk.remove_session(session)
+        after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
+    freed, n_blocks, n_parts = (had - has for had, has in zip(before, after, strict=True))
+    if args.json:
+        removed = [{"id": session.id, "name": session.name} for session in chosen]
+        print_json({"removed": removed, "blocks": n_blocks, "parts": n_parts, "bytes": freed})
+    else:
+        for session in chosen:
+            console().print(f"removed {session.id}  {_name(session)}")
+        console().print(f"{size(freed)} in {n_blocks} blocks and {n_parts} parts are free")
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    with changing(folder_of(args)) as disk, disk.lock.held():
+        session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
+        about = describe(disk.index, session)
+    if args.json:
+        print_json(about)
+    else:
+        what = "pinned" if session.pinned else "no longer pinned"
+        console().print(f"{session.id}  {_name(session)}  is {what}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    folder, target = folder_of(args), args.file
+    with reading(folder) as index, progress("export") as told:
+        session = choose(index.sessions(), args.session)
+        if target.exists() and not args.force:
+            raise StoreError(f"{target} exists; choose another file, or replace it with --force")
+        n_bytes = export_session(folder, index, session, target, told)
+        about = describe(index, session)
+    if args.json:
+        print_json({**about, "file": str(target), "file_bytes": n_bytes})
+    else:
+        console().print(f"{session.id}  {_name(session)}  is now in {target}, {size(n_bytes)}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    folder = folder_of(args)
+    if not args.create:
+        check_exists(folder)
+    with said_in_one_line(args.file), progress("check") as told:
+        source = SessionFile(args.file, told)
+    try:
+        with open_store(folder, limits_of(args, folder)) as disk:
+            done = import_session(disk, source)
+            about = describe(disk.index, done.session)
+    finally:
+        source.close()
+    n_parts = sum(isinstance(item, Part) for item in done.written)
+    n_blocks = len(done.written) - n_parts
+    if args.json:
+        written = {"blocks_written": n_blocks, "parts_written": n_parts}
+        print_json({**about, "is_new": done.is_new, **written})
+    else:
+        what = "is added" if done.is_new else "was there"
+        console().print(
+            f"{done.session.id}  {_name(done.session)}  {what}; {n_blocks} of {done.n_blocks} "
+            f"blocks and {n_parts} of {done.n_parts} parts were written"
+        )
+    return 0

@@ -1,0 +1,136 @@
+"""`mlx-lm-kvpersist spec`: what a model's caches hold, how it is kept, and what is reused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ..cache.precision import PrecisionChoice
+from ..cache.slots import Kind
+from ..cache.spec import Batching, LayerGroup, ModelCacheSpec, TensorShape
+from ..config import KV_BITS
+from ..errors import KVPersistError, ModelNotSupported
+from .models import load_named
+from .output import console, print_json, print_table, size
+
+_BATCHING = {
+    Batching.ALL: "prompts and replies of several clients run together",
+    Batching.DECODE: "replies run together, prompts are computed one at a time (this model reads "
+    "the padding of a batch)",
+    Batching.NONE: "one request at a time (this model goes wrong in a batch, also without the "
+    "plugin, or its caches have no form for one)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status, 1 for a model that is not kept.
+
+    Raises KVPersistError when the model cannot be loaded.
+    """
+    args = _parser().parse_args(argv)
+    model, _ = load_named(args.model, args.adapter_path)
+    choice = PrecisionChoice(*KV_BITS[args.kv_bits], args.kv_group_size)
+    try:
+        spec = ModelCacheSpec.probe(model, choice)
+    except ModelNotSupported as error:
+        if args.json:
+            print_json({"model": args.model, "kept": False, "why_not": str(error)})
+        else:
+            console().print(f"{args.model} is served as stock does, nothing is kept: {error}")
+        return 1
+    except ValueError as error:
+        raise KVPersistError(str(error)) from error
+    if args.json:
+        print_json({"model": args.model, "kept": True, **spec.describe()})
+    else:
+        _print(args.model, spec)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mlx-lm-kvpersist spec",
+        description="Load a model and say what its caches hold, how it is kept, what is reused.",
+    )
+    parser.add_argument("--model", required=True, help="a folder or a name on the hub")
+    parser.add_argument("--adapter-path", help="a folder with a trained adapter")
+    parser.add_argument(
+        "--kv-bits",
+        choices=tuple(KV_BITS),
+        default="4",
+        help="as the server's --kvpersist-kv-bits (default: 4)",
+    )
+    parser.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _print(model: str, spec: ModelCacheSpec) -> None:
+    out = console()
+    out.print(f"{model}: {len(spec.template)} layers")
+    rows = [
+        [
+            f"{len(group.slots)}",
+            group.cache,
+            group.kind.value,
+            _shape(group.keys),
+            _shape(group.values),
+            "" if group.window is None else f"{group.window:,}",
+            str(group.precision or "own"),
+            size(group.bytes_per_token) if group.bytes_per_token else "",
+            size(group.own_bytes_per_token) if group.own_bytes_per_token else "",
+            size(group.state_bytes) if group.state_bytes else "",
+        ]
+        for group in spec.groups
+    ]
+    columns = ["layers", "cache", "kind", "keys", "values", "window", "bits"]
+    columns += ["a token", "unquantized", "a state"]
+    print_table(columns, rows, right="layers window")
+    for group in spec.groups:
+        if group.why and group.kind is Kind.FULL:
+            out.print(f"{_names(group)} not quantized: {group.why}")
+    own = sum(group.own_bytes_per_token for group in spec.full)
+    if own:
+        share = spec.bytes_per_token / own
+        out.print(
+            f"A token takes {size(spec.bytes_per_token)} live and on disk, {share:.2f} of "
+            f"{size(own)} in the model's own precision."
+        )
+    for line in _reuse(spec):
+        out.print(line)
+    out.print(f"Batching: {_BATCHING[spec.batching]}.")
+
+
+def _reuse(spec: ModelCacheSpec) -> list[str]:
+    """Return what can be reused of a conversation, in sentences."""
+    if spec.is_plain:
+        return ["Reusable: any beginning of a conversation, to the token."]
+    lines = []
+    if spec.sliding and not spec.recurrent:
+        windows = " and ".join(f"{window:,}" for window in spec.sliding)
+        lines.append(
+            f"Reusable: up to any place whose last {windows} tokens are stored. These are kept "
+            "for the ends of the system prompt, of the last turns and of their replies."
+        )
+    else:
+        lines.append(
+            "Reusable: up to the ends of the system prompt, of the last turns and of their "
+            "replies, where the state of the recurrent layers is kept."
+        )
+    lines.append(
+        f"Each such place takes up to {size(spec.point_bytes)} on disk, beside the tokens."
+    )
+    lines.append(
+        "What comes from disk is checked by its checksum; it cannot be checked by computing "
+        "the last tokens again"
+        + (f" beyond {min(spec.sliding):,} tokens." if spec.sliding and not spec.recurrent else ".")
+    )
+    return lines
+
+
+def _shape(shape: TensorShape | None) -> str:
+    return f"{shape.n_heads} x {shape.dim} {shape.dtype}" if shape else ""
+
+
+def _names(group: LayerGroup) -> str:
+    return f"The {len(group.slots)} {group.cache} of group {group.name}"

@@ -1,0 +1,139 @@
+"""Whether reusing is worth it: what restoring costs against what computing again costs.
+
+Both rates are learned while serving. Nothing is assumed before something was measured: until then
+restoring is taken to be worth it, which it is by one or two orders of magnitude on most devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..cache.spec import ModelCacheSpec
+from ..match.tree import Match, Node
+from ..store.block_store import BlockStore
+from .outcome import Reason
+
+_WEIGHT = 0.2
+"""Of the newest measurement in a running average: a handful of requests settle it."""
+
+MIN_PREFILL_TOKENS = 64
+MIN_RESTORE_BYTES = 4 << 20
+"""Shorter prefills and smaller restores are mostly overhead and say little about a rate."""
+
+MIN_TOKENS = 16
+"""Fewer are computed in less time than it takes to make caches of them, on any device."""
+
+MIN_REUSE_CHARS = 100
+"""With a fixed share to reuse, also the least number of characters."""
+
+
+@dataclass
+class Rate:
+    """A running average of units per second."""
+
+    per_s: float | None = None
+
+    def learn(self, n_units: float, seconds: float) -> None:
+        if n_units <= 0 or seconds <= 0:
+            return
+        measured = n_units / seconds
+        if self.per_s is None:
+            self.per_s = measured
+        else:
+            self.per_s += _WEIGHT * (measured - self.per_s)
+
+    def seconds(self, n_units: float) -> float | None:
+        """Return how long so many units take, or None while that is unknown."""
+        return None if self.per_s is None else n_units / self.per_s
+
+
+@dataclass
+class CostModel:
+    """Learns how fast this model prefills, in tokens, and each tier restores, in bytes.
+
+    Generation thread.
+    """
+
+    prefill: Rate = field(default_factory=Rate)
+    from_ram: Rate = field(default_factory=Rate)
+    from_disk: Rate = field(default_factory=Rate)
+
+    def learn_prefill(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens >= MIN_PREFILL_TOKENS:
+            self.prefill.learn(n_tokens, seconds)
+
+    def learn_restore(self, ram_s: float, ram_bytes: int, disk_s: float, disk_bytes: int) -> None:
+        if ram_bytes >= MIN_RESTORE_BYTES:
+            self.from_ram.learn(ram_bytes, ram_s)
+        if disk_bytes >= MIN_RESTORE_BYTES:
+            self.from_disk.learn(disk_bytes, disk_s)
+
+    def worth_it(self, n_tokens: int, ram_bytes: int, disk_bytes: int) -> bool:
+        """Say whether restoring so many bytes takes no longer than computing `n_tokens` again."""
+        prefill_s = self.prefill.seconds(n_tokens)
+        ram_s, disk_s = self.from_ram.seconds(ram_bytes), self.from_disk.seconds(disk_bytes)
+        if prefill_s is None:
+            return True
+        return (ram_s or 0.0) + (disk_s or 0.0) <= prefill_s
+
+
+@dataclass
+class ReusePolicy:
+    """When stored blocks are used.
+
+    `min_reuse` is a fixed rule instead of the measured one: of a stored branch that the prompt
+    parts from, at least this share of the characters must be of use.
+    """
+
+    canary: bool = True
+    min_reuse: float | None = None
+    costs: CostModel = field(default_factory=CostModel)
+
+    def tokens_to_reuse(
+        self, match: Match, n_tokens: int, store: BlockStore, spec: ModelCacheSpec
+    ) -> tuple[int, Reason | None]:
+        """Return how many of the first `n_tokens` of a diverging match to use, and why not all."""
+        if self.min_reuse is not None:
+            n_stored = _branch_chars(match, store)
+            if match.n_chars < max(MIN_REUSE_CHARS, self.min_reuse * n_stored):
+                return 0, Reason.BELOW_THRESHOLD
+            return n_tokens, None
+        if n_tokens < MIN_TOKENS:
+            return 0, Reason.NOT_WORTH_IT
+        blocks = [node for node in match.path if node.start < n_tokens]
+        if not spec.is_plain:
+            worth_it = self._worth_it(blocks, n_tokens, store, spec)
+            return (n_tokens, None) if worth_it else (0, Reason.NOT_WORTH_IT)
+        if blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
+            # A whole block must be read for the few of its tokens that are of use.
+            n_tokens = blocks.pop().start
+            if blocks and not self._worth_it(blocks, n_tokens, store, spec):
+                n_tokens = 0
+            return n_tokens, Reason.NOT_WORTH_IT
+        if blocks and not self._worth_it(blocks, n_tokens, store, spec):
+            return 0, Reason.NOT_WORTH_IT
+        return n_tokens, None
+
+    def _worth_it(
+        self, blocks: Sequence[Node], n_tokens: int, store: BlockStore, spec: ModelCacheSpec
+    ) -> bool:
+        ram_bytes = disk_bytes = 0
+        for node in blocks:
+            n_bytes = node.n_tokens * spec.bytes_per_token
+            ram_bytes += n_bytes
+            disk_bytes += 0 if node.key in store.pool else n_bytes
+        ram_bytes += spec.point_bytes
+        disk_bytes += spec.point_bytes if disk_bytes else 0
+        return self.costs.worth_it(n_tokens - blocks[0].start, ram_bytes, disk_bytes)
+
+
+def _branch_chars(match: Match, store: BlockStore) -> int:
+    """Return the characters of the branch that a match lies on, followed to one of its ends."""
+    n_chars = sum(len(node.text) for node in match.path)
+    key = match.path[-1].key if match.path else b""
+    while children := list(store.children(key)):
+        longest = max(children, key=lambda node: len(node.text))
+        n_chars += len(longest.text)
+        key = longest.key
+    return n_chars

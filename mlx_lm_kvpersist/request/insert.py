@@ -1,0 +1,191 @@
+"""Keep what was computed: split a sequence's caches into blocks and hand the new ones to the store.
+
+Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
+out of the live cache, evaluate. Files and index are the writer's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..cache.blocks import BLOCK_TOKENS, copy_state, held_tokens, split_blocks, split_windows
+from ..cache.slots import held, slots_of
+from ..match.keys import Root, block_key, pack_ids
+from ..match.tree import Node
+from ..store.block_store import BlockStore, Turn
+from ..store.files import Arrays
+from ..store.index import Leaf
+from ..store.part import Part
+from .checkpoints import (
+    MIN_TOKENS_BETWEEN,
+    STATE,
+    parts_of_point,
+    superseded_parts,
+    window_kind,
+    window_part,
+)
+from .model import LoadedModel
+from .replies import reply_to_remember
+from .state import RequestState
+
+
+def keep(
+    state: RequestState,
+    tokens: list[int],
+    caches: list[Any],
+    store: BlockStore,
+    model: LoadedModel,
+) -> None:
+    """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer.
+
+    At the end of a turn everything is written and the session moves. Before it, at the end of the
+    system prompt or of the user's message, full blocks are written and the rest stays in RAM: if
+    the client goes away, what it waited for so far is not lost. Where a model can only go on from
+    restore points, this is one: the block ends here, and all of it is written.
+    """
+    counted = held_tokens(model.spec, caches)
+    n_tokens = len(tokens) if counted is None else min(len(tokens), counted)
+    if n_tokens == 0 or state.root is None:
+        return
+    if not model.spec.is_plain and counted is not None and counted != n_tokens:
+        return  # what windows and states hold cannot be cut back to the tokens
+    ended = n_tokens > state.n_prompt
+    if ended:
+        state.said = list(tokens[state.n_prompt : n_tokens])
+    before = [] if model.spec.is_plain else state.chain
+    if before and not ended and n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
+        return
+    chain = _chain(state.root, tokens[:n_tokens], before, model)
+    new = [node for node in chain if node.key not in store]
+    arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
+    blocks: list[tuple[Node, Arrays]] = list(zip(new, arrays, strict=True))
+    if model.spec.is_plain:
+        _keep_plain(state, state.root, chain, blocks, n_tokens, store, ended=ended)
+    else:
+        state.chain = chain
+        _keep_point(state, state.root, chain, blocks, caches, store, model, ended=ended)
+
+
+def _keep_plain(
+    state: RequestState,
+    root: Root,
+    chain: list[Node],
+    blocks: list[tuple[Node, Arrays]],
+    n_tokens: int,
+    store: BlockStore,
+    *,
+    ended: bool,
+) -> None:
+    if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
+        tail = chain.pop()
+        store.keep(block for block in blocks if block[0] is tail)
+        blocks = [block for block in blocks if block[0] is not tail]
+    replaced = _replaced_tails(chain, state, store)
+    leaf = None
+    if ended:
+        keys = tuple(node.key for node in chain)
+        leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
+    if chain:
+        store.keep_turn(Turn(root, tuple(chain), leaf), blocks)
+
+
+def _keep_point(
+    state: RequestState,
+    root: Root,
+    chain: list[Node],
+    blocks: list[tuple[Node, Arrays]],
+    caches: list[Any],
+    store: BlockStore,
+    model: LoadedModel,
+    *,
+    ended: bool,
+) -> None:
+    """Make the end of the chain a restore point, and let old ones go when the turn has ended."""
+    parts = _new_parts(chain, caches, store, model)
+    new = [part for part, _ in parts]
+    leaf, superseded = None, []
+    if ended:
+        keys = tuple(node.key for node in chain)
+        leaf = Leaf(state.session, keys[-1], chain[-1].stop, keys)
+        n_reused = state.outcome.n_reused if state.outcome else 0
+        superseded = superseded_parts(chain, n_reused, new, store, model.spec)
+    # All that the point needs, also what is stored: a turn that waits keeps it from going.
+    needed = parts_of_point(chain, new, store, model.spec)
+    turn = Turn(root, tuple(chain), leaf, parts=tuple(needed), superseded=tuple(superseded))
+    store.keep_turn(turn, blocks, parts)
+
+
+def _new_parts(
+    chain: Sequence[Node], caches: list[Any], store: BlockStore, model: LoadedModel
+) -> list[tuple[Part, Arrays]]:
+    """Return the parts that going on from the end of the chain needs, and that are not stored."""
+    spec, n_tokens = model.spec, chain[-1].stop
+    stored = store.parts([node.key for node in chain])
+    parts: list[tuple[Part, Arrays]] = []
+    slots = slots_of(caches)
+    for window, groups in spec.sliding.items():
+        missing = []
+        first_held = max(held(slots[slot])[0] for group in groups for slot in group.slots)
+        for node in chain:
+            start = max(node.start, n_tokens - window)
+            if start >= node.stop or start < first_held:
+                continue
+            if window_part(stored.get(node.key, ()), window, node.stop - start) is None:
+                missing.append((node, start))
+        ranges = [(start, node.stop) for node, start in missing]
+        arrays = split_windows(spec, window, caches, ranges)
+        for (node, start), part_arrays in zip(missing, arrays, strict=True):
+            part = Part(node.key, window_kind(window), node.stop - start)
+            parts.append((part, part_arrays))
+    if not any(part.kind == STATE for part in stored.get(chain[-1].key, ())):
+        parts.append((Part(chain[-1].key, STATE, 0), copy_state(spec, caches)))
+    return parts
+
+
+def _chain(root: Root, ids: list[int], before: Sequence[Node], model: LoadedModel) -> list[Node]:
+    """Cut ids into the blocks of a chain below `root`, of which `before` are there."""
+    chain = list(before)
+    parent, pending = (chain[-1].key, chain[-1].pending) if chain else (root.key, b"")
+    for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
+        block_ids = ids[start : start + BLOCK_TOKENS]
+        packed = pack_ids(block_ids)
+        text = ""
+        if model.text is not None:
+            text, after = model.text.feed(block_ids, pending)
+        else:
+            after = b""
+        key = block_key(parent, packed)
+        chain.append(Node(key, parent, start, packed, text, after))
+        parent, pending = key, after
+    return chain
+
+
+def _replaced_tails(
+    chain: list[Node], state: RequestState, store: BlockStore
+) -> list[tuple[bytes, bytes]]:
+    """Return partial blocks whose tokens all stand in a block of the chain, with that block.
+
+    Only blocks behind what was reused can have such siblings: the ends of this conversation's
+    earlier turns. One that is in RAM alone is dropped.
+    """
+    n_reused = state.outcome.n_reused if state.outcome else 0
+    replaced = []
+    for node in chain:
+        if node.stop <= n_reused:
+            continue
+        for sibling in store.tails(node.parent, BLOCK_TOKENS):
+            if sibling.key != node.key and node.packed_ids.startswith(sibling.packed_ids):
+                store.drop_unwritten(sibling.key)
+                replaced.append((sibling.key, node.key))
+    return replaced
+
+
+def remember_reply(state: RequestState, store: BlockStore, model: LoadedModel) -> None:
+    """Remember a reply once both are known, what was said and what was sent. Any thread."""
+    if state.said is None or state.sent is None or state.conversation is None:
+        return
+    assert state.root is not None
+    reply = reply_to_remember(state.conversation, state.said, state.sent, model)
+    if reply is not None:
+        store.keep_turn(Turn(state.root, (), None, (reply,)), [])

@@ -1,0 +1,382 @@
+"""The block store: a pool in RAM, a folder on disk, a writer between them."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import StoreError
+from ..match.keys import Root
+from ..match.tree import Node
+from .budget import StoreLimits
+from .disk import DiskStore
+from .files import Arrays
+from .index import Index, Session
+from .part import Part
+from .pool import BlockPool, KVPart
+from .prefetch import ReadAhead
+from .reading import BlockReader, Loaded, in_ram
+from .turn import Gone, Turn
+from .writer import Writer
+
+__all__ = ["BlockStore", "Loaded", "Part", "ReadAhead", "StoreLimits", "Turn"]
+
+Answer = TypeVar("Answer")
+Default = TypeVar("Default")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StoreCounters:
+    """What has happened since the store was opened."""
+
+    turns_saved: int = 0
+    turns_not_saved: int = 0
+    blocks_quarantined: int = 0
+    """Blocks and parts."""
+    blocks_gone: int = 0
+    """Blocks and parts that were found, and no longer there when they were read."""
+    failures: set[str] = field(default_factory=set)
+    """What keeps turns from being saved right now; each is logged once."""
+
+
+class BlockStore:
+    """Blocks by key, and their parts, wherever they are.
+
+    The generation thread reads and submits; a thread of the store's own changes the disk.
+    """
+
+    def __init__(self, folder: Path, limits: StoreLimits) -> None:
+        self.limits = limits
+        self.disk = DiskStore(folder, limits)
+        self.pool = BlockPool(limits.max_ram_bytes)
+        self.counters = StoreCounters()
+        self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
+        self._lost: set[bytes] = set()
+        """Blocks and parts that could not be read from disk; until they are gone, or anew."""
+        self._reader = BlockReader(
+            folder, self.pool, verify=limits.verify, gone=self._is_gone, bad=self._quarantine
+        )
+        self._writer = Writer(limits.max_queue_bytes)
+        self._writer.submit(self._sweep)
+
+    @property
+    def folder(self) -> Path:
+        return self.disk.folder
+
+    @property
+    def index(self) -> Index:
+        return self.disk.index
+
+    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
+        """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk.
+
+        With the text that lies ahead, those on disk may be only the ones that are near to it.
+        """
+        lost = self._lost.copy()  # before the index is read: they leave both, it first
+        stored = self._ask(partial(self.index.children, parent, ahead), ())
+        nodes = {node.key: node for node in stored if node.key not in lost}
+        nodes.update((node.key, node) for node in self.pool.children(parent))
+        return list(nodes.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        if key in self.pool:
+            return True
+        return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
+
+    def load(self, what: Node | Part, root: Root) -> Loaded | None:
+        """Return evaluated arrays, or None when they are gone or must not be trusted."""
+        return self._reader.load(what, root)
+
+    def load_all(self, wanted: Sequence[Node | Part], root: Root) -> Iterator[Loaded | None]:
+        """Begin to read several at once; yield what `load` returns for each, in order."""
+        return self._reader.load_all(wanted, root)
+
+    def read_ahead(self, wanted: Sequence[tuple[Node | Part, int]], root: Root) -> ReadAhead:
+        """Read into RAM what is not there yet, while the caller does something else.
+
+        See `BlockReader.read_ahead`.
+        """
+        return self._reader.read_ahead(wanted, root)
+
+    def release_ahead(self) -> None:
+        """Let go of everything that was read ahead."""
+        self._reader.release_ahead()
+
+    def parts(self, blocks: Sequence[bytes]) -> dict[bytes, list[Part]]:
+        """Return, by block, the parts in RAM or, if they can be read, on disk.
+
+        A block that has none may be missing. Blocks are given by their keys.
+        """
+        lost = self._lost.copy()  # as in `children`
+        stored = self._ask(partial(self.index.parts, blocks), ())
+        found = {part.key: part for part, _ in stored if part.key not in lost}
+        found.update((part.key, part) for part in self.pool.parts(blocks))
+        by_block: dict[bytes, list[Part]] = {}
+        for part in found.values():
+            by_block.setdefault(part.block, []).append(part)
+        return by_block
+
+    def quarantine(self, key: bytes, reason: str) -> None:
+        """Take a block or part that failed a check out of use, in RAM now and on disk soon.
+
+        A block takes its parts along.
+        """
+        is_part = isinstance(self.pool.get(key), KVPart)
+        self._quarantine("part" if is_part else "block", key, reason)
+
+    def _quarantine(self, kind: str, key: bytes, reason: str) -> None:
+        """Any thread."""
+        logger.warning("%s %s goes to quarantine: %s", kind, key.hex(), reason)
+        self.counters.blocks_quarantined += 1
+        self._lost.add(key)
+        self.pool.drop(key)
+        self._writer.submit(partial(self._take_away, key, reason))
+
+    def _is_gone(self, key: bytes) -> None:
+        """Forget what was found and could not be read. Any thread."""
+        self.counters.blocks_gone += 1
+        self._lost.add(key)
+        self._writer.submit(partial(self._take_away, key))
+
+    def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
+        """Keep blocks in RAM, for as long as there is room."""
+        for node, arrays in blocks:
+            self.pool.put(in_ram(node, arrays))
+
+    def keep_turn(
+        self,
+        turn: Turn,
+        new: Iterable[tuple[Node, Arrays]],
+        new_parts: Iterable[tuple[Part, Arrays]] = (),
+    ) -> None:
+        """Keep a turn's new blocks and parts in RAM and have it written in the background.
+
+        Until that is done, none of its blocks and parts leaves RAM.
+        """
+        known: tuple[Node | Part, ...] = (*turn.nodes, *turn.parts)
+        pinned = self.pool.pin(what.key for what in known)
+        added: list[tuple[Node | Part, Arrays]] = [*new, *new_parts]
+        for what, arrays in added:
+            entry = in_ram(what, arrays)
+            entry.pins = 1
+            self.pool.put(entry)
+            pinned.append(entry.key)
+        self.pool.touch(node.key for node in turn.nodes)
+        for reply in turn.replies:
+            self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
+        entries = (self.pool.get(key) for key in pinned)
+        n_bytes = sum(entry.n_bytes for entry in entries if entry and not entry.on_disk)
+        self._writer.submit_turn(
+            turn,
+            save=partial(self._save, turn, pinned),
+            abandon=partial(self._abandon, turn, pinned),
+            n_bytes=n_bytes,
+        )
+
+    def drop_unwritten(self, key: bytes) -> None:
+        """Drop a block that is in RAM alone and was not submitted to be written."""
+        block = self.pool.get(key)
+        if block is not None and not block.pins and not block.on_disk:
+            self.pool.drop(key)
+
+    def session_blocks(self, root: Root, name: str) -> set[bytes]:
+        """Return the blocks of all branches of a session; none if the index cannot be read."""
+        return self._ask(partial(self.index.session_blocks, root.key, name), set[bytes]())
+
+    def sessions_at(self, key: bytes) -> list[Session]:
+        """Return the sessions that end in a block, as far as they are on disk."""
+        try:
+            return self.index.sessions_at(key)
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return []
+
+    def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
+        """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
+        stored = self._ask(partial(self.index.tails, parent, max_tokens), ())
+        nodes = {node.key: node for node in stored}
+        in_ram = self.pool.children(parent)
+        nodes.update((node.key, node) for node in in_ram if node.n_tokens < max_tokens)
+        return list(nodes.values())
+
+    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
+        """Return the packed ids of a remembered reply."""
+        unwritten = self._unwritten_replies.get((root, digest))
+        return unwritten or self._ask(partial(self.index.reply_ids, root, digest), None)
+
+    def gone(self, key: bytes) -> Gone | None:
+        """Return why a block or a part is no longer on disk, if that is known."""
+        return self.disk.gone(key)
+
+    def other_roots(self, root: Root, limit: int) -> list[Root]:
+        """Return what else is stored, the biggest first; nothing if the index cannot be read."""
+        roots = self._ask(self.index.roots, ())
+        return [other for other, _, _ in roots if other.key != root.key][:limit]
+
+    def file_hash(self, path: str, stamp: str) -> str | None:
+        """Return what is remembered of a model's file, if its stamp is still the same."""
+        return self._ask(partial(self.index.file_hash, path, stamp), None)
+
+    def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+        """Remember the hash of a model's file."""
+        self._writer.submit(partial(self._keep_file_hash, path, stamp, content_hash))
+
+    def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
+        """Mark a chain, given by its last block, and these parts as used."""
+        used = tuple(parts)
+        self.pool.touch(part.key for part in used)
+        self._writer.submit(partial(self._touch, key, used))
+
+    def set_gentle(self, gentle: bool) -> None:
+        """Say whether writing is to leave most of the time to others from now on. Any thread."""
+        self._writer.set_gentle(gentle)
+
+    def drain(self) -> None:
+        """Return when everything submitted so far is on disk."""
+        self._writer.drain()
+
+    def stats(self) -> dict[str, Any]:
+        """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
+
+        "bytes" are all bytes; "part_bytes" says how many of them are those of parts.
+        """
+        return {
+            "folder": str(self.folder),
+            "ram": {
+                "blocks": len(self.pool) - self.pool.n_parts,
+                "parts": self.pool.n_parts,
+                "bytes": self.pool.n_bytes,
+                "part_bytes": self.pool.n_part_bytes,
+                "max_bytes": self.limits.max_ram_bytes,
+            },
+            "disk": {
+                "blocks": self.index.n_blocks(),
+                "parts": self.index.n_parts(),
+                "bytes": self.disk.used_bytes(),
+                "part_bytes": self.index.n_part_bytes(),
+                "max_bytes": self.limits.max_disk_bytes,
+                "written_bytes": self.disk.written.total_bytes,
+            },
+            "queue": {
+                "tasks": self._writer.n_tasks,
+                "bytes": self._writer.n_bytes,
+                "max_bytes": self.limits.max_queue_bytes,
+            },
+            "turns_saved": self.counters.turns_saved,
+            "turns_not_saved": self.counters.turns_not_saved,
+            "blocks_quarantined": self.counters.blocks_quarantined,
+            "failures": sorted(self.counters.failures),
+        }
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is waiting, then close the index."""
+        readers_ended = self._reader.close(timeout_s)
+        if not self._writer.close(timeout_s):
+            logger.warning("not everything could be written within %.0f s", timeout_s)
+            return
+        if not readers_ended:
+            logger.warning("a file was still being read after %.0f s", timeout_s)
+        self.disk.close()
+        self.pool.clear()
+
+    # Writer thread.
+
+    def _save(self, turn: Turn, pinned: list[bytes]) -> None:
+        try:
+            keep = self._writer.waiting_keys()
+            saved = self.disk.save(turn, self._arrays_of, keep, self._writer.rest)
+        except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
+            self._failed("save a turn", error)
+            self._abandon(turn, pinned)
+            return
+        if saved is None:
+            logger.warning("a turn is not saved: another process removed a block that it needs")
+            self._abandon(turn, pinned)
+            return
+        self.counters.turns_saved += 1
+        self.counters.failures.clear()
+        written: tuple[Node | Part, ...] = (*saved.nodes, *saved.parts)
+        for what in written:
+            self._lost.discard(what.key)
+            entry = self.pool.get(what.key)
+            if entry is not None:
+                entry.on_disk = True
+        self._release(turn, pinned)
+        for replaced, _ in saved.leaf.replaced if saved.leaf else ():
+            self.pool.drop(replaced)
+        for part in set(saved.superseded).difference(saved.parts):
+            self._drop_superseded(part)
+
+    def _drop_superseded(self, part: Part) -> None:
+        """Drop a part, unless a turn that waits has it anew."""
+        entry = self.pool.get(part.key)
+        if entry is not None and not entry.pins:
+            self.pool.drop(part.key)
+
+    def _arrays_of(self, key: bytes) -> Arrays | None:
+        block = self.pool.get(key)
+        return None if block is None else block.arrays
+
+    def _abandon(self, turn: Turn, pinned: list[bytes]) -> None:
+        """A turn stays in memory only, where its blocks may now be evicted. Any thread."""
+        self.counters.turns_not_saved += 1
+        self._release(turn, pinned)
+
+    def _release(self, turn: Turn, pinned: list[bytes]) -> None:
+        self.pool.unpin(pinned)
+        for reply in turn.replies:
+            self._unwritten_replies.pop((turn.root.key, reply.digest), None)
+
+    def _take_away(self, key: bytes, reason: str | None = None) -> None:
+        """Forget a block or part that is not on disk; for a reason, move it to quarantine."""
+        try:
+            if reason is None:
+                self.disk.forget(key)
+            else:
+                self.disk.quarantine(key, reason)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("take a block out of the store", error)
+        else:
+            self._lost.discard(key)
+
+    def _touch(self, key: bytes, parts: tuple[Part, ...]) -> None:
+        try:
+            with self.disk.lock.held():
+                self.index.touch(key, parts)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("mark a block as used", error)
+
+    def _keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+        try:
+            with self.disk.lock.held():
+                self.index.keep_file_hash(path, stamp, content_hash)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("remember the hash of a model's file", error)
+
+    def _sweep(self) -> None:
+        n_swept = self.disk.sweep()
+        if n_swept:
+            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
+
+    def _ask(self, index: Callable[[], Answer], otherwise: Default) -> Answer | Default:
+        """Return what the index answers, or something else if it cannot be read. Any thread."""
+        try:
+            return index()
+        except sqlite3.Error as error:
+            self._failed("read the index", error)
+            return otherwise
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Say once what does not work, until something works again."""
+        # A full disk fails here with one error and there with another.
+        kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
+        if kind not in self.counters.failures:
+            self.counters.failures.add(kind)
+            logger.error("cannot %s: %s; serving goes on from memory", what, error)

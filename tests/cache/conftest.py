@@ -1,0 +1,153 @@
+"""Tiny models and random keys and values, all in float32: fast, and exact enough to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
+
+from mlx_lm_kvpersist.cache.packed import Packed
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+
+VOCAB = 97
+N_HEADS, K_DIM, V_DIM = 2, 64, 32
+
+
+def _lively(model: Any, seed: int) -> Any:
+    """Give `model` random weights large enough that what is attended to decides the next token."""
+    keys = iter(mx.random.split(mx.random.key(seed), 200))
+
+    def draw(weight: mx.array) -> mx.array:
+        if weight.ndim < 2:
+            return weight
+        scale: float = 1.6 / weight.shape[-1] ** 0.5
+        return scale * mx.random.normal(weight.shape, key=next(keys))
+
+    model.update(tree_map(draw, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_llama(seed: int = 0, head_dim: int = 64, n_layers: int = 2) -> Any:
+    """A llama with 4 query heads over 2 key heads."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=n_layers,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+    )
+    return _lively(llama.Model(args), seed)
+
+
+def tiny_qwen3(seed: int = 0, head_dim: int = 64) -> Any:
+    args = qwen3.ModelArgs(
+        model_type="qwen3",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        vocab_size=VOCAB,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    return _lively(qwen3.Model(args), seed)
+
+
+def tiny_deepseek_v2(seed: int = 0) -> Any:
+    """Keys of 64 numbers a head beside values of 32."""
+    args = deepseek_v2.ModelArgs(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        rope_scaling={
+            "factor": 1.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+    return _lively(deepseek_v2.Model(args), seed)
+
+
+def tiny_gemma3() -> Any:
+    """A model some of whose layers keep a RotatingKVCache."""
+    args = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=2,
+        head_dim=64,
+        vocab_size=VOCAB,
+        num_key_value_heads=1,
+        sliding_window=16,
+        sliding_window_pattern=2,
+    )
+    return _lively(gemma3_text.Model(args), 0)
+
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "deepseek_v2": tiny_deepseek_v2,
+}
+
+
+@pytest.fixture(scope="session")
+def llama_model() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def llama_spec(llama_model: Any) -> ModelCacheSpec:
+    return ModelCacheSpec.probe(llama_model)
+
+
+def random_kv(
+    seed: int, n_tokens: int, n_rows: int = 1, dtype: mx.Dtype = mx.float32
+) -> tuple[mx.array, mx.array]:
+    """Keys [n_rows, 2, n_tokens, 64] and values [n_rows, 2, n_tokens, 32]."""
+    k_key, v_key = mx.random.split(mx.random.key(seed))
+    return (
+        mx.random.normal((n_rows, N_HEADS, n_tokens, K_DIM), key=k_key).astype(dtype),
+        mx.random.normal((n_rows, N_HEADS, n_tokens, V_DIM), key=v_key).astype(dtype),
+    )
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
+
+
+def same_packed(a: Packed, b: Packed) -> bool:
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+def address(array: mx.array) -> int:
+    """Where an evaluated array begins in memory."""
+    mx.eval(array)
+    return int(np.asarray(array).__array_interface__["data"][0])

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes, split_blocks
+from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
+from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.slots import Kind
+from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape, arrays_fit
+
+from .conftest import VOCAB, address, random_kv, same_packed
+from .test_quantized import PRECISION
+
+
+def quantized(name: str, slots: tuple[int, ...], n_heads: int, k: int, v: int) -> LayerGroup:
+    return LayerGroup(
+        name,
+        Kind.FULL,
+        "KVCache",
+        slots,
+        TensorShape(n_heads, k, "float32"),
+        TensorShape(n_heads, v, "float32"),
+        PRECISION,
+    )
+
+
+SPEC = ModelCacheSpec(
+    (quantized("0", (0, 2), 2, 64, 32), quantized("1", (1,), 1, 32, 64)),
+    [SequenceQuantizedKVCache(PRECISION) for _ in range(3)],
+)
+
+
+def join_blocks(
+    spec: ModelCacheSpec, used: list[tuple[dict[str, mx.array], int]], headroom: int
+) -> list[Any]:
+    pieces = [Piece(arrays, 0, n_tokens) for arrays, n_tokens in used]
+    return join(spec, Pieces(sum(n for _, n in used), pieces), headroom)
+
+
+def caches_of(n_tokens: int, spec: ModelCacheSpec = SPEC) -> list[SequenceQuantizedKVCache]:
+    caches = spec.make_cache()
+    for group in spec.groups:
+        for slot in group.slots:
+            assert group.keys is not None and group.values is not None
+            keys, values = (
+                mx.random.normal((1, shape.n_heads, n_tokens, shape.dim), key=mx.random.key(seed))
+                for seed, shape in ((2 * slot, group.keys), (2 * slot + 1, group.values))
+            )
+            caches[slot].update_and_fetch(keys, values)
+    return caches
+
+
+def assert_same(
+    found: list[SequenceQuantizedKVCache],
+    expected: list[SequenceQuantizedKVCache],
+    start: int,
+    stop: int,
+) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a.packed(0, stop - start), b.packed(start, stop), strict=True):
+            assert same_packed(x, y)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, BLOCK_TOKENS), min_size=1, max_size=5),
+    first=st.integers(0, 40),
+    rest=st.integers(0, 30),
+    last_used=st.floats(0, 1),
+    headroom=st.integers(0, 700),
+)
+def test_any_cut_joins_to_the_same_bits(
+    sizes: list[int], first: int, rest: int, last_used: float, headroom: int
+) -> None:
+    total = first + sum(sizes)
+    caches = caches_of(total + rest)
+    ranges = []
+    start = first
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    blocks = split_blocks(SPEC, caches, ranges)
+    assert [arrays_fit(SPEC.block_arrays(n), b) for b, n in zip(blocks, sizes, strict=True)] == [
+        None
+    ] * len(sizes)
+    used = [*sizes[:-1], max(1, round(last_used * sizes[-1]))]
+    restored = join_blocks(SPEC, list(zip(blocks, used, strict=True)), headroom)
+    assert [cache.offset for cache in restored] == [sum(used)] * 3
+    assert {cache.keys[0].shape[2] for cache in restored if cache.keys} == {sum(used) + headroom}
+    assert_same(restored, caches, first, first + sum(used))
+
+
+def test_ranges_may_leave_gaps() -> None:
+    caches = caches_of(100)
+    for block, (start, stop) in zip(
+        split_blocks(SPEC, caches, [(3, 20), (40, 41)]), [(3, 20), (40, 41)], strict=True
+    ):
+        assert_same(join_blocks(SPEC, [(block, stop - start)], 0), caches, start, stop)
+    assert split_blocks(SPEC, caches, []) == []
+
+
+def test_a_block_names_its_arrays() -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    assert list(block) == [
+        f"{group}.{part}.{field}"
+        for group in "01"
+        for part in "kv"
+        for field in ("weights", "scales", "biases")
+    ]
+    assert block["0.k.weights"].shape == (2, 2, 10, 8)
+    assert block["1.v.biases"].shape == (1, 1, 10, 2)
+    assert n_bytes(block) == 10 * SPEC.bytes_per_token
+
+
+def test_blocks_share_no_memory_with_the_caches() -> None:
+    """Also where a group has one layer of one head, whose slice would do as it is."""
+    mx.clear_cache()
+    caches = caches_of(2000)
+    mx.eval([cache.state for cache in caches])
+    before = mx.get_active_memory()
+    blocks = split_blocks(SPEC, caches, [(0, 256), (256, 300)])
+    added = mx.get_active_memory() - before
+    assert added >= 300 * SPEC.bytes_per_token
+    del caches
+    assert mx.get_active_memory() < before
+    restored = join_blocks(SPEC, [(blocks[0], 256), (blocks[1], 44)], 0)
+    assert_same(restored, caches_of(2000), 0, 300)
+
+
+@pytest.mark.parametrize("headroom", [0, 64])
+def test_every_layer_has_buffers_of_its_own(headroom: int) -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    restored = join_blocks(SPEC, [(block, 10)], headroom)
+    held = mx.get_active_memory()
+    in_blocks = {(address(x), x.nbytes) for x in block.values()}
+    for cache in restored:
+        for packed in (cache.keys, cache.values):
+            assert packed is not None
+            for x in packed:
+                assert not any(start <= address(x) < start + n for start, n in in_blocks)
+    assert mx.get_active_memory() == held
+
+
+def test_a_restored_cache_appends_in_place() -> None:
+    (block,) = split_blocks(SPEC, caches_of(200), [(0, 200)])
+    cache = join_blocks(SPEC, [(block, 200)], 64)[0]
+    assert cache.keys is not None
+    before = [address(x) for x in cache.keys]
+    mx.eval(cache.update_and_fetch(*random_kv(1, 3)), cache.state)
+    assert [address(x) for x in cache.keys] == before
+
+
+def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
+    caches = caches_of(8192)
+    mx.eval([cache.state for cache in caches])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    blocks = split_blocks(SPEC, caches, [(i, i + 256) for i in range(0, 8192, 256)])
+    assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
+
+
+def test_the_arrays_are_evaluated() -> None:
+    """Another thread may only touch what needs no stream of the thread that made it."""
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    restored = join_blocks(SPEC, [(block, 10)], 5)
+    faults: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            for array in block.values():
+                np.array(array, copy=True)
+            for cache in restored:
+                assert cache.keys is not None and cache.values is not None
+                for array in (*cache.keys, *cache.values):
+                    np.array(array, copy=True)
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert not faults
+
+
+def test_no_blocks_are_empty_caches() -> None:
+    assert all(cache.empty() for cache in join_blocks(SPEC, [], 10))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "reason"),
+    [
+        ([(0, 0)], "not a block"),
+        ([(0, 257)], "not a block"),
+        ([(-1, 5)], "not a block"),
+        ([(5, 9), (0, 3)], "overlaps"),
+        ([(0, 9), (8, 12)], "overlaps"),
+        ([(90, 101)], "of a cache that holds 0 to 100"),
+    ],
+)
+def test_ranges_that_are_no_blocks(ranges: list[tuple[int, int]], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        split_blocks(SPEC, caches_of(100), ranges)
+
+
+def test_what_a_block_does_not_hold() -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    for n_tokens in (0, 11):
+        with pytest.raises(ValueError, match=f"tokens 0 to {n_tokens} of a block of 10"):
+            join_blocks(SPEC, [(block, n_tokens)], 0)
+    with pytest.raises(ValueError, match="1 caches for 3 layers"):
+        split_blocks(SPEC, caches_of(10)[:1], [(0, 10)])
+
+
+@pytest.mark.parametrize("cut", [1, 255, 256, 257, 300])
+def test_a_restored_conversation_goes_on_as_if_never_stored(
+    llama_model: Any, llama_spec: ModelCacheSpec, cut: int
+) -> None:
+    prompt = mx.random.randint(0, VOCAB, (1, 310), key=mx.random.key(3))
+    live = llama_spec.make_cache()
+    llama_model(prompt[:, :300], cache=live)
+    blocks = split_blocks(llama_spec, live, [(0, 256), (256, 300)])
+    used = [(blocks[0], min(cut, 256)), *([(blocks[1], cut - 256)] if cut > 256 else [])]
+    restored = join_blocks(llama_spec, used, 64)
+
+    found = llama_model(prompt[:, cut:], cache=restored)
+    for cache in live:
+        cache.trim(300 - cut)
+    assert mx.array_equal(found, llama_model(prompt[:, cut:], cache=live))
+
+    recomputed = llama_spec.make_cache()
+    llama_model(prompt[:, :cut], cache=recomputed)
+    assert mx.allclose(found, llama_model(prompt[:, cut:], cache=recomputed), atol=1e-3)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 3])
+def test_many_small_copies_and_few_large_ones_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, n_blocks: int
+) -> None:
+    ranges = [(i * 50, i * 50 + 50) for i in range(n_blocks)]
+    found = []
+    for few in (False, True):
+        for module in ("blocks", "join"):
+            name = f"mlx_lm_kvpersist.cache.{module}.prefers_few_copies"
+            monkeypatch.setattr(name, lambda few=few: few)
+        caches = caches_of(200)
+        blocks = split_blocks(SPEC, caches, ranges)
+        addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
+        assert not addresses & {address(x) for block in blocks for x in block.values()}
+        restored = join_blocks(SPEC, [(block, 50) for block in blocks], 64)
+        assert_same(restored, caches, 0, 50 * n_blocks)
+        found.append(blocks)
+    for small, large in zip(*found, strict=True):
+        assert all(mx.array_equal(small[name], large[name]) for name in small)

@@ -1,0 +1,252 @@
+"""What is quickest is measured in little time, kept, and never stands in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache import calibration
+from mlx_lm_kvpersist.cache.attention import MAX_PLAIN_BYTES, NEAR_BYTES, Strategy
+from mlx_lm_kvpersist.cache.calibration import calibrate
+from mlx_lm_kvpersist.cache.observe import AttentionShape
+from mlx_lm_kvpersist.cache.plan import PHASES, AttentionPlan
+from mlx_lm_kvpersist.cache.precision import KVPrecision
+
+SHAPE = AttentionShape(4, 2, 64, 64)
+PRECISION = KVPrecision(4, 32)
+
+
+def measure_nothing(*args: Any) -> dict[str, float]:
+    raise AssertionError("was measured")
+
+
+@pytest.fixture
+def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_measure", measure_nothing)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
+    """The plan of a device on which every phase takes these times."""
+    monkeypatch.setattr(calibration, "_measure", lambda *args: dict(ms))
+    return calibrate(SHAPE, PRECISION, mx.float32, True, None)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, AttentionShape(32, 8, 128, 128), AttentionShape(16, 16, 192, 128)], ids=str
+)
+def test_takes_about_a_second(shape: AttentionShape) -> None:
+    start_s = time.perf_counter()
+    plan = calibrate(shape, KVPrecision(8, 64, 4), mx.float32, True, None)
+    assert time.perf_counter() - start_s < 6  # others may be using the machine
+    assert plan.can_take_packed
+    for phase in PHASES:
+        measured = plan.describe()[phase]["ms"]
+        assert measured["dequantize"] > 0
+    assert plan.measured_ms["decode"]["packed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected", "tile_bytes"),
+    [
+        ({"dequantize": 1.0, "packed": 0.9}, "packed", MAX_PLAIN_BYTES),
+        ({"dequantize": 1.0, "packed": 0.97}, "dequantize", MAX_PLAIN_BYTES),
+        ({"dequantize": 1.0, "packed": 2.0}, "dequantize", MAX_PLAIN_BYTES),
+        ({"dequantize": 1.0, "packed": 0.9, "tiled": 0.5}, "tiled", NEAR_BYTES),
+        ({"dequantize": 1.0}, "dequantize", MAX_PLAIN_BYTES),
+    ],
+)
+def test_a_winner_must_win_clearly(
+    monkeypatch: pytest.MonkeyPatch, ms: dict[str, float], expected: str, tile_bytes: int
+) -> None:
+    plan = found(monkeypatch, **ms)
+    assert (plan.prefill, plan.decode, plan.batch_decode) == (expected,) * 3
+    assert plan.tile_bytes == tile_bytes
+    assert plan.describe()["decode"] == {"strategy": expected, "ms": ms}
+
+
+def test_models_that_take_plain_keys_are_not_measured(no_measuring: None) -> None:
+    plan = calibrate(SHAPE, PRECISION, mx.float32, False, None)
+    assert plan == AttentionPlan()
+
+
+@pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
+@pytest.mark.parametrize("can", [True, False])
+def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy, can: bool) -> None:
+    plan = calibrate(SHAPE, PRECISION, mx.float32, can, None, choice)
+    assert plan.decode == plan.prefill == (choice if can else "dequantize")
+
+
+def test_results_are_kept_for_each_shape_device_and_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "attention.json"
+    measured: list[tuple[Any, ...]] = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        measured.append(args)
+        return {"dequantize": 1.0, "packed": 0.5}
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    first = calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    assert len(measured) == len(PHASES)
+    assert calibrate(SHAPE, PRECISION, mx.float32, True, path) == first
+    assert len(measured) == len(PHASES)
+    others: list[tuple[AttentionShape, KVPrecision, mx.Dtype]] = [
+        (AttentionShape(8, 2, 64, 64), PRECISION, mx.float32),
+        (SHAPE, KVPrecision(8, 32, 4), mx.float32),
+        (SHAPE, PRECISION, mx.bfloat16),
+    ]
+    for n, other in enumerate(others, 2):
+        calibrate(*other, True, path)
+        assert len(measured) == n * len(PHASES)
+    monkeypatch.setattr(calibration, "device_key", lambda: "another device")
+    calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    assert len(measured) == 5 * len(PHASES)
+    assert len(json.loads(path.read_text())["measured_ms"]) == 5
+    assert [child.name for child in path.parent.iterdir()] == [path.name]
+
+
+def damaged(path: Path) -> dict[str, Any]:
+    """Files that cannot be used, by what is wrong with them."""
+    key = next(iter(json.loads(path.read_text())["measured_ms"]))
+
+    def phases(ms: dict[str, Any]) -> dict[str, Any]:
+        return {phase: ms for phase in PHASES}
+
+    return {
+        "empty": "",
+        "torn": path.read_text()[:-9],
+        "binary": b"\xff\xfe\x00",
+        "a list": "[]",
+        "no results": '{"format": 1}',
+        "odd results": '{"format": 1, "measured_ms": [1]}',
+        "another format": '{"format": 99, "measured_ms": {}}',
+        "a phase is missing": json.dumps({"format": 1, "measured_ms": {key: {"decode": {}}}}),
+        "no number": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": "x"})}}),
+        "too deep": "[" * 100_000,
+        "too big": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": 10**400})}}),
+        "not finite": json.dumps(
+            {"format": 1, "measured_ms": {key: phases({"dequantize": math.nan})}}
+        ),
+        "negative": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": -1})}}),
+        "nothing to compare": json.dumps(
+            {"format": 1, "measured_ms": {key: phases({"packed": 1.0})}}
+        ),
+    }
+
+
+@pytest.mark.parametrize("n", range(14))
+def test_a_damaged_file_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "attention.json"
+    measured: list[Any] = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        measured.append(args)
+        return {"dequantize": 1.0, "packed": 0.5}
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    first = calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    _, content = list(damaged(path).items())[n]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    measured.clear()
+    for _ in range(2):
+        assert calibrate(SHAPE, PRECISION, mx.float32, True, path) == first
+    assert len(measured) == len(PHASES)
+
+
+def test_a_file_that_cannot_be_written_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(calibration, "_measure", lambda *args: {"dequantize": 1.0})
+        calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "file" / "attention.json")
+        (tmp_path / "folder.json").mkdir()
+        calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "folder.json")
+    assert caplog.text.count("measured again next time") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.json"}
+
+
+def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
+    mx.random.seed(3)
+    expected = mx.random.uniform()
+    mx.random.seed(3)
+    calibrate(SHAPE, PRECISION, mx.float32, True, None)
+    assert mx.random.uniform().item() == expected.item()
+
+
+def test_slow_devices_are_measured_on_little_and_quick_ones_on_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Work grows until the time is over."""
+    sizes: list[int] = []
+
+    def race(layers: Any, left_s: float) -> tuple[dict[str, float], float]:
+        sizes.append(int(layers.held[0][0].n_tokens))
+        ms = speed * sizes[-1]
+        return {"dequantize": ms, "packed": ms}, 6 * ms / 1e3
+
+    monkeypatch.setattr(calibration, "_race", race)
+    tried = {}
+    for speed in (1e-6, 2e-3, 10.0):
+        sizes.clear()
+        calibration._measure(SHAPE, PRECISION, mx.float32, "decode")
+        tried[speed] = sizes[-1]
+    assert tried == {1e-6: 32768, 2e-3: 2048, 10.0: 128}
+
+
+class Scripted:
+    """Stands for layers whose ways take the times it is given, call by call."""
+
+    plain_bytes = 0
+
+    def __init__(self, **ms: list[float]) -> None:
+        self.ms = ms
+        self.n_calls = dict.fromkeys(ms, 0)
+
+    def attend(self, attention: Any) -> float:
+        name = attention.__name__.removesuffix("d_attention").removesuffix("_attention")
+        name = {"packe": "packed"}.get(name, name)
+        times = self.ms[name]
+        n = self.n_calls[name]
+        self.n_calls[name] += 1
+        return times[min(n, len(times) - 1)]
+
+
+def test_one_disturbance_does_not_decide() -> None:
+    layers: Any = Scripted(dequantize=[9.0, 2.0], packed=[9.0, 90.0, 1.0])
+    ms, _ = calibration._race(layers, left_s=10)
+    assert ms == {"dequantize": 2.0, "packed": 1.0}
+
+
+def test_what_is_far_behind_drops_out() -> None:
+    layers: Any = Scripted(dequantize=[9.0, 2.0], packed=[9.0, 90.0, 80.0])
+    ms, _ = calibration._race(layers, left_s=10)
+    assert ms["packed"] == 85.0
+    assert layers.n_calls == {"dequantize": 6, "packed": 3}
+
+
+def test_measuring_ends_with_its_time() -> None:
+    layers: Any = Scripted(dequantize=[2.0], packed=[2.0])
+    calibration._race(layers, left_s=0)
+    assert layers.n_calls == {"dequantize": 4, "packed": 4}
+
+
+def test_a_prompt_that_is_too_slow_to_measure_is_dequantized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def race(layers: Any, left_s: float) -> tuple[dict[str, float], float]:
+        return {"dequantize": 500.0, "packed": 100.0}, 1.0
+
+    monkeypatch.setattr(calibration, "_race", race)
+    ms = calibration._measure(SHAPE, PRECISION, mx.float32, "prefill")
+    assert ms == {"dequantize": 500.0}

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import copy
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache import packed as pk
+from mlx_lm_kvpersist.cache.precision import KVPrecision
+from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+
+from .conftest import K_DIM, V_DIM, address, random_kv, same_bits, same_packed
+
+PRECISION = KVPrecision(4, 32)
+
+
+def filled(n_tokens: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> SequenceQuantizedKVCache:
+    cache = SequenceQuantizedKVCache(PRECISION)
+    cache.update_and_fetch(*random_kv(seed, n_tokens, dtype=dtype))
+    return cache
+
+
+@pytest.mark.parametrize("name", ["bits", "group_size"])
+def test_mlx_lm_does_not_take_it_for_its_own_quantized_cache(name: str) -> None:
+    assert not hasattr(filled(1), name)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_returns_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -> None:
+    keys, values = random_kv(1, 9, dtype=dtype)
+    found = SequenceQuantizedKVCache(PRECISION).update_and_fetch(keys, values)
+    for plain, x in zip(found, (keys, values), strict=True):
+        expected = mx.dequantize(*mx.quantize(x, group_size=32, bits=4), group_size=32, bits=4)
+        assert same_bits(plain, expected)
+
+
+def test_values_may_take_other_bits_than_keys() -> None:
+    precision = KVPrecision(8, 32, 4)
+    cache = SequenceQuantizedKVCache(precision)
+    keys, values = random_kv(1, 9)
+    plain = cache.update_and_fetch(keys, values)
+    for found, x, bits in zip(plain, (keys, values), (8, 4), strict=True):
+        expected = mx.dequantize(
+            *mx.quantize(x, group_size=32, bits=bits), group_size=32, bits=bits
+        )
+        assert same_bits(found, expected)
+    for found, again in zip(plain, cache.keys_and_values(), strict=True):
+        assert same_bits(found, again)
+    assert cache.nbytes == (9 + 512) * 2 * (
+        precision.n_bytes(K_DIM, 4) + precision.of_values.n_bytes(V_DIM, 4)
+    )
+    other = SequenceQuantizedKVCache(PRECISION)
+    other.state = cache.state
+    assert other.precision == precision
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
+    n_tokens = 900
+    keys, values = random_kv(seed, n_tokens)
+    whole = SequenceQuantizedKVCache(PRECISION)
+    whole_plain = whole.update_and_fetch(keys, values)
+    chunked = SequenceQuantizedKVCache(PRECISION)
+    rng = random.Random(seed)
+    while (start := chunked.offset) < n_tokens:
+        stop = min(n_tokens, start + rng.choice([1, 1, 2, 17, 256, 400]))
+        plain = chunked.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        assert plain[0].shape == (1, 2, stop, K_DIM)
+        assert plain[1].shape == (1, 2, stop, V_DIM)
+    for a, b in zip(chunked.packed(0, n_tokens), whole.packed(0, n_tokens), strict=True):
+        assert same_packed(a, b)
+    for x, y in zip(plain, whole_plain, strict=True):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize(("n_new", "spare"), [(1, 512), (256, 512), (300, 556), (2048, 1024)])
+def test_growth_leaves_room_for_the_next_call(n_new: int, spare: int) -> None:
+    assert pk.headroom(n_new) == spare
+    cache = filled(n_new)
+    assert cache.keys is not None
+    assert cache.keys[0].shape[2] == n_new + spare
+
+
+def test_appends_in_place() -> None:
+    cache = filled(600)
+    assert cache.keys is not None
+    before = [address(x) for x in cache.keys]
+    for step in range(4):
+        mx.eval(cache.update_and_fetch(*random_kv(step, 1)))
+        mx.eval(cache.state)
+    assert [address(x) for x in cache.keys] == before
+
+
+def test_trim_forgets_and_is_written_over() -> None:
+    cache = filled(40)
+    assert cache.trim(15) == 15
+    assert cache.size() == cache.offset == 25
+    keys, values = random_kv(7, 30)
+    cache.update_and_fetch(keys, values)
+    fresh = SequenceQuantizedKVCache(PRECISION)
+    fresh.update_and_fetch(keys, values)
+    for a, b in zip(cache.packed(25, 55), fresh.packed(0, 30), strict=True):
+        assert same_packed(a, b)
+    for a, b in zip(cache.packed(0, 25), filled(40).packed(0, 25), strict=True):
+        assert same_packed(a, b)
+    assert cache.trim(1000) == 55
+    assert not cache.empty()
+
+
+def test_masks_are_those_of_a_plain_cache() -> None:
+    cache = filled(10)
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(3) == "causal"
+    array = cache.make_mask(3, return_array=True)
+    assert isinstance(array, mx.array) and array.shape == (3, 13)
+    windowed = cache.make_mask(1, window_size=4)
+    assert isinstance(windowed, mx.array)
+    assert windowed.tolist() == [[False] * 7 + [True] * 4]
+    assert cache.make_mask(1, window_size=11) is None
+    assert cache.make_mask(3, window_size=13) == "causal"
+    assert isinstance(cache.make_mask(3, window_size=12), mx.array)
+    assert isinstance(cache.make_mask(3, window_size=13, return_array=True), mx.array)
+
+
+def test_an_empty_cache_is_nothing() -> None:
+    cache = SequenceQuantizedKVCache(PRECISION)
+    assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
+    assert cache.is_trimmable() and cache.trim(3) == 0
+    mx.eval([cache.state])
+    with pytest.raises(ValueError, match="empty"):
+        cache.packed(0, 0)
+
+
+def test_bytes_are_those_of_the_buffers() -> None:
+    per_token = 2 * (PRECISION.n_bytes(K_DIM, 4) + PRECISION.n_bytes(V_DIM, 4))
+    assert filled(8).nbytes == (8 + 512) * per_token
+
+
+@pytest.mark.parametrize("n_tokens", [0, 12])
+def test_state_round_trips(n_tokens: int) -> None:
+    cache = filled(n_tokens) if n_tokens else SequenceQuantizedKVCache(PRECISION)
+    other = SequenceQuantizedKVCache(KVPrecision(8, 64))
+    other.state = cache.state
+    assert other.precision == PRECISION and other.offset == n_tokens
+    if n_tokens:
+        for a, b in zip(cache.packed(0, 12), other.packed(0, 12), strict=True):
+            assert same_packed(a, b)
+
+
+def test_a_deep_copy_goes_its_own_way() -> None:
+    cache = filled(20)
+    twin = copy.deepcopy(cache)
+    twin.trim(10)
+    twin.update_and_fetch(*random_kv(99, 10))
+    for a, b in zip(cache.packed(0, 20), filled(20).packed(0, 20), strict=True):
+        assert same_packed(a, b)
+
+
+def test_later_tokens_of_another_dtype_do_not_widen_the_scales() -> None:
+    cache = filled(4, dtype=mx.bfloat16)
+    keys, values = random_kv(1, 600)
+    plain, _ = cache.update_and_fetch(keys, values)
+    assert cache.keys is not None
+    assert [x.dtype for x in cache.keys] == [mx.uint32, mx.bfloat16, mx.bfloat16]
+    assert plain.dtype == mx.float32
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
+def test_views_beyond_the_tokens_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="of a cache of 5"):
+        filled(5).packed(start, stop)
+
+
+def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
+    cache = SequenceQuantizedKVCache.from_packed(PRECISION, *filled(5).packed(0, 5), 5)
+    views = cache.packed(0, 5)
+    cache.trim(3)
+    cache.update_and_fetch(*random_kv(99, 2))
+    for a, b in zip(views, filled(5).packed(0, 5), strict=True):
+        assert same_packed(a, b)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
+
+from mlx_lm_kvpersist.cache.slots import (
+    BATCH_FORMS,
+    COMPOSITE,
+    KEPT,
+    REFUSED,
+    held,
+    refill,
+    replaced,
+    slots_of,
+    tokens,
+    window_of,
+)
+from tests.support import keeps_short_chunks
+
+NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
+"""Classes of the same module that hold no KV of a layer."""
+
+
+def classes_of_host() -> list[str]:
+    return [
+        name
+        for name, cls in inspect.getmembers(mlx_lm_cache, inspect.isclass)
+        if cls.__module__ == mlx_lm_cache.__name__ and not name.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("name", classes_of_host())
+def test_every_cache_class_of_mlx_lm_is_kept_or_refused_by_name(name: str) -> None:
+    kept = {cls.__name__ for cls in KEPT} | {COMPOSITE.__name__}
+    assert (name in kept) + (name in BATCH_FORMS) + (name in REFUSED) + (name in NO_CACHES) == 1, (
+        f"mlx_lm.models.cache.{name} is new: kv/slots.py must know how it is kept, or why not"
+    )
+
+
+def test_the_inventory_knows_no_class_that_is_not_there() -> None:
+    named = {*BATCH_FORMS, *REFUSED, *NO_CACHES}
+    assert named <= set(classes_of_host())
+
+
+def kv(n_tokens: int, start: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys [1, 2, n, 4] that tell their position, and values [1, 2, n, 3] of its negative."""
+    at = mx.arange(start, start + n_tokens, dtype=mx.float32)[None, None, :, None]
+    return mx.broadcast_to(at, (1, 2, n_tokens, 4)), mx.broadcast_to(-at, (1, 2, n_tokens, 3))
+
+
+def feed(cache: Any, chunks: list[int]) -> int:
+    position = 0
+    for n_tokens in chunks:
+        if isinstance(cache, ChunkedKVCache):
+            cache.maybe_trim_front()
+        cache.update_and_fetch(*kv(n_tokens, position))
+        position += n_tokens
+    return position
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "full": KVCache,
+    "rotating": lambda: RotatingKVCache(16),
+}
+if keeps_short_chunks():
+    MAKERS["chunked"] = lambda: ChunkedKVCache(16)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    chunks=st.lists(st.sampled_from([1, 1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
+)
+def test_a_cache_says_what_it_holds_and_gives_it_in_order(kind: str, chunks: list[int]) -> None:
+    cache = MAKERS[kind]()
+    n_tokens = feed(cache, chunks)
+    start, stop = held(cache)
+    assert stop == n_tokens
+    needed = n_tokens if kind == "full" else min(n_tokens, 16)
+    assert start <= n_tokens - needed
+    (keys,), (values,) = tokens(cache, start, stop)
+    assert keys[0, 0, :, 0].tolist() == list(range(start, stop))
+    assert values[0, 1, :, 2].tolist() == [-n for n in range(start, stop)]
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(sorted(MAKERS.keys() - {"full"})),
+    chunks=st.lists(st.sampled_from([1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
+    after=st.lists(st.sampled_from([1, 1, 1, 3, 20]), min_size=1, max_size=24),
+)
+def test_a_refilled_window_goes_on_as_the_one_it_was_taken_from(
+    kind: str, chunks: list[int], after: list[int]
+) -> None:
+    cache, again = MAKERS[kind](), MAKERS[kind]()
+    n_tokens = feed(cache, chunks)
+    start = max(0, n_tokens - window_of(cache))
+    keys, values = tokens(cache, start, n_tokens)
+    own = [(mx.array(x),) for (x,) in (keys, values)]
+    refill(again, own[0], own[1], start, n_tokens)
+    assert held(again) == (start, n_tokens)
+    position = n_tokens
+    for n_new in after:
+        seen = []
+        for live in (cache, again):
+            if isinstance(live, ChunkedKVCache):
+                live.maybe_trim_front()
+            fetched, _ = live.update_and_fetch(*kv(n_new, position))
+            # Order within a ring is nobody's business; what attention may look at is.
+            window = [n for n in fetched[0, 0, :, 0].tolist() if n > position - 16]
+            seen.append((sorted(window), live.offset))
+        assert seen[0] == seen[1]
+        position += n_new
+
+
+def test_what_a_window_has_dropped_is_not_given() -> None:
+    cache = RotatingKVCache(16)
+    feed(cache, [20, *[1] * 10])
+    with pytest.raises(ValueError, match="positions 3 to 30 of a cache that holds 14 to 30"):
+        tokens(cache, 3, 30)
+
+
+def test_composites_are_taken_apart_and_put_together() -> None:
+    caches = [KVCache(), CacheList(ArraysCache(2), CacheList(KVCache())), RotatingKVCache(8)]
+    slots = slots_of(caches)
+    assert [type(slot).__name__ for slot in slots] == [
+        "KVCache",
+        "ArraysCache",
+        "KVCache",
+        "RotatingKVCache",
+    ]
+    fresh = [KVCache(), ArraysCache(2), KVCache(), RotatingKVCache(8)]
+    again = replaced(caches, fresh)
+    assert slots_of(again) == fresh and slots_of(caches) == slots
+    assert [type(cache) for cache in again] == [type(cache) for cache in caches]

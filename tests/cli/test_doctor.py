@@ -1,0 +1,169 @@
+"""The doctor finds what keeps --plugin from working, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli import doctor
+from mlx_lm_kvpersist.host import versions
+from tests.support.host import PTH, Environment
+
+
+def findings(done: Any) -> dict[str, dict[str, Any]]:
+    return {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def examine(environment: Environment, *options: str) -> Any:
+    return environment.run("python", *options, "-m", "mlx_lm_kvpersist", "doctor", "--json")
+
+
+def test_a_working_environment_is_told_so(environment: Environment) -> None:
+    found = findings(examine(environment))
+    found.pop("mlx-lm-kvpersist")  # this one is a checkout on the path
+    assert [name for name, finding in found.items() if not finding["passed"]] == []
+    assert found["mlx_lm.server on PATH"]["found"].startswith(f"{environment.bin}/mlx_lm.server")
+    assert found["mlx"]["found"].startswith("computes on Device(")
+
+
+def test_a_missing_pth_is_named_with_the_way_around_it(environment: Environment) -> None:
+    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
+    try:
+        done = examine(environment)
+    finally:
+        pth.with_suffix(".off").rename(pth)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["works"] is False
+    found = findings(done)
+    assert str(environment.site_packages) in found[".pth file"]["found"]
+    assert "python -m mlx_lm_kvpersist server" in found[".pth file"]["advice"]
+    for name in ("activation in this Python", "activation in mlx_lm.server on PATH"):
+        assert "did not execute mlx_lm_kvpersist.pth" in found[name]["found"]
+
+
+def test_another_environments_script_first_on_path_is_found(
+    stock_environment: Environment, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(environment.folder)  # the checkout itself would make it importable
+    search_path = f"{stock_environment.bin}{os.pathsep}{environment.bin}"
+    script, activation = doctor.scripts(search_path)
+    assert script.passed
+    assert script.found == (
+        f"{stock_environment.bin}/mlx_lm.server runs {stock_environment.python}; "
+        f"further ones are not used: {environment.bin}/mlx_lm.server"
+    )
+    assert not activation.passed
+    assert f"{stock_environment.python} -m pip install mlx-lm-kvpersist" in activation.advice
+    assert all(finding.passed for finding in doctor.scripts(str(environment.bin)))
+
+
+def test_no_script_on_path_is_no_fault(tmp_path: Path) -> None:
+    (finding,) = doctor.scripts(str(tmp_path))
+    assert finding.passed
+    assert finding.found == f"none; start it as {sys.executable} -m mlx_lm server …"
+
+
+def test_a_hidden_pth_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / PTH.name).write_text(PTH.read_text())
+    assert doctor.pth_file([tmp_path]).passed
+    real_stat = Path.stat
+
+    def hidden_stat(path: Path, **options: Any) -> Any:
+        result = real_stat(path, **options)
+        if path.name != PTH.name:
+            return result
+        return SimpleNamespace(st_mode=result.st_mode, st_flags=stat.UF_HIDDEN)
+
+    monkeypatch.setattr(Path, "stat", hidden_stat)
+    finding = doctor.pth_file([tmp_path])
+    assert not finding.passed
+    assert f"chflags nohidden {tmp_path / PTH.name}" in finding.advice
+
+
+def test_a_damaged_pth_is_named(tmp_path: Path) -> None:
+    (tmp_path / PTH.name).write_text("")
+    assert "does not start the plugin" in doctor.pth_file([tmp_path]).found
+
+
+def test_python_without_site_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(no_site=1))
+    assert "-S, which ignores .pth files" in doctor.python().found
+
+
+def test_a_script_whose_python_ignores_pth_files_is_found(
+    environment: Environment, tmp_path: Path
+) -> None:
+    script = tmp_path / "mlx_lm.server"
+    script.write_text(f"#!{environment.python} -S\n")
+    script.chmod(0o755)
+    shebang, activation = doctor.scripts(str(tmp_path))
+    assert shebang.found == f"{script} runs {environment.python} -S"
+    assert "did not execute" in activation.found
+
+
+def test_a_zip_application_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "mlx_lm.server"
+    with zipfile.ZipFile(script, "w") as archive:
+        archive.writestr("__main__.py", "")
+    script.write_bytes(b"#!/usr/bin/env python3\n" + script.read_bytes())
+    script.chmod(0o755)
+    (finding,) = doctor.scripts(str(tmp_path))
+    assert "zip application" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("lines", "interpreter"),
+    [
+        ("#!/env/bin/python3\n", ["/env/bin/python3"]),
+        ("#!/env/bin/python3 -I\n", ["/env/bin/python3", "-I"]),
+        ("#!/usr/bin/env python3\n", ["python3"]),
+        ("#!/usr/bin/env -S python3 -s\n", ["python3", "-s"]),
+        ('#!/bin/sh\n\'\'\'exec\' "/a long/python" "$0" "$@"\n', ["/a long/python"]),
+        ("#!/bin/sh\n'''exec' /a/python \"$0\" \"$@\"\n' '''\n", ["/a/python"]),
+        ("echo\n", None),
+        ("", None),
+    ],
+)
+def test_interpreters_are_read_as_installers_write_them(
+    tmp_path: Path, lines: str, interpreter: list[str] | None
+) -> None:
+    script = tmp_path / "script"
+    script.write_text(lines)
+    assert doctor.interpreter_of(script) == interpreter
+
+
+def test_an_unsupported_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: "0.30.0")
+    finding = doctor.mlx_lm()
+    assert finding.found.startswith("found mlx-lm 0.30.0, supported are 0.31.3 up to")
+    assert finding.advice == "install one: pip install 'mlx-lm>=0.31.3,<0.33.0'"
+
+
+def test_an_mlx_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "USES_MLX", "raise ImportError('libmlx.so: cannot open')")
+    finding = doctor.mlx()
+    assert finding.found == "does not compute: ImportError: libmlx.so: cannot open"
+    assert "pip install 'mlx[cpu]'" in finding.advice
+
+
+def test_people_read_the_first_cause_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = doctor.Finding("mlx", False, "does not compute", "install [cpu]")
+    later = doctor.Finding("plugin", False, "none", "install it")
+    monkeypatch.setattr(doctor, "examine", lambda: [broken, later])
+    assert doctor.main([]) == 1
+    *_, cause, advice = capsys.readouterr().out.strip().splitlines()
+    assert cause.endswith("does not work here: mlx: does not compute")
+    assert advice == "What to do: install [cpu]"
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("mlx", True, "computes")])
+    assert doctor.main([]) == 0
+    assert "works here" in capsys.readouterr().out

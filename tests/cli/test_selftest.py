@@ -1,0 +1,79 @@
+"""The self-test on demand: the whole start, in this process, leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli import selftest
+from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.host.patches import PATCHES
+from patches_check.__main__ import main as patches_check
+from tests.support.host import Environment
+
+
+def test_all_checks_pass_without_a_plugin(server: ModuleType) -> None:
+    before, argv = _attributes(server), list(sys.argv)
+    log = logging.root.handlers[:], logging.root.level
+    report = selftest.run_selftest([])
+    assert report.passed, report
+    names = ["versions", *(f"patch {patch.name}" for patch in PATCHES), "startup"]
+    assert [result.name for result in report.results] == names
+    assert (report.mlx_lm, report.known) == (versions.installed("mlx-lm"), True)
+    assert _attributes(server) == before
+    assert (sys.argv, (logging.root.handlers, logging.root.level)) == (argv, log)
+
+
+def _attributes(module: ModuleType) -> dict[str, Any]:
+    """Return what a module holds; Python itself notes there which warnings it has shown."""
+    return {name: value for name, value in vars(module).items() if name != "__warningregistry__"}
+
+
+def test_a_plugin_that_is_not_installed_fails_the_start(server: ModuleType) -> None:
+    report = selftest.run_selftest(["nothing"])
+    assert not report.passed
+    assert report.results[-1].error.startswith("no plugin named 'nothing'")
+
+
+def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:
+    report = selftest.run_selftest([], ["--no-such-option"])
+    assert "unrecognized arguments: --no-such-option" in report.results[-1].error
+
+
+def test_patches_check_prints_json_and_exits_with_the_result(
+    server: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert patches_check(["--no-plugin", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] and len(report["results"]) == len(PATCHES) + 2
+    assert patches_check(["--plugin", "nothing"]) == 1
+    assert "failed" in capsys.readouterr().out
+    assert patches_check(["--matrix"]) == 0
+    assert {"mlx-lm": "0.31.3", "mlx": "0.31.2"} in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test"])
+def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: str) -> None:
+    command = ("python", "-m", "patches_check", "--json", "--plugin", "failing")
+    done = environment.run(*command, env={"FAIL_IN": hook})
+    assert done.returncode == 1
+    result = json.loads(done.stdout)["results"][-1]
+    assert result["name"] == "startup"
+    assert result["error"] == "RuntimeError: a fault of the plugin"
+
+
+def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
+    record = environment.folder / "selftest.json"
+    done = environment.run(
+        *("python", "-m", "mlx_lm_kvpersist", "selftest", "--plugin", "echo"),
+        *("--", "--echo-file", record),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok" in done.stdout and "failed" not in done.stdout
+    calls = json.loads(record.read_text())
+    assert calls == [["configure", ["echo"]], ["self_test"], ["shutdown"]]

@@ -1,0 +1,326 @@
+"""Models that cannot go on from anywhere: what is kept for them, and from where they do go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.cache.slots import Kind
+from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.request.checkpoints import (
+    MAX_POINTS,
+    STATE,
+    nearest_point,
+    superseded_parts,
+    window_kind,
+)
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.store.part import Part
+from models_check.build import build
+from models_check.conversation import random_ids
+from models_check.drive import Row, alone
+from models_check.stored import StoredModel
+from tests.support import keeps_short_chunks
+
+WINDOW = 16
+SHAPE = TensorShape(1, 32, "float32")
+SLIDING = LayerGroup("0", Kind.SLIDING, "RotatingKVCache", (0,), SHAPE, SHAPE, window=WINDOW)
+RECURRENT = LayerGroup("1", Kind.RECURRENT, "ArraysCache", (1,), states=(((3,), "float32"),))
+
+
+def spec_of(*groups: LayerGroup) -> ModelCacheSpec:
+    return ModelCacheSpec(groups, [])
+
+
+def chain_of(lengths: list[int]) -> list[Node]:
+    chain: list[Node] = []
+    for n_tokens in lengths:
+        parent = chain[-1].key if chain else b"root"
+        start = chain[-1].stop if chain else 0
+        packed = pack_ids(range(start, start + n_tokens))
+        chain.append(Node(block_key(parent, packed), parent, start, packed, ""))
+    return chain
+
+
+@dataclass
+class Parts:
+    """A store of nothing but parts."""
+
+    by_block: dict[bytes, list[Part]] = field(default_factory=dict)
+    n_children: dict[bytes, int] = field(default_factory=dict)
+    sessions: dict[bytes, list[str]] = field(default_factory=dict)
+
+    def add(self, node: Node, kind: str, n_tokens: int = 0) -> Part:
+        part = Part(node.key, kind, n_tokens)
+        self.by_block.setdefault(node.key, []).append(part)
+        return part
+
+    def parts(self, blocks: list[bytes]) -> dict[bytes, list[Part]]:
+        return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
+
+    def children(self, parent: bytes) -> list[Node]:
+        return [*chain_of([1]) * self.n_children.get(parent, 0)]
+
+    def sessions_at(self, key: bytes) -> list[str]:
+        return self.sessions.get(key, [])
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.DataObject) -> None:
+    chain = chain_of(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=8)))
+    store = Parts()
+    stored: set[int] = set()
+    for node in chain:
+        for n_tokens in data.draw(st.lists(st.integers(1, node.n_tokens), max_size=2, unique=True)):
+            store.add(node, window_kind(WINDOW), n_tokens)
+            stored |= set(range(node.stop - n_tokens, node.stop))
+    total = chain[-1].stop
+    wanted = data.draw(st.integers(1, total))
+
+    def is_restorable(n_tokens: int) -> bool:
+        return stored >= set(range(max(0, n_tokens - WINDOW), n_tokens))
+
+    ends = [n for n in (wanted, *(node.stop for node in chain)) if n <= wanted]
+    expected = max((n for n in ends if is_restorable(n)), default=None)
+    point = nearest_point(chain, wanted, store, spec_of(SLIDING))  # type: ignore[arg-type]
+    assert (point and point.n_tokens) == expected
+    if point is None:
+        return
+    covered: list[int] = []
+    start_of = {node.key: node.stop for node in chain}
+    for piece in point.windows[WINDOW]:
+        first = start_of[piece.part.block] - piece.part.n_tokens
+        covered += range(first + piece.start, first + piece.stop)
+    assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
+
+
+def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
+    chain, store = chain_of([20, 20, 20]), Parts()
+    spec = spec_of(RECURRENT)
+    state = store.add(chain[1], STATE)
+    found = nearest_point(chain, 60, store, spec)  # type: ignore[arg-type]
+    assert found and (found.n_tokens, found.state) == (40, state)
+    assert nearest_point(chain, 39, store, spec) is None  # type: ignore[arg-type]
+    assert nearest_point(chain, 60, store, spec, {state.key}) is None  # type: ignore[arg-type]
+
+
+def test_both_are_needed_where_a_model_has_both() -> None:
+    chain, store = chain_of([20, 20]), Parts()
+    spec = spec_of(SLIDING, RECURRENT)
+    store.add(chain[1], STATE)
+    assert nearest_point(chain, 40, store, spec) is None  # type: ignore[arg-type]
+    store.add(chain[1], window_kind(WINDOW), 16)
+    found = nearest_point(chain, 40, store, spec)  # type: ignore[arg-type]
+    assert found and len(found.parts) == 2
+
+
+def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
+    chain, store = chain_of([20] * 12), Parts()
+    spec = spec_of(SLIDING, RECURRENT)
+    for node in chain:
+        store.add(node, STATE)
+        store.add(node, window_kind(WINDOW), 16)
+    store.n_children[chain[3].key] = 2
+    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    stay = {0, 3, *range(12 - MAX_POINTS, 12)}
+    assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
+    store.by_block = {k: v for k, v in store.by_block.items() if k not in gone}
+    for i, node in enumerate(chain):
+        found = nearest_point(chain, node.stop, store, spec)  # type: ignore[arg-type]
+        assert found and (found.n_tokens == node.stop) == (i in stay)
+
+
+def test_where_another_session_ends_stays() -> None:
+    chain, store = chain_of([20] * 12), Parts()
+    for node in chain:
+        store.add(node, STATE)
+    store.sessions[chain[2].key] = ["another"]
+    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec_of(RECURRENT))}  # type: ignore[arg-type]
+    stay = {0, 2, *range(12 - MAX_POINTS, 12)}
+    assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
+
+
+def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
+    chain, store = chain_of([6] * 12), Parts()
+    spec = spec_of(SLIDING)
+    for node in chain:
+        store.add(node, STATE)
+        store.add(node, window_kind(WINDOW), 6)
+    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    # The oldest point to stay ends at block 12 - MAX_POINTS and reads two blocks before it, of
+    # which it needs the windows alone.
+    first = 12 - MAX_POINTS
+    assert gone == {node.key for node in chain[1:first]}
+    kept = {part.block for found in store.by_block.values() for part in found} - gone
+    left = superseded_parts(chain, 0, [], store, spec)  # type: ignore[arg-type]
+    assert {part.block for part in left if part.kind != STATE} == {
+        node.key for node in chain[1 : first - 2]
+    }
+    assert len(kept) == 1 + MAX_POINTS
+
+
+FAMILIES = ["gemma3_text", "qwen3_next", "mamba2"]
+if keeps_short_chunks():
+    FAMILIES.append("llama4")
+
+
+@pytest.fixture(params=FAMILIES)
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
+    model = build(request.param)
+    model_with_store = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    yield model_with_store
+    model_with_store.close()
+
+
+def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]:
+    """Hold a conversation; return the whole of it after each turn, in ids."""
+    system = random_ids(1, 40)
+    history: list[int] = []
+    wholes: list[list[int]] = []
+    for turn in range(n_turns):
+        user = random_ids(100 + turn, n_user)
+        reply = stored.answer([system, [*history, *user]], n_new=6)
+        history += [*user, *reply.ids]
+        wholes.append([*system, *history])
+    return wholes
+
+
+def parts_of(stored: StoredModel, ids: list[int]) -> list[Part]:
+    keys, parent = [], stored.loaded.root().key
+    while parent is not None:
+        children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
+        parent = children[0].key if children else None  # type: ignore[assignment]
+        keys += [parent] if parent else []
+    return [part for parts in stored.store.parts(keys).values() for part in parts]
+
+
+def next_logits(stored: StoredModel, ids: list[int], row: Row) -> np.ndarray[Any, Any]:
+    return np.array(stored.model(mx.array([ids[row.n_cached :]]), cache=row.caches)[0, -1])
+
+
+def assert_right(stored: StoredModel, ids: list[int], row: Row) -> None:
+    scratch = stored.spec.make_cache()
+    expected = np.array(stored.model(mx.array([ids]), cache=scratch)[0, -1])
+    found = next_logits(stored, ids, row)
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+def test_the_parts_of_a_conversation_do_not_grow_with_it(stored: StoredModel) -> None:
+    counts = []
+    for n_turns in (6, 12):
+        whole = hold(stored, n_turns)[-1]
+        stored.store.drain()
+        counts.append(len(parts_of(stored, whole)))
+    # Each point has its mark, which is the state, and a window in two blocks.
+    assert all(MAX_POINTS <= count <= 3 * (MAX_POINTS + 1) for count in counts)
+
+
+def test_every_turn_goes_on_from_the_end_of_the_one_before(stored: StoredModel) -> None:
+    hold(stored, 5)
+    assert [outcome.n_reused for outcome in stored.outcomes] == [0, 67, 94, 121, 148]
+
+
+def test_a_retry_computes_one_token(stored: StoredModel) -> None:
+    wholes = hold(stored, 3)
+    prompt = wholes[-1][:-6]
+    row = stored.row([prompt], 1, None)
+    if hasattr(stored.spec.template[0], "merge"):
+        assert row.n_cached == len(prompt) - 1
+    else:
+        # Served alone, a prompt is handed over with its reply only.
+        assert row.n_cached == len(wholes[-2])
+    assert_right(stored, prompt, row)
+
+
+def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
+    wholes = hold(stored, 8)
+    stored.store.drain()
+    ids = [*wholes[1], *random_ids(7, 9)]
+    row = stored.row([ids], 1, None)
+    # Served alone, a prompt is handed over with its reply only, not at the system prompt's end.
+    is_batched = hasattr(stored.spec.template[0], "merge")
+    assert row.n_cached == (40 if is_batched else len(wholes[0]))
+    assert stored.outcomes[-1].reason is Reason.NO_POINT
+    assert_right(stored, ids, row)
+
+
+def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
+    wholes = hold(stored, 4)
+    stored.restart()
+    point = nearest_point(_path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec)
+    assert point is not None and point.n_tokens == len(wholes[-1])
+    for part in point.parts[-1:]:
+        name = f"{part.key.hex()}.safetensors"
+        (path,) = stored.folder.rglob(name)
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    ids = [*wholes[-1], *random_ids(7, 9)]
+    row = stored.row([ids], 1, None)
+    assert 0 < row.n_cached < len(wholes[-1])
+    assert stored.outcomes[-1].reason is Reason.QUARANTINED
+    assert_right(stored, ids, row)
+
+
+def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path) -> None:
+    model = build("gemma3_text")
+    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    (window,) = stored.spec.sliding
+    reply = alone(model, stored.row([random_ids(1, 40), random_ids(2, 2000)], 6, None))
+    stored.store.drain()
+    n_kept = sum(part.n_tokens for part in parts_of(stored, reply.tokens))
+    stored.close()
+    # One window before each of the three points; the last two overlap.
+    assert n_kept <= 3 * window
+
+
+@pytest.mark.parametrize("n_back", [0, 1, 2])
+def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path, n_back: int) -> None:
+    """Ends of blocks between points, which a long window covers, are no points."""
+    model = build("gemma3_text", config={"sliding_window": 600})
+    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    wholes = hold(stored, 5, n_user=500)
+    stored.store.drain()
+    ids = [*wholes[-1 - n_back], *random_ids(7, 40)]
+    row = stored.row([ids], 1, None)
+    assert row.n_cached == len(wholes[-1 - n_back])
+    assert_right(stored, ids, row)
+    fresh = stored.row([[*random_ids(1, 40), *random_ids(8, 30)]], 1, None)
+    assert fresh.n_cached == 40
+    stored.close()
+
+
+@pytest.mark.parametrize("stored", ["gemma3_text", "qwen3_next", "mamba2"], indirect=True)
+def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) -> None:
+    """As templates do that drop the reasoning of earlier turns: every turn is a branch.
+
+    (A model that is served alone has no point before a reply, and computes such a turn anew.)
+    """
+    system, history, counts = random_ids(1, 40), [], []  # type: ignore[var-annotated]
+    for turn in range(22):
+        user = random_ids(100 + turn, 21)
+        reply = stored.answer([system, [*history, *user]], n_new=6)
+        history += [*user, *reply.ids[3:]]
+        stored.store.drain()
+        counts.append(stored.store.index.n_parts())
+    assert max(counts[14:]) <= max(counts[:14]) + 2
+
+
+def _path(stored: StoredModel, ids: list[int]) -> list[Node]:
+    path: list[Node] = []
+    parent = stored.loaded.root().key
+    while True:
+        children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
+        if not children:
+            return path
+        path.append(children[0])
+        parent = children[0].key

@@ -1,0 +1,261 @@
+"""Restored and recomputed agree: the one proof that a cache is right."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.request.costs import MIN_TOKENS
+from mlx_lm_kvpersist.request.insert import keep
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
+from mlx_lm_kvpersist.request.state import Kind, RequestState, Tier
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.files import block_path, read_metadata
+from mlx_lm_kvpersist.synthetic import synthetic_text
+
+from .conftest import Conversations
+
+TOLERANCE = 2e-3
+"""Of logits of size 10, float32, 2 layers: what the order of summation makes of 4-bit KV."""
+
+
+def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]:
+    """Return the ids of text, then random ids, half characters among them, as from sampling."""
+    text = "Grüße 🎉 " + synthetic_text(n_tokens // 2)
+    canonical = list(loaded.tokenizer.encode(text))[: n_tokens // 2]
+    rng = random.Random(seed)
+    return canonical + [rng.randrange(300, 590) for _ in range(n_tokens - len(canonical))]
+
+
+def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n: int) -> None:
+    restored = talk.forward(ids[n:], caches)
+    recomputed = talk.forward(ids, talk.loaded.spec.make_cache())
+    difference = float(mx.abs(restored - recomputed).max())
+    assert difference < TOLERANCE, f"logits differ by {difference} after {n} of {len(ids)} tokens"
+
+
+def respelled(loaded: LoadedModel, ids: list[int], at: int) -> list[int]:
+    """Return the same text with the first token behind `at` that can be spelled by letters."""
+    assert loaded.text is not None
+    for i in range(at, len(ids)):
+        letters = loaded.text.decode([ids[i]])
+        spelled = [x for c in letters for x in loaded.tokenizer.encode(c)]
+        if len(spelled) > 1 and loaded.text.decode(spelled) == letters:
+            return [*ids[:i], *spelled, *ids[i + 1 :]]
+    raise AssertionError("no token can be spelled in another way")
+
+
+@pytest.fixture(scope="module")
+def stored(loaded: LoadedModel) -> Any:
+    """700 tokens of one conversation, on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
+        talk = Conversations(loaded, store)
+        ids = sampled_turn(loaded, 700)
+        talk.remember(ids, n_prompt=350)
+        without_text(talk).remember(ids, n_prompt=350)
+        yield talk, ids
+        store.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_cut_of_a_prompt(stored: Any, data: Any) -> None:
+    """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 700 tokens."""
+    talk, ids = stored
+    text = talk.loaded.text.decode(ids)
+    cut = data.draw(st.integers(0, len(text)))
+    asked = text[:cut] + data.draw(st.sampled_from(["", " and more", "ü🎉", "\n\nNew", "\ufffd"]))
+    if data.draw(st.booleans()):
+        talk.forget_hot_blocks()
+    prompt = list(talk.loaded.tokenizer.encode(asked.removeprefix(bos_of(talk.loaded))))
+    if len(prompt) < 2:
+        return
+    fed, caches, outcome = talk.ask(prompt)
+    assert talk.loaded.text.decode(fed) == talk.loaded.text.decode(prompt)
+    assert outcome.n_reused < len(fed)
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def without_text(talk: Conversations) -> Conversations:
+    """The same model, its prompts matched by ids."""
+    return replace(talk, loaded=replace(talk.loaded, text=None))
+
+
+def bos_of(loaded: LoadedModel) -> str:
+    return loaded.tokenizer.bos_token or ""
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_cut_of_ids(stored: Any, data: Any) -> None:
+    """Without text, every token position is a cut; few tokens are not worth one."""
+    talk, ids = stored
+    talk = without_text(talk)
+    cut = data.draw(st.integers(1, len(ids)))
+    other = [(ids[cut] + 1) % 290 if cut < len(ids) else 7, 11]
+    prompt = ids[:cut] + data.draw(st.sampled_from([[], other]))
+    if len(prompt) < 2:
+        return
+    fed, caches, outcome = talk.ask(prompt)
+    assert fed == prompt
+    n_found = min(cut, len(prompt) - 1)
+    parts = n_found < min(len(ids), len(prompt) - 1)
+    assert outcome.n_reused == (0 if parts and n_found < MIN_TOKENS else n_found)
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def test_outcomes(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    eos = talk.loaded.tokenizer.eos_token_id
+    turn = [*ids, eos]
+    talk.remember(turn, n_prompt=150)
+    assert talk.ask(turn)[2].kind is Kind.EXACT
+    assert talk.ask(turn[:200])[2].kind in (Kind.EXACT, Kind.DIVERGE)
+    follow_up = [*turn, *talk.loaded.encode("next question")]
+    _, _, outcome = talk.ask(follow_up)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.EXTEND, 301, Tier.HOT)
+    edited = [*turn[:100], *talk.loaded.encode("!!! something else entirely")]
+    _, _, outcome = talk.ask(edited)
+    assert outcome.kind is Kind.DIVERGE and 90 < outcome.n_reused < len(edited)
+    unknown = [eos, *talk.loaded.encode("unknown")]
+    _, _, outcome = talk.ask(unknown)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.MISS, 0, Tier.COLD)
+    talk.forget_hot_blocks()
+    _, _, outcome = talk.ask(follow_up)
+    assert (outcome.n_reused, outcome.n_restored, outcome.tier) == (301, 301, Tier.WARM)
+
+
+def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 600)
+    talk.remember(ids[:300], n_prompt=200, session="s")
+    talk.remember(ids, n_prompt=500, session="s")
+    talk.store.drain()
+    # 300 tokens end in a block of 44, which the second turn's block of 256 replaces.
+    assert talk.store.index.n_blocks() == 3
+    assert len([x.leaf for x in talk.store.index.sessions() if x.name == "s"]) == 1
+    _, _, outcome = talk.ask([*ids, 5])
+    assert outcome.n_reused == 600
+
+
+def test_a_prompt_without_a_reply_keeps_its_full_blocks_on_disk(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 600)
+    talk.remember(ids, n_prompt=601)
+    assert talk.ask([*ids, 5])[2].n_reused == 600
+    talk.forget_hot_blocks()
+    assert talk.ask([*ids, 5])[2].n_reused == 512
+
+
+def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 700)
+    talk.remember(ids, n_prompt=300)
+    talk.forget_hot_blocks()
+    (first,) = talk.store.children(talk.root.key)
+    (second,) = talk.store.children(first.key)
+    path = block_path(talk.store.folder, second.key)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    fed, caches, outcome = talk.ask([*ids, 5])
+    assert outcome.n_reused == 256
+    assert_same_logits(talk, fed, caches, 256)
+    # It is kept again, and then it is whole.
+    talk.remember(ids, n_prompt=300)
+    talk.forget_hot_blocks()
+    assert talk.ask([*ids, 5])[2].n_reused == 700
+
+
+def test_a_block_that_goes_before_it_is_read_is_not_missed(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the turn that is being written replaces the end of the one before it."""
+    common = sampled_turn(talk.loaded, 150)
+    for seed in (1, 2):
+        talk.remember([*common, *sampled_turn(talk.loaded, 40, seed)], n_prompt=160)
+    talk.forget_hot_blocks()
+    prompt = [*common, *sampled_turn(talk.loaded, 30, seed=3)]
+    read = talk.store.load_all
+    gone: list[bytes] = []
+
+    def remove_and_read(wanted: Any, root: Any) -> Any:
+        if not gone:
+            gone.append(wanted[-1].key)
+            block_path(talk.store.folder, gone[0]).unlink()
+        return read(wanted, root)
+
+    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    fed, caches, outcome = talk.ask(prompt)
+    assert gone and outcome.kind is Kind.DIVERGE and outcome.n_reused >= len(common) - 2
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_branches_that_go_one_after_another_are_not_mixed_up(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than there are tries: what is fed and what was restored are the same branch."""
+    text = synthetic_text(1400, seed=3)
+    ids = list(talk.loaded.tokenizer.encode(text))
+    for n in range(5):
+        # Other ids for the same text each time, so that a mix of two branches would show.
+        branch = respelled(talk.loaded, ids, 10 + 20 * n)
+        talk.remember(branch[: len(branch) - 10 * n], n_prompt=4)
+    talk.forget_hot_blocks()
+    read = talk.store.load_all
+    gone: list[bytes] = []
+
+    def remove_and_read(wanted: Any, root: Any) -> Any:
+        if len(wanted) > 1:
+            gone.append(wanted[1].key)
+            block_path(talk.store.folder, gone[-1]).unlink()
+        return read(wanted, root)
+
+    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    fed, caches, outcome = talk.ask(list(talk.loaded.tokenizer.encode(text + " And so on")))
+    assert len(gone) == 3 and outcome.n_reused > 0
+    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+
+def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
+    """Its canary never ran: the next restore must run one, though all it needs is in RAM."""
+    model = selftest_model()
+    spec = ModelCacheSpec.probe(model)
+    loaded = LoadedModel(model, None, spec, "model", None)
+    ids = [i * 7 % 61 + 2 for i in range(900)]
+    with closing(BlockStore(tmp_path, StoreLimits(1 << 30, 1 << 30))) as store:
+        talk = Conversations(loaded, store)
+        caches = spec.make_cache()
+        mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
+        keep(RequestState(root=talk.root, n_prompt=10), ids, caches, store, loaded)
+        talk.forget_hot_blocks()
+        last = max(tmp_path.glob("blocks/*/*"), key=lambda x: int(read_metadata(x)["start"]))
+        last.unlink()
+        _, _, outcome = talk.ask([*ids, 5, 6, 7])
+        assert outcome.kind is Kind.MISS
+        assert store.counters.blocks_gone == 1 and store.counters.blocks_quarantined == 3
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_what_a_complete_restore_has_read_is_hot(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    talk.forget_hot_blocks()
+    assert [talk.ask([*ids, 5])[2].n_restored for _ in range(2)] == [300, 0]
+
+
+def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    other = replace(talk, loaded=replace(talk.loaded, fingerprint="other"))
+    assert other.ask(ids)[2].kind is Kind.MISS

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.errors import BlockCorrupt
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.store.files import (
+    block_path,
+    checksum,
+    node_of,
+    read_block,
+    read_metadata,
+    write_block,
+)
+
+from .conftest import ROOT, arrays_of, chain
+
+NODE = Node(
+    key=chain([1, 2, 3])[0].key,
+    parent=ROOT.key,
+    start=0,
+    packed_ids=chain([1, 2, 3])[0].packed_ids,
+    text='a "quoted" text\n\0 \ud800 🎉',
+    pending=b"\xe2\x82",
+)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
+    arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
+    mx.eval(arrays)
+    size = write_block(tmp_path, NODE, ROOT, arrays, fsync=True)
+    path = block_path(tmp_path, NODE.key)
+    assert size == path.stat().st_size
+    node, root, loaded = read_block(tmp_path, NODE.key)
+    assert (node, root) == (NODE, ROOT)
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert loaded[name].dtype == dtype
+        assert mx.array_equal(loaded[name], array)
+    assert node_of(read_metadata(path)) == (NODE, ROOT)
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        write_block(tmp_path / "store", NODE, ROOT, arrays_of(NODE), fsync=False)
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "store").rglob("*"):
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def test_a_block_is_never_overwritten(tmp_path: Path) -> None:
+    write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    path = block_path(tmp_path, NODE.key)
+    before = path.read_bytes(), path.stat().st_ino
+    write_block(tmp_path, NODE, ROOT, {"other": mx.zeros(3)}, fsync=False)
+    assert (path.read_bytes(), path.stat().st_ino) == before
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    arrays = arrays_of(NODE)
+    write_block(tmp_path, NODE, ROOT, arrays, fsync=False)
+    path = block_path(tmp_path, NODE.key)
+    content = path.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 200)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            node, root, loaded = read_block(tmp_path, NODE.key)
+        except BlockCorrupt:
+            continue
+        # A flip in the header's padding changes nothing that anyone reads.
+        assert (node, root) == (NODE, ROOT)
+        assert checksum(loaded, {}) == checksum(arrays, {})
+
+
+@pytest.mark.parametrize("n_missing", [1, 100, 400, None])
+def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> None:
+    size = write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    os.truncate(block_path(tmp_path, NODE.key), 0 if n_missing is None else size - n_missing)
+    with pytest.raises(BlockCorrupt):
+        read_block(tmp_path, NODE.key)
+
+
+def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
+    other = chain([9, 9])[0]
+    write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    path = block_path(tmp_path, other.key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    block_path(tmp_path, NODE.key).rename(path)
+    with pytest.raises(BlockCorrupt, match="holds block"):
+        read_block(tmp_path, other.key)
+
+
+def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_block(tmp_path, NODE.key)

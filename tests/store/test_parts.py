@@ -1,0 +1,693 @@
+"""Parts in a store: kept, found, replaced, evicted, and lost together with their block."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.part import Part
+from mlx_lm_kvpersist.store.part_files import part_path, write_part
+from mlx_lm_kvpersist.store.turn import Gone
+
+from .conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
+
+
+def reopened(store: BlockStore) -> BlockStore:
+    store.close()
+    return BlockStore(store.folder, store.limits)
+
+
+def parts_of(store: BlockStore, *nodes: Node) -> set[Part]:
+    found = store.parts([node.key for node in nodes])
+    assert all(part.block == block for block, parts in found.items() for part in parts)
+    return {part for parts in found.values() for part in parts}
+
+
+def part_files(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "parts").glob("*/*")}
+
+
+def names(*parts: Part) -> set[str]:
+    return {f"{part.key.hex()}.safetensors" for part in parts}
+
+
+def check_holds(store: BlockStore, part: Part, *, from_disk: bool) -> None:
+    """Assert that a part holds what `arrays_of_part` made for it."""
+    loaded = store.load(part, ROOT)
+    assert loaded is not None and loaded.from_disk == from_disk
+    expected = arrays_of_part(part)
+    assert loaded.arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert loaded.arrays[name].dtype == array.dtype
+        assert mx.array_equal(loaded.arrays[name], array)
+
+
+@contextmanager
+def writer_held(store: BlockStore) -> Iterator[None]:
+    """Let turns wait; they are written afterwards."""
+    go_on, held = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        held.set()
+        go_on.wait(60)
+
+    store._writer.submit(wait)
+    assert held.wait(60)
+    try:
+        yield
+    finally:
+        go_on.set()
+        store.drain()
+
+
+def test_parts_outlive_the_process(store: BlockStore) -> None:
+    nodes = chain([1, 2], [3])
+    parts = [window(nodes[0]), window(nodes[1]), state(nodes[1])]
+    save_turn(store, nodes, "s", parts)
+    again = reopened(store)
+    assert parts_of(again, *nodes) == set(parts)
+    assert parts_of(again, nodes[0]) == {parts[0]}
+    assert part_files(again.folder) == names(*parts)
+    for part in parts:
+        check_holds(again, part, from_disk=True)
+        again.pool.trust([part.key])
+        check_holds(again, part, from_disk=False)
+    again.close()
+
+
+def test_unwritten_parts_are_found_in_ram(store: BlockStore) -> None:
+    nodes = chain([1, 2], [3])
+    with writer_held(store):
+        content = [(node, arrays_of(node)) for node in nodes]
+        part = state(nodes[1])
+        turn = Turn(ROOT, tuple(nodes), parts=(part,))
+        store.keep_turn(turn, content, [(part, arrays_of_part(part))])
+        assert parts_of(store, *nodes) == {part}
+        check_holds(store, part, from_disk=False)
+        assert part_files(store.folder) == set()
+    assert part_files(store.folder) == names(part)
+
+
+def test_blocks_without_parts_have_none(store: BlockStore) -> None:
+    nodes = chain(*([n] for n in range(1, 1200)))
+    save_turn(store, nodes[:3], "s", [state(nodes[2])])
+    found = store.parts([node.key for node in nodes])
+    assert found == {nodes[2].key: [state(nodes[2])]}
+    assert store.parts([]) == {}
+
+
+def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
+    nodes = chain(*([n] for n in range(1, 1200)))
+    store.drain()  # the sweep would take rows without files for leftovers
+    parts = [window(node) for node in nodes]
+    store.index.add_parts([(part, 1) for part in parts])
+    assert parts_of(store, *nodes) == set(parts)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE parts SET kind = 'state2'",
+        "UPDATE parts SET n_tokens = 1",
+        "UPDATE parts SET n_tokens = 'x'",
+        "UPDATE parts SET n_tokens = 1 << 40",
+        "UPDATE parts SET kind = x'00ff'",
+        "UPDATE parts SET key = x'00'",
+    ],
+)
+def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    store.pool.clear()
+    with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
+        db.execute(statement)
+    assert store.parts([node.key]) == {}
+    # It is found again when a turn has it anew.
+    save_turn(store, [node], "s", [state(node)])
+    again = reopened(store)
+    assert parts_of(again, node) == {state(node)}
+    check_holds(again, state(node), from_disk=True)
+    again.close()
+
+
+# Blocks that hold nothing.
+
+
+def test_blocks_without_arrays(store: BlockStore) -> None:
+    """Where every layer is recurrent, blocks are ids and text, and the state is all KV."""
+    nodes = chain([1, 2], [3])
+    part = state(nodes[1])
+    keys = tuple(node.key for node in nodes)
+    turn = Turn(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), parts=(part,))
+    store.keep_turn(turn, [(node, {}) for node in nodes], [(part, arrays_of_part(part))])
+    store.drain()
+    again = reopened(store)
+    assert again.children(ROOT.key) == [nodes[0]]
+    for from_disk in (True, False):
+        for node in nodes:
+            loaded = again.load(node, ROOT)
+            assert loaded is not None and loaded.arrays == {} and loaded.from_disk is from_disk
+        check_holds(again, part, from_disk=from_disk)
+        again.pool.trust([*keys, part.key])
+    assert again.index.n_blocks() == 2
+    path = block_path(again.folder, nodes[0].key)
+    again.pool.clear()
+    content = bytearray(path.read_bytes())
+    content[content.index(b"<1>")] ^= 1
+    path.write_bytes(content)
+    assert again.load(nodes[0], ROOT) is None
+    again.close()
+
+
+def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits) -> None:
+    store = BlockStore(tmp_path / "store", replace(limits, max_ram_bytes=2000))
+    nodes = chain(*(list(range(n, n + 30)) for n in range(100)))
+    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+    store.drain()
+    assert 1000 < store.pool.n_bytes <= 2000 and store.index.n_blocks() == 100
+    store.close()
+
+
+# Turns.
+
+
+def test_a_turn_writes_only_parts_that_are_new(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    part = state(nodes[1])
+    save_turn(store, nodes, "s", [part])
+    stamp = part_path(store.folder, part.key).stat().st_mtime_ns
+    store.pool.clear()
+    longer = chain([1], [2], [3])
+    save_turn(store, longer, "s", [part, state(longer[2])])
+    assert part_path(store.folder, part.key).stat().st_mtime_ns == stamp
+    assert parts_of(store, *longer) == {part, state(longer[2])}
+
+
+def test_a_part_for_a_block_that_is_on_disk(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s")
+    part = window(nodes[0])
+    store.keep_turn(Turn(ROOT, (), parts=(part,)), [], [(part, arrays_of_part(part))])
+    again = reopened(store)
+    assert parts_of(again, *nodes) == {part}
+    again.close()
+
+
+def test_a_part_for_a_block_that_is_nowhere_is_left_out(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[0])])
+    (elsewhere,) = chain([9])
+    save_turn(store, nodes, "s", [window(nodes[1]), state(elsewhere)], [state(nodes[0])])
+    assert part_files(store.folder) == names(state(nodes[0]), window(nodes[1]))
+    assert parts_of(store, nodes[0]) == {state(nodes[0])}, "superseded by what is not there"
+    again = reopened(store)
+    assert parts_of(again, elsewhere) == set()
+    again.close()
+
+
+def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[1]), window(nodes[1])])
+    longer = chain([1], [2], [3])
+    save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
+    assert parts_of(store, *longer) == {window(nodes[1]), state(longer[2])}
+    assert state(nodes[1]).key not in store.pool
+    assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
+    assert store.load(state(nodes[1]), ROOT) is None
+    assert store.gone(state(nodes[1]).key) is None
+
+
+def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)], [state(node)])
+    assert part_files(store.folder) == names(state(node))
+    check_holds(store, state(node), from_disk=False)
+
+
+@pytest.mark.parametrize("failing", ["commit_turn", "_put_session", "folder"])
+def test_a_failed_turn_supersedes_nothing(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[1])])
+    before = {path: path.read_bytes() for path in store.folder.glob("*/*/*")}
+    longer = chain([1], [2], [3])
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    new = part_path(store.folder, state(longer[2]).key)
+    with monkeypatch.context() as patch:
+        if failing == "folder":
+            new.parent.mkdir(exist_ok=True)
+            real = os.replace
+
+            def replace(source: Path, target: Path) -> None:
+                if target == new:
+                    raise OSError("no space left on device")
+                real(source, target)
+
+            patch.setattr(os, "replace", replace)
+        else:
+            patch.setattr(Index, failing, fail)
+        save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
+    assert store.counters.turns_not_saved == 1
+    assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
+    assert store.index.part_keys() == {state(nodes[1]).key}
+    # What could not be written is served from RAM, as is what it would have superseded.
+    check_holds(store, state(longer[2]), from_disk=False)
+    check_holds(store, state(nodes[1]), from_disk=False)
+    save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
+    assert part_files(store.folder) == names(state(longer[2]))
+
+
+def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None:
+    """Two branches: the second goes on from the state that the first leaves behind."""
+    nodes = chain([1], [2])
+    old = state(nodes[1])
+    save_turn(store, nodes, "s", [old])
+    one, two = chain([1], [2], [3]), chain([1], [2], [4])
+    with writer_held(store):
+        for branch, parts, superseded in (
+            (one, (state(one[2]),), (old,)),
+            (two, (old, state(two[2])), ()),
+        ):
+            new = [(branch[2], arrays_of(branch[2]))]
+            new_parts = [(part, arrays_of_part(part)) for part in parts if part != old]
+            turn = Turn(ROOT, tuple(branch), parts=parts, superseded=superseded)
+            store.keep_turn(turn, new, new_parts)
+    again = reopened(store)
+    assert parts_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
+    check_holds(again, old, from_disk=True)
+    again.close()
+
+
+def test_a_replaced_tail_takes_its_parts_along(store: BlockStore) -> None:
+    head, tail = chain([1], [2, 3])
+    save_turn(store, [head, tail], "s", [state(head), state(tail), window(tail)])
+    longer = chain([1], [2, 3, 4])
+    save_turn(store, longer, "s", [state(longer[1])], replaced=((tail.key, longer[1].key),))
+    assert part_files(store.folder) == names(state(head), state(longer[1]))
+    assert store.index.part_keys() == {state(head).key, state(longer[1]).key}
+    assert parts_of(store, head, tail, *longer) == {state(head), state(longer[1])}
+
+
+def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed right behind it leaves files without rows, and those are swept."""
+    head, tail = chain([1], [2, 3])
+    save_turn(store, [head, tail], "s", [state(head), state(tail)])
+    longer = chain([1], [2, 3, 4])
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        parts, superseded = [state(longer[1])], [state(head)]
+        replaced = ((tail.key, longer[1].key),)
+        save_turn(store, longer, "s", parts, superseded, replaced=replaced)
+    assert store.index.part_keys() == {state(longer[1]).key}
+    assert len(part_files(store.folder)) == 3
+    again = reopened(store)
+    again.drain()
+    assert part_files(again.folder) == names(state(longer[1]))
+    again.close()
+
+
+def test_too_much_that_waits_counts_parts(store: BlockStore) -> None:
+    one, two = chain([1]), chain([2])
+    content = arrays_of_part(state(one[0]))
+    store._writer.max_bytes = sum(array.nbytes for array in content.values()) * 3 // 2
+    with writer_held(store):
+        for nodes in (one, two):
+            part = state(nodes[0])
+            turn = Turn(ROOT, tuple(nodes), parts=(part,))
+            store.keep_turn(turn, [(nodes[0], {})], [(part, arrays_of_part(part))])
+    assert store.counters.turns_not_saved == 1
+    assert part_files(store.folder) == names(state(two[0]))
+    # It is in RAM, and may go.
+    entry = store.pool.get(state(one[0]).key)
+    assert entry is not None and not entry.pins and not entry.on_disk
+
+
+def test_hourly_writes_count_parts(tmp_path: Path, limits: StoreLimits) -> None:
+    store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
+    (node,) = chain([1])
+    keys = (node.key,)
+    turn = Turn(ROOT, (node,), Leaf("s", node.key, 1, keys), parts=(state(node),))
+    store.keep_turn(turn, [(node, {})], [(state(node), arrays_of_part(state(node)))])
+    store.drain()
+    assert store.counters.turns_not_saved == 1 and part_files(store.folder) == set()
+    store.keep_turn(replace(turn, parts=()), [], [])
+    store.drain()
+    assert store.counters.turns_saved == 1
+    store.close()
+
+
+# Room.
+
+
+def tight(store: BlockStore, n_bytes: int) -> DiskStore:
+    """Close a store and open its folder with a budget of so many bytes less than it has."""
+    store.close()
+    disk = DiskStore(store.folder, store.limits)
+    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - n_bytes)
+    return disk
+
+
+def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> None:
+    old, new = chain([1], [2]), chain([3], [4])
+    save_turn(store, old, "old", [window(old[0])])
+    save_turn(store, new, "new", [state(new[1])])
+    store.touch(old[1].key)  # as a chain without its part: that is older than all else now
+    store.drain()
+    disk = tight(store, 1)
+    assert disk.make_room(0)
+    assert disk.index.part_keys() == {state(new[1]).key} and disk.index.n_blocks() == 4
+    assert disk.gone(window(old[0]).key) is Gone.EVICTED
+    assert not part_path(disk.folder, window(old[0]).key).exists()
+    # Then a leaf, which takes its parts along.
+    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - 1)
+    assert disk.make_room(0)
+    assert new[1].key not in disk.index and disk.index.part_keys() == set()
+    assert part_files(disk.folder) == set()
+    assert disk.gone(state(new[1]).key) is Gone.EVICTED
+    disk.close()
+
+
+def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3])
+    save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
+    disk = tight(store, 1)
+    assert disk.make_room(0)
+    assert nodes[2].key not in disk.index
+    assert disk.index.part_keys() == {state(nodes[0]).key}
+    disk.close()
+
+
+def test_parts_that_are_used_stay(store: BlockStore) -> None:
+    one, two = chain([1], [2]), chain([3], [4])
+    save_turn(store, one, "one", [state(one[0])])
+    save_turn(store, two, "two", [state(two[0])])
+    store.touch(one[1].key, [state(one[0])])
+    store.touch(two[1].key)
+    store.drain()
+    disk = tight(store, 1)
+    assert disk.make_room(0)
+    assert disk.index.part_keys() == {state(one[0]).key}
+    disk.close()
+
+
+def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(node) for node in nodes])
+    store.touch(nodes[1].key, [state(nodes[0])])
+    store.pool.max_bytes = store.pool.get(state(nodes[0]).key).n_bytes  # type: ignore[union-attr]
+    store.pool.unpin([])
+    assert parts_in_ram(store, *nodes) == {state(nodes[0])}
+
+
+def parts_in_ram(store: BlockStore, *nodes: Node) -> set[Part]:
+    return set(store.pool.parts(node.key for node in nodes))
+
+
+def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
+    pinned, other = chain([1], [2]), chain([1], [3], [4])
+    save_turn(store, pinned, "pinned", [window(pinned[0]), state(pinned[1])])
+    save_turn(store, other, "other", [state(other[1]), state(other[2])])
+    (session,) = [s for s in store.index.sessions() if s.name == "pinned"]
+    store.disk.set_pinned(session, True)
+    disk = tight(store, 1)
+    disk.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.make_room(0)
+    assert disk.index.keys() == {node.key for node in pinned}
+    assert disk.index.part_keys() == {window(pinned[0]).key, state(pinned[1]).key}
+    disk.close()
+
+
+def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
+    one, two = chain([1], [2]), chain([3])
+    save_turn(store, one, "one", [state(one[0]), state(one[1])])
+    save_turn(store, two, "two", [state(two[0])])
+    with writer_held(store):
+        # Of blocks that are in the turn, and of one that is not.
+        store.keep_turn(Turn(ROOT, tuple(one[:1]), parts=(state(one[0]),)), [])
+        store.keep_turn(Turn(ROOT, (), parts=(window(one[1]),)), [])
+        keep = store._writer.waiting_keys()
+    assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
+    disk = tight(store, 1)
+    disk.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.make_room(0, keep=keep)
+    assert disk.index.keys() == {node.key for node in one}
+    assert disk.index.part_keys() == {state(one[0]).key}
+    disk.close()
+
+
+def test_parts_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
+    limits = StoreLimits(max_ram_bytes=4 << 20, max_disk_bytes=600 << 10)
+    store = BlockStore(tmp_path / "store", limits)
+    for n in range(12):
+        nodes = chain([n], [n + 100])
+        save_turn(store, nodes, f"s{n}", [state(nodes[0]), state(nodes[1])])
+        assert store.disk.used_bytes() <= limits.max_disk_bytes
+        on_disk = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
+        assert on_disk <= limits.max_disk_bytes
+        assert store.index.n_bytes() == sum(
+            path.stat().st_size for path in store.folder.glob("*/*/*.safetensors")
+        )
+    assert store.counters.turns_saved == 12 and store.index.n_parts() >= 2
+    (node,) = chain([99])
+    big = {"big": mx.zeros((700 << 10,), mx.uint8)}
+    mx.eval(big)
+    store.keep_turn(Turn(ROOT, (node,), parts=(state(node),)), [(node, {})], [(state(node), big)])
+    store.drain()
+    assert store.counters.turns_not_saved == 1
+    assert node.key not in store.index and state(node).key not in store.index.part_keys()
+    store.close()
+
+
+# What cannot be had.
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    (node,) = chain([1])
+    part, other = state(node), window(node)
+    save_turn(store, [node], "s", [part, other])
+    store.pool.clear()
+    path = part_path(store.folder, part.key)
+    damage(path)
+    with writer_held(store):
+        assert store.load(part, ROOT) is None
+        assert parts_of(store, node) == {other}, "it is offered again"
+    assert f"part {part.key.hex()} goes to quarantine" in caplog.text
+    assert store.counters.blocks_quarantined == 1
+    assert not path.exists() and store.gone(part.key) is Gone.QUARANTINED
+    assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
+        ".json",
+        ".safetensors",
+    ]
+    # The block and its other part are as they were; the part can be kept anew.
+    check_holds(store, other, from_disk=True)
+    assert store.load(node, ROOT) is not None
+    save_turn(store, [node], "s", [part])
+    store.pool.clear()
+    check_holds(store, part, from_disk=True)
+
+
+def hold_writer(store: BlockStore) -> threading.Event:
+    """Let the store's writer wait for an event."""
+    event = threading.Event()
+
+    def wait() -> None:
+        event.wait()
+
+    store._writer.submit(wait)
+    return event
+
+
+def test_what_goes_to_quarantine_is_gone_while_it_goes(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer takes it out of the index after this was read, and before the answer is made."""
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    for name, ask, key in (
+        ("parts", lambda: parts_of(store, node), state(node).key),
+        ("children", lambda: set(store.children(ROOT.key)), node.key),
+    ):
+        may_go = hold_writer(store)
+        store.quarantine(key, "canary")
+        read = getattr(store.index, name)
+
+        def read_and_let_go(*args: Any, read: Any = read, may_go: Any = may_go) -> Any:
+            found = list(read(*args))
+            may_go.set()
+            store.drain()
+            return found
+
+        monkeypatch.setattr(store.index, name, read_and_let_go)
+        assert ask() == set()
+        assert may_go.is_set()
+
+
+def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    store.quarantine(state(node).key, "canary")
+    assert parts_of(store, node) == set()
+    store.drain()
+    assert part_files(store.folder) == set() and node.key in store
+    assert f"part {state(node).key.hex()} goes to quarantine: canary" in caplog.text
+
+
+def test_a_block_in_quarantine_takes_its_parts_along(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
+    store.quarantine(nodes[1].key, "canary")
+    assert parts_of(store, nodes[0]) == {state(nodes[0])}
+    assert state(nodes[1]).key not in store.pool
+    store.drain()
+    assert parts_of(store, *nodes) == {state(nodes[0])}
+    assert part_files(store.folder) == names(state(nodes[0]))
+
+
+def test_a_part_whose_file_is_gone(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    store.pool.clear()
+    part_path(store.folder, state(node).key).unlink()
+    with writer_held(store):
+        assert store.load(state(node), ROOT) is None
+        assert parts_of(store, node) == set()
+    assert "is no longer on disk" in caplog.text
+    assert store.index.part_keys() == set() and node.key in store.index
+    assert not (store.folder / "quarantine").exists()
+
+
+def test_swapped_parts(store: BlockStore) -> None:
+    """Whole files, right checksums, wrong names."""
+    nodes = chain([1], [2])
+    parts = [state(node) for node in nodes]
+    save_turn(store, nodes, "s", parts)
+    store.pool.clear()
+    one, two = (part_path(store.folder, part.key) for part in parts)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    for part in parts:
+        assert store.load(part, ROOT) is None
+    store.drain()
+    assert part_files(store.folder) == set()
+
+
+def test_a_part_of_another_model(store: BlockStore) -> None:
+    (node,) = chain([1])
+    part = state(node)
+    save_turn(store, [node], "s", [part])
+    store.pool.clear()
+    part_path(store.folder, part.key).unlink()
+    other = Root("another", ROOT.precision)
+    write_part(store.folder, part, other, arrays_of_part(part), fsync=False)
+    assert store.load(part, ROOT) is None
+    store.drain()
+    assert part_files(store.folder) == set()
+
+
+def test_a_part_that_another_process_removes(
+    store: BlockStore, limits: StoreLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two stores on one folder: None for who is about to load it; then it can be written anew."""
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "s", [state(nodes[1])])
+    store.pool.clear()
+    (offered,) = parts_of(store, nodes[1])
+    other = BlockStore(store.folder, limits)
+    longer = chain([1], [2], [3])
+    save_turn(other, longer, "s", [state(longer[2])], [offered])
+    with caplog.at_level(logging.WARNING):
+        assert store.load(offered, ROOT) is None
+    store.drain()
+    assert store.counters.blocks_quarantined == 0 and not store.counters.failures
+    assert parts_of(store, *longer) == {state(longer[2])}
+    check_holds(store, state(longer[2]), from_disk=True)
+    # A turn that was to go on from it is saved all the same, without it.
+    branch = chain([1], [2], [4])
+    turn = Turn(ROOT, tuple(branch), parts=(offered, state(branch[2])))
+    new = [(branch[2], arrays_of(branch[2]))]
+    store.keep_turn(turn, new, [(state(branch[2]), arrays_of_part(state(branch[2])))])
+    store.drain()
+    assert store.index.part_keys() == {state(longer[2]).key, state(branch[2]).key}
+    other.close()
+
+
+def test_a_part_that_goes_while_it_is_read(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+    store.pool.clear()
+    real = mx.load
+
+    def load(path: str, **options: Any) -> Any:
+        Path(path).unlink()
+        return real(path, **options)
+
+    monkeypatch.setattr(mx, "load", load)
+    assert store.load(state(node), ROOT) is None
+    assert store.counters.blocks_quarantined == 0
+
+
+def test_an_index_that_cannot_be_read(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s", [state(node)])
+
+    def fail(*args: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Index, "parts", fail)
+    assert parts_of(store, node) == {state(node)}  # what is in RAM
+    store.pool.clear()
+    assert parts_of(store, node) == set()
+    assert "cannot read the index" in caplog.text
+
+
+def test_stats_count_parts(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    content = save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
+    stats = store.stats()
+    in_ram = sum(array.nbytes for part in map(state, nodes) for array in content[part.key].values())
+    sizes = [path.stat().st_size for path in (store.folder / "parts").glob("*/*")]
+    assert (stats["ram"]["blocks"], stats["ram"]["parts"]) == (2, 2)
+    assert stats["ram"]["part_bytes"] == in_ram < stats["ram"]["bytes"]
+    assert (stats["disk"]["blocks"], stats["disk"]["parts"]) == (2, 2)
+    assert stats["disk"]["part_bytes"] == sum(sizes) < stats["disk"]["bytes"]

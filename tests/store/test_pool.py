@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock, KVPart
+
+from .conftest import ROOT, chain, state, window
+
+
+def filled(pool: BlockPool, nodes: list[Node], *, pinned: bool = False) -> list[bytes]:
+    for node in nodes:
+        pool.put(KVBlock(node, arrays=object(), n_bytes=10, pins=int(pinned)))
+    return [node.key for node in nodes]
+
+
+def test_least_recently_used_leaves_go_first() -> None:
+    pool = BlockPool(max_bytes=50)
+    old = filled(pool, chain([1], [2], [3]))
+    filled(pool, chain([4], [5], [6]))
+    assert pool.n_bytes == 50
+    # The old conversation lost its last block, and only that.
+    assert [key in pool for key in old] == [True, True, False]
+    assert [node.key for node in pool.children(old[0])] == [old[1]]
+    assert pool.children(old[1]) == []
+
+
+def test_using_a_chain_keeps_it() -> None:
+    pool = BlockPool(max_bytes=40)
+    first, second = filled(pool, chain([1], [2])), filled(pool, chain([3], [4]))
+    pool.touch(first)
+    filled(pool, chain([5]))
+    assert all(key in pool for key in first)
+    assert [key in pool for key in second] == [True, False]
+
+
+def test_pinned_blocks_stay_until_written() -> None:
+    pool = BlockPool(max_bytes=20)
+    keys = filled(pool, chain([1], [2], [3], [4]), pinned=True)
+    assert pool.n_bytes == 40
+    pool.unpin([keys[3]])
+    assert pool.n_bytes == 30 and keys[3] not in pool
+    pool.unpin(keys[:3])
+    assert pool.n_bytes == 20
+
+
+def test_an_equal_block_is_kept_once() -> None:
+    pool = BlockPool(max_bytes=100)
+    (node,) = chain([1])
+    first = KVBlock(node, object(), 10)
+    pool.put(first)
+    pool.put(KVBlock(node, object(), 10, pins=1))
+    assert pool.get(node.key) is first and first.pins == 1
+    assert (len(pool), pool.n_bytes) == (1, 10)
+    pool.drop(node.key)
+    assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])
+
+
+def test_parts_go_by_age_and_hold_nobody() -> None:
+    pool = BlockPool(max_bytes=40)
+    nodes = chain([1], [2], [3])
+    keys = filled(pool, nodes[:2])
+    parts = [state(nodes[0]), state(nodes[1])]
+    for part in parts:
+        pool.put(KVPart(part, object(), 10, on_disk=True))
+    assert (len(pool), pool.n_bytes, pool.n_parts, pool.n_part_bytes) == (4, 40, 2, 20)
+    assert pool.parts(keys) == parts
+    pool.touch([parts[0].key])
+    # The leaf is the oldest of what may go, part or not.
+    filled(pool, chain([9]))
+    assert [key in pool for key in keys] == [True, False]
+    filled(pool, chain([8]))
+    assert pool.parts(keys) == parts[:1] and (pool.n_parts, pool.n_part_bytes) == (1, 10)
+
+
+def test_pinned_parts_stay_until_written() -> None:
+    pool = BlockPool(max_bytes=10)
+    nodes = chain([1], [2])
+    for node in nodes:
+        pool.put(KVPart(state(node), object(), 10, pins=1))
+    assert pool.n_bytes == 20
+    pool.unpin([state(nodes[1]).key])
+    assert pool.parts([node.key for node in nodes]) == [state(nodes[0])]
+
+
+def test_an_equal_part_is_kept_once() -> None:
+    pool = BlockPool(max_bytes=100)
+    (node,) = chain([1])
+    first = KVPart(state(node), object(), 10)
+    pool.put(first)
+    pool.put(KVPart(state(node), object(), 10, pins=1))
+    assert pool.get(state(node).key) is first and first.pins == 1
+    assert (len(pool), pool.n_bytes, pool.n_parts) == (1, 10, 1)
+    pool.drop(state(node).key)
+    assert (len(pool), pool.n_bytes, pool.n_parts, pool.n_part_bytes) == (0, 0, 0, 0)
+    assert pool.parts([node.key]) == []
+
+
+def test_a_dropped_block_takes_its_parts_along() -> None:
+    pool = BlockPool(max_bytes=100)
+    nodes = chain([1], [2])
+    filled(pool, nodes)
+    for node in nodes:
+        pool.put(KVPart(state(node), object(), 10))
+        pool.put(KVPart(window(node), object(), 10))
+    pool.drop(nodes[1].key)
+    assert pool.parts([node.key for node in nodes]) == [state(nodes[0]), window(nodes[0])]
+    assert pool.n_bytes == 30
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_parts_of_a_block_that_is_nowhere_else_go_with_it(on_disk: bool) -> None:
+    pool = BlockPool(max_bytes=50)
+    nodes = chain([1], [2])
+    filled(pool, nodes[:1])
+    pool.put(KVBlock(nodes[1], object(), 10, on_disk=on_disk))
+    pool.put(KVPart(state(nodes[1]), object(), 10))
+    pool.put(KVPart(window(nodes[1]), object(), 10, pins=1))
+    filled(pool, chain([8], [9]))
+    assert nodes[1].key not in pool
+    left = [window(nodes[1])]
+    assert pool.parts([nodes[1].key]) == ([state(nodes[1]), *left] if on_disk else left)
+
+
+def test_blocks_of_no_bytes() -> None:
+    pool = BlockPool(max_bytes=10)
+    nodes = chain(*([n] for n in range(1, 50)))
+    for node in nodes:
+        pool.put(KVBlock(node, {}, 0))
+    assert len(pool) == 49 and pool.n_bytes == 0
+    pool.put(KVPart(state(nodes[-1]), object(), 20))
+    # What goes makes no room until the part itself is the oldest; then it goes.
+    assert pool.n_bytes == 0 and pool.n_parts == 0

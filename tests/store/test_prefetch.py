@@ -1,0 +1,187 @@
+"""What is read ahead stays until it is used, within half of the budget, whatever happens."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.store.block_store import BlockStore, ReadAhead, StoreLimits
+from mlx_lm_kvpersist.store.files import block_path
+from tests.support import wait_until
+
+from .conftest import ROOT, arrays_of, chain, save_turn
+
+BLOCK_BYTES = 70_000
+"""About; 2 * 64 * 128 * 4 bytes of weights."""
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Node]]]:
+    """Ten blocks on disk, none in RAM, where ten fit."""
+    store = BlockStore(tmp_path / "store", StoreLimits(10 * BLOCK_BYTES, 1 << 30))
+    nodes = chain(*([n] for n in range(10)))
+    save_turn(store, nodes)
+    store.pool.clear()
+    yield store, nodes
+    store.close()
+
+
+def begin(store: BlockStore, nodes: list[Node]) -> ReadAhead:
+    ahead = store.read_ahead([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    wait_until(ahead.is_done, "reading ahead")
+    return ahead
+
+
+def in_ram(store: BlockStore, nodes: list[Node]) -> int:
+    return sum(node.key in store.pool for node in nodes)
+
+
+def fill(store: BlockStore, n_blocks: int = 10) -> None:
+    """Keep as many other blocks in RAM as fit."""
+    nodes = chain(*([100 + n] for n in range(n_blocks)))
+    store.keep((node, arrays_of(node)) for node in nodes)
+
+
+def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: Any) -> None:
+    store, nodes = stored
+    ahead = begin(store, nodes[:3])
+    loaded = [store.load(node, ROOT) for node in nodes[:3]]
+    assert all(one.from_disk and one.before_s > 0 for one in loaded)
+    assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [True] * 3
+    store.pool.trust(node.key for node in nodes[:3])
+    assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [False] * 3
+    ahead.release()
+
+
+def test_it_takes_half_of_the_budget_and_stays(stored: Any) -> None:
+    store, nodes = stored
+    ahead = begin(store, nodes)
+    assert in_ram(store, nodes) == 5
+    other = begin(store, nodes[5:])
+    assert in_ram(store, nodes) == 5
+    fill(store)
+    assert in_ram(store, nodes) == 5
+    assert store.pool.n_bytes <= store.pool.max_bytes
+    ahead.release()
+    ahead.release()
+    fill(store, 20)
+    assert in_ram(store, nodes) == 0
+    assert begin(store, nodes).n_bytes > 0
+    other.release()
+
+
+def test_what_was_in_ram_stays_too(stored: Any) -> None:
+    store, nodes = stored
+    assert store.load(nodes[0], ROOT)
+    ahead = begin(store, nodes[:1])
+    fill(store, 20)
+    assert in_ram(store, nodes) == 1
+    ahead.release()
+    fill(store, 20)
+    assert in_ram(store, nodes) == 0
+
+
+def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
+    """Their blocks may not go, nor may the budget be exceeded for what is only read."""
+    store, nodes = stored
+    others = chain(*([100 + n] for n in range(10)))
+    store.keep((node, arrays_of(node)) for node in others)
+    pinned = store.pool.pin(node.key for node in others)
+    n_bytes = store.pool.n_bytes
+    begin(store, nodes)
+    assert store.pool.n_bytes <= max(n_bytes, store.pool.max_bytes)
+    assert all(node.key in store.pool for node in others[: len(pinned)])
+
+
+def test_a_release_while_it_reads_holds_nothing(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, nodes = stored
+    reading, may_go_on = threading.Event(), threading.Event()
+    read = store._reader._read
+
+    def slowly(*args: Any) -> Any:
+        reading.set()
+        may_go_on.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(store._reader, "_read", slowly)
+    ahead = store.read_ahead([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    assert reading.wait(10)
+    ahead.release()
+    may_go_on.set()
+    wait_until(ahead.is_done, "the end of reading")
+    assert in_ram(store, nodes) == 1
+    assert [entry.pins for entry in store.pool._entries.values()] == [0]
+
+
+def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -> None:
+    """A turn that waits to be written must not lose its pin to what was read ahead before."""
+    store, nodes = stored
+    ahead = begin(store, nodes[:1])
+    store.pool.drop(nodes[0].key)
+    store.keep([(nodes[0], arrays_of(nodes[0]))])
+    store.pool.pin([nodes[0].key])
+    ahead.release()
+    entry = store.pool.get(nodes[0].key)
+    assert entry is not None and entry.pins == 1
+    store.pool.unpin([nodes[0].key])
+
+
+def test_what_cannot_be_read_ends_it(stored: Any) -> None:
+    store, nodes = stored
+    block_path(store.folder, nodes[2].key).unlink()
+    begin(store, nodes)
+    assert in_ram(store, nodes) == 2
+    store.drain()
+    assert nodes[2].key not in store.index
+
+
+def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
+    """Whatever happens to files meanwhile, each answer is whole or None, and in order."""
+    store, nodes = stored
+    rng = random.Random(3)
+    kept = {node.key: block_path(store.folder, node.key).read_bytes() for node in nodes}
+    for _ in range(30):
+        store.pool.clear()
+        store._lost.clear()
+        for node in nodes:
+            path = block_path(store.folder, node.key)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(kept[node.key])
+        bad = rng.choice(nodes)
+        aheads = [store.read_ahead([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
+        block_path(store.folder, bad.key).unlink(missing_ok=True)
+        loaded = list(store.load_all(nodes, ROOT))
+        for node, one in zip(nodes, loaded, strict=True):
+            assert one is not None or node is bad
+        for ahead in aheads:
+            ahead.release()
+            wait_until(ahead.is_done, "the end of reading")
+        assert store.pool.n_bytes <= store.pool.max_bytes
+        store.drain()  # what was not there is forgotten by then
+    assert not any(entry.pins for entry in store.pool._entries.values())
+
+
+def test_load_all_reads_little_beyond_what_is_taken(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, nodes = stored
+    read, n_read = store._reader._read, []
+
+    def counted(*args: Any) -> Any:
+        n_read.append(1)
+        return read(*args)
+
+    monkeypatch.setattr(store._reader, "_read", counted)
+    coming = store.load_all(nodes, ROOT)
+    assert next(coming) is not None
+    coming.close()
+    store.close()
+    assert len(n_read) <= 4

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import random
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Node, common_prefix
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.index_file import INDEX_FORMAT
+
+from .conftest import ROOT, arrays_of, chain, save_turn
+
+
+def reopened(store: BlockStore) -> BlockStore:
+    store.close()
+    return BlockStore(store.folder, store.limits)
+
+
+def test_blocks_outlive_the_process(store: BlockStore) -> None:
+    nodes = chain([1, 2], [3])
+    content = save_turn(store, nodes, name="s")
+    again = reopened(store)
+    assert again.children(ROOT.key) == [nodes[0]]
+    assert again.children(nodes[0].key) == [nodes[1]]
+    assert [x.leaf for x in again.index.sessions() if x.name == "s"] == [nodes[1].key]
+    for node in nodes:
+        loaded = again.load(node, ROOT)
+        assert loaded is not None and loaded.from_disk
+        assert loaded.arrays.keys() == content[node.key].keys()
+        for name, array in content[node.key].items():
+            assert mx.array_equal(loaded.arrays[name], array)
+        again.pool.trust([node.key])
+        hot = again.load(node, ROOT)
+        assert hot is not None and not hot.from_disk
+    again.close()
+
+
+def test_unwritten_blocks_are_found_in_ram(store: BlockStore) -> None:
+    (node,) = chain([1, 2, 3])
+    store.keep([(node, arrays_of(node))])
+    assert store.children(ROOT.key) == [node]
+    assert node.key in store and node.key not in store.index
+
+
+def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
+    first = chain([1], [2])
+    save_turn(store, first, "s")
+    stamps = {node.key: block_path(store.folder, node.key).stat().st_mtime_ns for node in first}
+    save_turn(store, chain([1], [2], [3]), "s")
+    assert store.index.n_blocks() == 3
+    for key, stamp in stamps.items():
+        assert block_path(store.folder, key).stat().st_mtime_ns == stamp
+
+
+def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2]), "s")
+    longer = chain([1], [2], [3])
+    save_turn(store, longer, "s")
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == [longer[-1].key]
+    # A branch is a second leaf; the first stays.
+    branch = chain([1], [9])
+    save_turn(store, branch, "s")
+    assert set([x.leaf for x in store.index.sessions() if x.name == "s"]) == {
+        longer[-1].key,
+        branch[-1].key,
+    }
+
+
+def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> None:
+    head, tail = chain([1], [2, 3])
+    save_turn(store, [head, tail], "s")
+    save_turn(store, [head, tail], "other")
+    longer = chain([1], [2, 3, 4])
+    save_turn(store, longer, "s", replaced=((tail.key, longer[1].key),))
+    assert tail.key not in store
+    assert not block_path(store.folder, tail.key).exists()
+    for name in ("s", "other"):
+        assert [x.leaf for x in store.index.sessions() if x.name == name] == [longer[1].key]
+
+
+def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2], [3]), "old")
+    save_turn(store, chain([4], [5], [6]), "used")
+    store.touch(chain([1], [2], [3])[-1].key)
+    store.drain()
+    one_block = store.index.n_bytes() // 6
+    store.close()
+    tight = DiskStore(store.folder, store.limits)
+    tight.limits = replace(tight.limits, max_disk_bytes=tight.used_bytes() - one_block * 2)
+    assert tight.make_room(0)
+    assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
+    assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
+    assert [session.name for session in tight.index.sessions()] == ["old"]
+    assert len(list((store.folder / "blocks").glob("*/*"))) == tight.index.n_blocks()
+    tight.close()
+
+
+def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes)
+    store.pool.clear()
+    path = block_path(store.folder, nodes[1].key)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert store.load(nodes[1], ROOT) is None
+    block_path(store.folder, nodes[0].key).unlink()
+    assert store.load(nodes[0], ROOT) is None
+    store.drain()
+    assert nodes[0].key not in store.index and nodes[1].key not in store.index
+
+
+def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.drain()
+    assert store.index.n_blocks() == 2
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
+
+
+def test_a_failed_write_commits_nothing(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = chain([1], [2])
+    (store.folder / "blocks").write_text("in the way")
+    save_turn(store, nodes, "s")
+    assert store.index.n_blocks() == 0
+    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
+    assert "cannot save a turn" in caplog.text
+    # What could not be written is still served from RAM, and may go when RAM is needed.
+    block = store.pool.get(nodes[0].key)
+    assert block is not None and not block.pins
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {INDEX_FORMAT + 1}")
+    db.close()
+    with pytest.raises(StoreFormatError, match=f"format {INDEX_FORMAT + 1}"):
+        Index(path)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, limits: StoreLimits) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="--kvpersist-dir"):
+        BlockStore(tmp_path / "file" / "store", limits)
+
+
+def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
+    """What is left out has no more in common with the text ahead than what is returned."""
+    rng = random.Random(5)
+
+    def word() -> str:
+        return "".join(rng.choice("ab") for _ in range(rng.randrange(1, 12)))
+
+    nodes = []
+    for n in range(400):
+        packed = pack_ids([n])
+        nodes.append(Node(block_key(ROOT.key, packed), ROOT.key, 0, packed, word()))
+    store.drain()  # the sweep would take blocks without files for leftovers
+    store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
+    for _ in range(300):
+        ahead = word() + word()
+        found = store.index.children(ROOT.key, ahead)
+        whole = {node.key for node in nodes if ahead.startswith(node.text)}
+        assert whole <= {node.key for node in found}
+        best = max(common_prefix(node.text, ahead, 0) for node in nodes)
+        assert max(common_prefix(node.text, ahead, 0) for node in found) == best
+        assert len(found) < len(nodes) // 2
