@@ -83,7 +83,7 @@ def layout_of(name: str, models_dir: Path) -> Layout:
 
 def refuse_windows(layout: Layout) -> None:
     """End with one line where blocks alone are not all that is stored."""
-    if not layout.spec.is_plain:
+    if not layout.spec.any_prefix:
         raise SystemExit(
             f"{layout.name} has layers with windows or states, which are stored as parts; "
             "this measures blocks alone: choose a model all of whose layers hold every token"

@@ -18,9 +18,9 @@ from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key
 from .cache.batch import BatchQuantizedKVCache
+from .cache.calibration import with_plans
 from .cache.fingerprint import content_hash, model_fingerprint
 from .cache.plain import PlainBatchKVCache
-from .cache.plans import with_plans
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
 from .cache.warm_up import warm_up

@@ -16,9 +16,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from . import packed as pk
+from .attention_plan import AttentionPlan
 from .fetch import PackedCache
 from .packed import Packed
-from .plan import AttentionPlan
 from .precision import KVPrecision
 from .quantized import SequenceQuantizedKVCache
 

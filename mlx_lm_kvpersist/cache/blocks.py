@@ -16,15 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from .slots import held, slots_of, tokens
+from .slots import cached_positions, slots_of, tokens
 from .spec import LayerGroup, ModelCacheSpec, arrays_fit
 
 __all__ = [
     "BLOCK_TOKENS",
     "copied",
     "copy_state",
-    "held_tokens",
     "n_bytes",
+    "n_cached_tokens",
     "prefers_few_copies",
     "split_blocks",
     "split_windows",
@@ -41,7 +41,7 @@ _WINDOW_BYTES = 64 << 20
 """Bytes to evaluate at once: enough to keep a device busy, too little to matter in its memory."""
 
 
-def held_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
+def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     """Return how many tokens all caches have seen; None when no cache counts them.
 
     Raises:
@@ -54,8 +54,8 @@ def held_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
         if number not in used and not slot.empty():
             raise ValueError(f"cache {number}, which the model did not use, holds something")
     groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
-    counts = {held(slots[number])[1] for group in groups for number in group.slots}
-    if len(counts) > 1 and not spec.is_plain:
+    counts = {cached_positions(slots[number])[1] for group in groups for number in group.slots}
+    if len(counts) > 1 and not spec.any_prefix:
         raise ValueError(f"caches of one sequence have seen {sorted(counts)} tokens")
     return min(counts, default=None)
 

@@ -1,8 +1,8 @@
-"""Which way of attending is quickest on this device, for one model's shapes: measured, once.
+"""Measure which attention strategy is quickest on this device for one model's shapes.
 
-Each phase (see `plan`) starts with few tokens and grows while its time allows, since the same
-work takes microseconds on one device and seconds on another. The ways take turns, so that a
-disturbance hits all of them. The result is kept in a JSON file.
+Each phase (see `attention_plan`) starts with few tokens and grows while its time allows, because
+the same work takes microseconds on one device and seconds on another. The strategies take turns,
+so that a disturbance hits all of them. The result is kept in a JSON file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from functools import partial
 from importlib.metadata import version
 from math import inf
@@ -36,12 +37,14 @@ from .attention import (
     packed_attention,
     tiled_attention,
 )
-from .observe import AttentionShape
+from .attention_plan import PHASES, AttentionPlan, forced_plan
+from .observe import AttentionShape, probe_packed
 from .packed import Packed
-from .plan import PHASES, AttentionPlan, forced_plan
 from .precision import KVPrecision
+from .slots import replaced, slots_of
+from .spec import ModelCacheSpec
 
-__all__ = ["calibrate", "device_key"]
+__all__ = ["calibrate", "device_key", "with_plans"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,35 @@ _LADDERS: Mapping[str, tuple[_Work, ...]] = {
     "decode": tuple(_Work(1, 1, n_keys) for n_keys in (128, 512, 2048, 8192, 32768)),
     "batch_decode": tuple(_Work(8, 1, n_keys) for n_keys in (32, 128, 512, 2048, 8192)),
 }
+
+
+def with_plans(
+    model: Any,
+    spec: ModelCacheSpec,
+    cache_file: Path | None,
+    choice: Strategy | Literal["auto"] = "auto",
+) -> ModelCacheSpec:
+    """Return the spec with a plan for every quantized group, measured on this device if need be.
+
+    A probe forward says which groups the model can attend to packed, and with how many query
+    heads; the others are dequantized. See `calibrate` for `cache_file` and `choice`.
+    """
+    plans: dict[str, AttentionPlan] = {}
+    slots = slots_of(spec.make_cache())
+    for group in spec.full:
+        if group.precision is None or group.keys is None:
+            continue
+        found = probe_packed(model, spec.make_cache, group.slots)
+        shapes = {found[slot] for slot in group.slots}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        if shape is None:
+            plan = AttentionPlan()
+        else:
+            plan = calibrate(shape, group.precision, group.keys.mx_dtype, True, cache_file, choice)
+        plans[group.name] = plan
+        for slot in group.slots:
+            slots[slot].plan = plan
+    return replace_fields(spec, template=replaced(spec.template, slots), plans=plans)
 
 
 def calibrate(

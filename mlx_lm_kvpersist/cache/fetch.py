@@ -9,8 +9,8 @@ from mlx_lm.models.cache import _BaseCache
 
 from . import packed as pk
 from .attention import PackedKV
+from .attention_plan import AttentionPlan
 from .packed import Packed
-from .plan import AttentionPlan
 from .precision import KVPrecision
 
 __all__ = ["PackedCache"]

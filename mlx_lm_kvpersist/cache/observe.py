@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from .attention import PackedKV
-from .plan import forced_plan
+from .attention_plan import forced_plan
 from .quantized import SequenceQuantizedKVCache
 from .slots import slots_of
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 from ..errors import ModelNotSupported
 from .precision import KVPrecision, PrecisionChoice
 from .quantized import SequenceQuantizedKVCache
-from .slots import COMPOSITE, KEPT, REFUSED, Kind, replaced, slots_of, window_of
+from .slots import COMPOSITE, KEPT, REFUSED, GroupKind, replaced, slots_of, window_of
 from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
 
 __all__ = ["probe_spec"]
@@ -125,12 +125,12 @@ def _groups(
     groups = []
     for number, ((_, cls, form), slots) in enumerate(slots_by_form.items()):
         kind, name, cache = KEPT[cls], str(number), cls.__name__
-        if kind is Kind.RECURRENT:
+        if kind is GroupKind.RECURRENT:
             groups.append(LayerGroup(name, kind, cache, tuple(slots), states=form))
             continue
         keys, values, window = form
         precision, why = None, "its window is kept in the model's own precision"
-        if kind is Kind.FULL:
+        if kind is GroupKind.FULL:
             precision, why = _fitting(keys, values, candidates, choice)
         groups.append(
             LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
@@ -140,7 +140,7 @@ def _groups(
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
     """Return what a filled slot looks like; None for one that the model left empty."""
-    if KEPT[type(slot)] is Kind.RECURRENT:
+    if KEPT[type(slot)] is GroupKind.RECURRENT:
         for x in slot.cache:
             if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):
                 raise ModelNotSupported(f"cache {number} keeps a state that is no array of a row")

@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
 from . import packed as pk
+from .attention_plan import AttentionPlan
 from .fetch import PackedCache
 from .packed import Packed
-from .plan import AttentionPlan
 from .precision import KVPrecision
 
 if TYPE_CHECKING:

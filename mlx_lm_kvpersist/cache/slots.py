@@ -29,8 +29,8 @@ __all__ = [
     "KEPT",
     "REFUSED",
     "Fields",
-    "Kind",
-    "held",
+    "GroupKind",
+    "cached_positions",
     "refill",
     "replaced",
     "slots_of",
@@ -42,7 +42,7 @@ Fields = tuple[mx.array, ...]
 """Keys or values of one slot: (plain,) or (weights, scales, biases), each [1, H, T, ...]."""
 
 
-class Kind(Enum):
+class GroupKind(Enum):
     """What of a prefix a cache can be put back to."""
 
     FULL = "full"
@@ -53,12 +53,12 @@ class Kind(Enum):
     """A prefix whose state was copied when it ended there."""
 
 
-KEPT: dict[type, Kind] = {
-    SequenceQuantizedKVCache: Kind.FULL,
-    KVCache: Kind.FULL,
-    RotatingKVCache: Kind.SLIDING,
-    ChunkedKVCache: Kind.SLIDING,
-    ArraysCache: Kind.RECURRENT,
+KEPT: dict[type, GroupKind] = {
+    SequenceQuantizedKVCache: GroupKind.FULL,
+    KVCache: GroupKind.FULL,
+    RotatingKVCache: GroupKind.SLIDING,
+    ChunkedKVCache: GroupKind.SLIDING,
+    ArraysCache: GroupKind.RECURRENT,
 }
 """The caches that can be cut into files and made again from them."""
 
@@ -108,7 +108,7 @@ def window_of(cache: Any) -> int:
     return int(cache.chunk_size if isinstance(cache, ChunkedKVCache) else cache.max_size)
 
 
-def held(cache: Any) -> tuple[int, int]:
+def cached_positions(cache: Any) -> tuple[int, int]:
     """Return the positions [start, stop) whose keys and values a cache holds.
 
     Of a ring that was taken out of a batch, what is before its window may be padding.
@@ -132,7 +132,7 @@ def tokens(cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
     Raises:
         ValueError: the cache does not hold them all.
     """
-    first, end = held(cache)
+    first, end = cached_positions(cache)
     if not first <= start <= stop <= end:
         raise ValueError(f"positions {start} to {stop} of a cache that holds {first} to {end}")
     if isinstance(cache, SequenceQuantizedKVCache):

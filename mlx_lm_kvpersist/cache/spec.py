@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .plan import AttentionPlan
+from .attention_plan import AttentionPlan
 from .precision import KVPrecision, PrecisionChoice
-from .slots import Kind, replaced, slots_of
+from .slots import GroupKind, replaced, slots_of
 
 __all__ = [
     "ArrayForm",
@@ -63,7 +63,7 @@ class LayerGroup:
     """
 
     name: str
-    kind: Kind
+    kind: GroupKind
     cache: str
     slots: tuple[int, ...]
     keys: TensorShape | None = None
@@ -179,7 +179,7 @@ class ModelCacheSpec:
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:
         """Groups that hold every token: what a block's own file has."""
-        return tuple(group for group in self.groups if group.kind is Kind.FULL)
+        return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
 
     @cached_property
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
@@ -193,11 +193,11 @@ class ModelCacheSpec:
     @cached_property
     def recurrent(self) -> tuple[LayerGroup, ...]:
         """Groups whose state is copied at restore points."""
-        return tuple(group for group in self.groups if group.kind is Kind.RECURRENT)
+        return tuple(group for group in self.groups if group.kind is GroupKind.RECURRENT)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every token's end is a restore point: all groups are full."""
+    def any_prefix(self) -> bool:
+        """Whether a prefix of any length can be restored: all groups are full."""
         return not self.sliding and not self.recurrent
 
     @property

@@ -11,7 +11,7 @@ from .blocks import copy_state, split_blocks, split_windows
 from .canary import CANARY_TOLERANCE, can_step_back, canary_difference
 from .join import Piece, Pieces, join
 from .packed import headroom
-from .slots import held, slots_of
+from .slots import cached_positions, slots_of
 from .spec import ModelCacheSpec
 
 __all__ = ["warm_up"]
@@ -49,7 +49,7 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
         blocks = _pieces(split_blocks(spec, caches, [(0, _CUT), (_CUT, n_tokens)]))
     slots = slots_of(caches)
     for window, groups in spec.sliding.items():
-        first = max(held(slots[slot])[0] for group in groups for slot in group.slots)
+        first = max(cached_positions(slots[slot])[0] for group in groups for slot in group.slots)
         span = max(first, n_tokens - window), n_tokens
         windows[window] = _pieces(split_windows(spec, window, caches, [span]))
     if spec.recurrent:

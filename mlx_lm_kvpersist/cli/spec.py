@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..cache.precision import PrecisionChoice
-from ..cache.slots import Kind
+from ..cache.slots import GroupKind
 from ..cache.spec import Batching, LayerGroup, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
 from ..errors import KVPersistError, ModelNotSupported
@@ -87,7 +87,7 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
     columns += ["a token", "unquantized", "a state"]
     print_table(columns, rows, right="layers window")
     for group in spec.groups:
-        if group.why and group.kind is Kind.FULL:
+        if group.why and group.kind is GroupKind.FULL:
             out.print(f"{_names(group)} not quantized: {group.why}")
     own = sum(group.own_bytes_per_token for group in spec.full)
     if own:
@@ -103,7 +103,7 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
 
 def _reuse(spec: ModelCacheSpec) -> list[str]:
     """Return what can be reused of a conversation, in sentences."""
-    if spec.is_plain:
+    if spec.any_prefix:
         return ["Reusable: any beginning of a conversation, to the token."]
     lines = []
     if spec.sliding and not spec.recurrent:

@@ -76,7 +76,7 @@ def nearest_point(
     """
     if n_tokens <= 0:
         return None
-    if spec.is_plain:
+    if spec.any_prefix:
         return RestorePoint(n_tokens)
     path = [node for node in path if node.start < n_tokens]
     parts = store.parts([node.key for node in path])

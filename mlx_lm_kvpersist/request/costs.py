@@ -102,7 +102,7 @@ class ReusePolicy:
         if n_tokens < MIN_TOKENS:
             return 0, Reason.NOT_WORTH_IT
         blocks = [node for node in match.path if node.start < n_tokens]
-        if not spec.is_plain:
+        if not spec.any_prefix:
             worth_it = self._worth_it(blocks, n_tokens, store, spec)
             return (n_tokens, None) if worth_it else (0, Reason.NOT_WORTH_IT)
         if blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache.blocks import BLOCK_TOKENS, copy_state, held_tokens, split_blocks, split_windows
-from ..cache.slots import held, slots_of
+from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
+from ..cache.slots import cached_positions, slots_of
 from ..match.keys import Root, block_key, pack_ids
 from ..match.tree import Node
 from ..store.block_store import BlockStore, Turn
@@ -44,23 +44,23 @@ def keep(
     the client goes away, what it waited for so far is not lost. Where a model can only go on from
     restore points, this is one: the block ends here, and all of it is written.
     """
-    counted = held_tokens(model.spec, caches)
+    counted = n_cached_tokens(model.spec, caches)
     n_tokens = len(tokens) if counted is None else min(len(tokens), counted)
     if n_tokens == 0 or state.root is None:
         return
-    if not model.spec.is_plain and counted is not None and counted != n_tokens:
+    if not model.spec.any_prefix and counted is not None and counted != n_tokens:
         return  # what windows and states hold cannot be cut back to the tokens
     ended = n_tokens > state.n_prompt
     if ended:
         state.said = list(tokens[state.n_prompt : n_tokens])
-    before = [] if model.spec.is_plain else state.chain
+    before = [] if model.spec.any_prefix else state.chain
     if before and not ended and n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
         return
     chain = _chain(state.root, tokens[:n_tokens], before, model)
     new = [node for node in chain if node.key not in store]
     arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
     blocks: list[tuple[Node, Arrays]] = list(zip(new, arrays, strict=True))
-    if model.spec.is_plain:
+    if model.spec.any_prefix:
         _keep_plain(state, state.root, chain, blocks, n_tokens, store, ended=ended)
     else:
         state.chain = chain
@@ -126,10 +126,12 @@ def _new_parts(
     slots = slots_of(caches)
     for window, groups in spec.sliding.items():
         missing = []
-        first_held = max(held(slots[slot])[0] for group in groups for slot in group.slots)
+        first_cached = max(
+            cached_positions(slots[slot])[0] for group in groups for slot in group.slots
+        )
         for node in chain:
             start = max(node.start, n_tokens - window)
-            if start >= node.stop or start < first_held:
+            if start >= node.stop or start < first_cached:
                 continue
             if window_part(stored.get(node.key, ()), window, node.stop - start) is None:
                 missing.append((node, start))

@@ -101,7 +101,7 @@ def look_up(
         if store.counters.blocks_quarantined > n_quarantined:
             reason = Reason.QUARANTINED
         else:
-            reason = Reason.EVICTED if model.spec.is_plain else Reason.NO_POINT
+            reason = Reason.EVICTED if model.spec.any_prefix else Reason.NO_POINT
     if restored is not None:
         state.restored = (restored.caches, n_reused)
         state.chain = [node for node in found.match.path if node.stop <= n_reused]

@@ -26,9 +26,9 @@ from mlx_lm_kvpersist.cache.attention import (
     packed_attention,
     tiled_attention,
 )
+from mlx_lm_kvpersist.cache.attention_plan import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import AttentionShape, observed_attention, probe_packed
-from mlx_lm_kvpersist.cache.plan import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.precision import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.host.patches import PATCHES

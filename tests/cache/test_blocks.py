@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes, split_blocks
 from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
-from mlx_lm_kvpersist.cache.slots import Kind
+from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape, arrays_fit
 
 from .conftest import VOCAB, address, random_kv, same_packed
@@ -22,7 +22,7 @@ from .test_quantized import PRECISION
 def quantized(name: str, slots: tuple[int, ...], n_heads: int, k: int, v: int) -> LayerGroup:
     return LayerGroup(
         name,
-        Kind.FULL,
+        GroupKind.FULL,
         "KVCache",
         slots,
         TensorShape(n_heads, k, "float32"),

@@ -14,9 +14,9 @@ import pytest
 
 from mlx_lm_kvpersist.cache import calibration
 from mlx_lm_kvpersist.cache.attention import MAX_PLAIN_BYTES, NEAR_BYTES, Strategy
+from mlx_lm_kvpersist.cache.attention_plan import PHASES, AttentionPlan
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
-from mlx_lm_kvpersist.cache.plan import PHASES, AttentionPlan
 from mlx_lm_kvpersist.cache.precision import KVPrecision
 
 SHAPE = AttentionShape(4, 2, 64, 64)

@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.cache.slots import (
     COMPOSITE,
     KEPT,
     REFUSED,
-    held,
+    cached_positions,
     refill,
     replaced,
     slots_of,
@@ -88,7 +88,7 @@ if keeps_short_chunks():
 def test_a_cache_says_what_it_holds_and_gives_it_in_order(kind: str, chunks: list[int]) -> None:
     cache = MAKERS[kind]()
     n_tokens = feed(cache, chunks)
-    start, stop = held(cache)
+    start, stop = cached_positions(cache)
     assert stop == n_tokens
     needed = n_tokens if kind == "full" else min(n_tokens, 16)
     assert start <= n_tokens - needed
@@ -112,7 +112,7 @@ def test_a_refilled_window_goes_on_as_the_one_it_was_taken_from(
     keys, values = tokens(cache, start, n_tokens)
     own = [(mx.array(x),) for (x,) in (keys, values)]
     refill(again, own[0], own[1], start, n_tokens)
-    assert held(again) == (start, n_tokens)
+    assert cached_positions(again) == (start, n_tokens)
     position = n_tokens
     for n_new in after:
         seen = []

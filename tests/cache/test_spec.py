@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 from mlx_lm_kvpersist.cache.blocks import n_bytes
 from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
-from mlx_lm_kvpersist.cache.slots import Kind
+from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import (
     Batching,
     LayerGroup,
@@ -75,9 +75,9 @@ def test_llama_is_one_group() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(n_layers=3))
     shape = TensorShape(2, 64, "float32")
     assert spec.groups == (
-        LayerGroup("0", Kind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision(4, 64)),
+        LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision(4, 64)),
     )
-    assert spec.layout == "4b64" and spec.is_plain and spec.batching is Batching.ALL
+    assert spec.layout == "4b64" and spec.any_prefix and spec.batching is Batching.ALL
     assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 4)
 
 
@@ -162,9 +162,9 @@ def test_a_layer_that_keeps_nothing_is_in_no_group() -> None:
 def test_windows_are_a_group_of_their_own() -> None:
     spec = ModelCacheSpec.probe(tiny_gemma3())
     sliding, full = spec.groups
-    assert (sliding.kind, sliding.window, sliding.slots) == (Kind.SLIDING, 16, (0,))
+    assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and str(full.precision) == "4b64"
-    assert list(spec.sliding) == [16] and not spec.is_plain and spec.layout == "4b64,w16"
+    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,w16"
     assert spec.point_bytes == 16 * 2 * 64 * 4
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.slots import Kind
+from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Node
@@ -34,8 +34,8 @@ from tests.support import keeps_short_chunks
 
 WINDOW = 16
 SHAPE = TensorShape(1, 32, "float32")
-SLIDING = LayerGroup("0", Kind.SLIDING, "RotatingKVCache", (0,), SHAPE, SHAPE, window=WINDOW)
-RECURRENT = LayerGroup("1", Kind.RECURRENT, "ArraysCache", (1,), states=(((3,), "float32"),))
+SLIDING = LayerGroup("0", GroupKind.SLIDING, "RotatingKVCache", (0,), SHAPE, SHAPE, window=WINDOW)
+RECURRENT = LayerGroup("1", GroupKind.RECURRENT, "ArraysCache", (1,), states=(((3,), "float32"),))
 
 
 def spec_of(*groups: LayerGroup) -> ModelCacheSpec:
