@@ -33,7 +33,7 @@ def main() -> None:
             Path(folder) / "model", n_layers=2, n_heads=8, n_kv_heads=8, head_dim=64
         )
         plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(Path(folder) / "store"))
-        budgets = ("--kvpersist-ram", "1K", "--kvpersist-min-free", "0")
+        budgets = ("--kvpersist-ram", "0", "--kvpersist-min-free", "0")
         with ServerProcess(model, *plugin, *budgets) as server:
             rows = measure(server)
     result = Result(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from .cache.attention import STRATEGIES, Strategy
 from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
+from .units import parse_budget, parse_size
 
 GIB = 1 << 30
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB, "t": 1 << 40}
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _STOCK_GROUP_SIZE = 64
@@ -46,14 +45,6 @@ class Config:
     precision: PrecisionChoice = field(default_factory=PrecisionChoice)
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see kv/attention.py) that every layer takes if it can."""
-
-
-def parse_size(text: str) -> int:
-    """Return a size in bytes: a number with an optional unit K, M, G or T (powers of 1024)."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is not a size; write for example 8G or 512M")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_share(text: str) -> float:
@@ -92,14 +83,14 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-ram",
-        type=parse_size,
+        type=parse_budget,
         metavar="SIZE",
         help="Most memory for blocks of conversations that are not running, such as 8G "
         "(default: an eighth of the device's memory)",
     )
     group.add_argument(
         "--kvpersist-disk",
-        type=parse_size,
+        type=parse_budget,
         metavar="SIZE",
         help="Most disk space for conversations (default: a tenth of the volume, at most 64G)",
     )

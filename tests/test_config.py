@@ -26,27 +26,6 @@ def parsed(*arguments: str, **stock: object) -> Namespace:
     return args
 
 
-@pytest.mark.parametrize(
-    ("text", "n_bytes"),
-    [
-        ("0", 0),
-        ("1000", 1000),
-        ("8G", 8 << 30),
-        ("1.5 MB", 3 << 19),
-        ("2k", 2048),
-        ("1TiB", 1 << 40),
-    ],
-)
-def test_sizes(text: str, n_bytes: int) -> None:
-    assert config.parse_size(text) == n_bytes
-
-
-@pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="write for example 8G"):
-        config.parse_size(text)
-
-
 def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     made = config.from_args(parsed("--kvpersist-dir", str(tmp_path / "new" / "store")))
     assert made.limits.max_ram_bytes == config.device_memory_bytes() // 8
@@ -61,8 +40,8 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
 def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> None:
     args = parsed("--kvpersist-dir", str(tmp_path), prompt_cache_bytes=123)
     assert config.from_args(args).limits.max_ram_bytes == 123
-    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-ram", "1K", prompt_cache_bytes=123)
-    assert config.from_args(args).limits.max_ram_bytes == 1024
+    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-ram", "1M", prompt_cache_bytes=123)
+    assert config.from_args(args).limits.max_ram_bytes == 1 << 20
 
 
 def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice:

@@ -23,20 +23,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "synthetic",
         "testing",
+        "units",
     },
-    "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store"},
-    "config": {"api", "cache", "errors", "store"},
+    "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store", "units"},
+    "config": {"api", "cache", "errors", "store", "units"},
     "host": {"_startup", "errors"},
     "api": {"errors"},
-    "request": {"cache", "errors", "host", "match", "store"},
-    "store": {"config", "errors", "match"},
-    "cache": {"errors"},
+    "request": {"cache", "errors", "host", "match", "store", "units"},
+    "store": {"config", "errors", "match", "units"},
+    "cache": {"errors", "units"},
     "match": {"errors"},
     "errors": set(),
+    "units": set(),
     "synthetic": {"errors"},
     "testing": {"errors"},
 }
-NO_MLX = {"_startup", "match", "errors", "testing"}
+NO_MLX = {"_startup", "match", "errors", "testing", "units"}
 
 
 def parts() -> dict[str, list[Path]]:

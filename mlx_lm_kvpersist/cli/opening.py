@@ -12,7 +12,6 @@ from ..config import (
     DEFAULT_MAX_DISK_BYTES,
     DEFAULT_MIN_FREE_BYTES,
     default_folder,
-    parse_size,
     volume_bytes,
 )
 from ..errors import StoreError
@@ -20,6 +19,7 @@ from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.index import Index
 from ..store.index_file import is_damage
+from ..units import parse_size
 
 
 def common_options() -> argparse.ArgumentParser:

@@ -190,7 +190,7 @@ def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> No
         "0",
     )
     # Little RAM, so that the servers live from what is on disk.
-    limits = ("--kvpersist-disk", str(budget), "--kvpersist-ram", str(budget // 8))
+    limits = ("--kvpersist-disk", str(budget), "--kvpersist-ram", "1M")
     with ExitStack() as stack:
         servers = [
             stack.enter_context(

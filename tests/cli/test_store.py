@@ -212,7 +212,7 @@ def test_gc_does_what_its_dry_run_says(run: CommandLine) -> None:
     (run.folder / "quarantine").mkdir(exist_ok=True)
     (run.folder / "quarantine" / "old.safetensors").write_bytes(bytes(5000))
     stats = run.json("store", "stats")["bytes"]
-    budget = ("--kvpersist-disk", str(stats["all"] - 5000 - stats["blocks"] // 3), *NO_MINIMUM)
+    budget = ("--kvpersist-disk", f"{stats['all'] - 5000 - stats['blocks'] // 3}B", *NO_MINIMUM)
     before = block_files(run.folder)
     would = run.json("store", "gc", "--dry-run", *budget)
     assert would["fits"] and would["dry_run"] and would["sessions"] and would["blocks"]
@@ -337,7 +337,7 @@ def test_gc_of_parts_does_what_its_dry_run_says(run: CommandLine, n_freed: int) 
     head = chain(HEAD)[0]
     change_index(run.folder, "UPDATE parts SET used = 1 WHERE key = ?", window(head).key)
     total = run.json("store", "stats")["bytes"]["all"]
-    budget = ("--kvpersist-disk", str(total - n_freed), *NO_MINIMUM)
+    budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM)
     before = {**block_files(run.folder), **part_files(run.folder)}
     would = run.json("store", "gc", "--dry-run", *budget)
     assert would["fits"] and would["parts"] >= 1

@@ -398,7 +398,7 @@ def cramped(
         "--kvpersist-dir",
         str(store),
     )
-    options = ("--kvpersist-ram", "20K", "--kvpersist-namespace-by-key")
+    options = ("--kvpersist-ram", "0", "--kvpersist-namespace-by-key")
     return started(tiny_model, *plugin, *options), store
 
 

@@ -1,0 +1,51 @@
+"""Sizes in bytes: how options read them, and how messages show them (powers of 1024)."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+
+__all__ = ["parse_budget", "parse_size", "show_bytes"]
+
+_UNITS = "KMGT"
+_MIN_BUDGET_BYTES = 1 << 20
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes: a number and a unit, K, M, G or T (powers of 1024).
+
+    A bare number means bytes, as "8B" does, and must be 0 or at least 1048576: "8" is more likely
+    a forgotten unit than eight bytes. Raises ArgumentTypeError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower(), re.ASCII)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is not a size; write for example 8G or 512M")
+    number, unit = float(match[1]), match[2].upper()
+    if not unit and not match[3] and 0 < number < 1 << 20:
+        raise ArgumentTypeError(
+            f"{text!r} has no unit; write {match[1]}G, {match[1]}M or {match[1]}K"
+        )
+    return int(number * 1024 ** (_UNITS.index(unit) + 1 if unit else 0))
+
+
+def parse_budget(text: str) -> int:
+    """Return a budget in bytes: a size of at least 1M, or 0 for none at all.
+
+    Raises ArgumentTypeError as `parse_size` does, and for less than 1M.
+    """
+    n_bytes = parse_size(text)
+    if 0 < n_bytes < _MIN_BUDGET_BYTES:
+        raise ArgumentTypeError(f"{text!r} is too little; write 1M or more, such as 8G")
+    return n_bytes
+
+
+def show_bytes(n_bytes: float) -> str:
+    """Return a size for people, such as "4.2 MiB"."""
+    if abs(n_bytes) < 1024:
+        return f"{n_bytes:.0f} B"
+    for unit in _UNITS:
+        n_bytes /= 1024
+        # 1023.95 would be shown as 1024.0.
+        if abs(n_bytes) < 1023.95 or unit == _UNITS[-1]:
+            break
+    return f"{n_bytes:.1f} {unit}iB"

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+
+import pytest
+
+from mlx_lm_kvpersist import config
+from mlx_lm_kvpersist.units import parse_budget, parse_size, show_bytes
+
+from .test_config import options
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("8B", 8),
+        ("8G", 8 << 30),
+        ("1.5 MB", 3 << 19),
+        ("2k", 2048),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9", "\u0668G"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="write for example 8G"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["8", "1000", "1048575"])
+def test_c2_a_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"write {text}G, {text}M or {text}K"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("option", ["--kvpersist-ram", "--kvpersist-disk"])
+def test_c2_a_budget_of_eight_bytes_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value, said in (("8", "write 8G, 8M or 8K"), ("512K", "write 1M or more, such as 8G")):
+        with pytest.raises(SystemExit):
+            options().parse_args([option, value])
+        assert said in capsys.readouterr().err
+    assert parse_budget("1M") == 1 << 20 and parse_budget("0") == 0
+    config.from_args(options().parse_args([option, "8G"]))
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1500, "1.5 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (4404019, "4.2 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 52, "4096.0 TiB"),
+        (-(1 << 20), "-1.0 MiB"),
+    ],
+)
+def test_sizes_are_shown_in_binary_units(n_bytes: int, text: str) -> None:
+    assert show_bytes(n_bytes) == text
