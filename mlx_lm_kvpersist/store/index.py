@@ -268,7 +268,7 @@ class Index(PartIndex):
         self, root: Root, blocks: Sequence[tuple[Node, int]], used: float | None = None
     ) -> None:
         """Add blocks whose files are in place, with their sizes."""
-        with self._db as db:
+        with self.transaction() as db:
             self._add_blocks(db, root, blocks, time.time() if used is None else used)
 
     def commit_turn(
@@ -290,7 +290,7 @@ class Index(PartIndex):
         `superseded` and those of replaced blocks are removed; return their keys.
         """
         now = time.time()
-        with self._db as db:
+        with self.transaction() as db:
             self._add_blocks(db, root, blocks, now)
             self._add_parts(db, new_parts, now)
             self._use_parts(db, parts, now)
@@ -351,7 +351,7 @@ class Index(PartIndex):
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def put_session(self, session: Session) -> None:
-        with self._db as db:
+        with self.transaction() as db:
             self._put_session(db, session)
 
     def _put_session(self, db: sqlite3.Connection, session: Session) -> None:
@@ -370,13 +370,13 @@ class Index(PartIndex):
         )
 
     def remove_session(self, session_id: str) -> None:
-        with self._db as db:
+        with self.transaction() as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
     def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
         """Mark a block and parts as used now."""
         now = time.time()
-        with self._db as db:
+        with self.transaction() as db:
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
             self._use_parts(db, parts, now)
 
@@ -385,7 +385,7 @@ class Index(PartIndex):
 
         A block's parent is then as recent as it was.
         """
-        with self._db as db:
+        with self.transaction() as db:
             db.execute(
                 "UPDATE blocks SET used = max(used, (SELECT used FROM blocks WHERE key = ?1)) "
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
@@ -414,7 +414,7 @@ class Index(PartIndex):
         return [key for (key,) in rows]
 
     def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
-        with self._db as db:
+        with self.transaction() as db:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )

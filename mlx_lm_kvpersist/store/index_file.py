@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ..errors import StoreFormatError
@@ -146,6 +147,17 @@ class IndexFile:
             with self._lock:
                 self._connections.append(db)
         return db
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Change the index, all or nothing. A transaction inside another one is part of it."""
+        db = self._db
+        if db.in_transaction:
+            yield db
+            return
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db
 
     def close(self) -> None:
         with self._lock:

@@ -91,7 +91,7 @@ class PartIndex(IndexFile):
 
     def add_parts(self, parts: Iterable[tuple[Part, int]], used: float | None = None) -> None:
         """Add parts whose files are in place, with their sizes."""
-        with self._db as db:
+        with self.transaction() as db:
             self._add_parts(db, parts, time.time() if used is None else used)
 
     def _add_parts(

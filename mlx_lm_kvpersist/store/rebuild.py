@@ -86,33 +86,34 @@ def rebuild(
 ) -> int:
     """Add every readable block and part of the folder, and every session, to an empty index.
 
-    `progress` is told how many of how many files have been read. Returns the number of blocks.
-    The caller holds the store's lock.
+    One transaction. `progress` is told how many of how many files have been read. Returns the
+    number of blocks. The caller holds the store's lock.
     """
     blocks, parts = (
         sorted((folder / name).glob("*/[!.]*.safetensors")) for name in ("blocks", "parts")
     )
     n_files = len(blocks) + len(parts)
-    for number, path in enumerate(blocks):
-        if (block := _read(folder, path, node_of)) is not None:
-            node, root, found = block
-            index.add_blocks(root, [(node, found.st_size)], found.st_mtime)
-        progress(number + 1, n_files)
-    for number, path in enumerate(parts):
-        if (belonging := _read(folder, path, part_of)) is not None:
-            part, root, found = belonging
-            known = index.block(part.block)
-            if known is not None and known[1] == root.key:
-                index.add_parts([(part, found.st_size)], found.st_mtime)
-        progress(len(blocks) + number + 1, n_files)
-    for path in sorted((folder / "sessions").glob("*.json")):
-        try:
-            session = read_session(path)
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            logger.warning("not taken into the index: %s: %s", path.name, error)
-            continue
-        if session.leaf in index:
-            index.put_session(session)
+    with index.transaction():
+        for number, path in enumerate(blocks):
+            if (block := _read(folder, path, node_of)) is not None:
+                node, root, found = block
+                index.add_blocks(root, [(node, found.st_size)], found.st_mtime)
+            progress(number + 1, n_files)
+        for number, path in enumerate(parts):
+            if (belonging := _read(folder, path, part_of)) is not None:
+                part, root, found = belonging
+                known = index.block(part.block)
+                if known is not None and known[1] == root.key:
+                    index.add_parts([(part, found.st_size)], found.st_mtime)
+            progress(len(blocks) + number + 1, n_files)
+        for path in sorted((folder / "sessions").glob("*.json")):
+            try:
+                session = read_session(path)
+            except (ValueError, TypeError, KeyError, OSError) as error:
+                logger.warning("not taken into the index: %s: %s", path.name, error)
+                continue
+            if session.leaf in index:
+                index.put_session(session)
     return index.n_blocks()
 
 

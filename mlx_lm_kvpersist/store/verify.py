@@ -175,7 +175,8 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
 
 
 def _check_session_file(index: Index, path: Path) -> Problem | None:
-    if not path.exists() or any(path.name == f"{s.id}.json" for s in index.sessions()):
+    known = path.suffix == ".json" and index.session(path.stem) is not None
+    if known or not path.exists():
         return None
     return Problem(
         Fault.ORPHAN,
