@@ -1,10 +1,10 @@
-"""`python -m mlx_lm_kvpersist`: the command line, and `server`, which needs no .pth file."""
+"""`python -m mlx_lm_kvpersist`: the command line."""
 
 from __future__ import annotations
 
 import sys
 
-from .cli import main as cli
+from .cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(cli.main(with_server=True))
+    sys.exit(main())

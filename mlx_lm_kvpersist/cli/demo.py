@@ -7,7 +7,6 @@ client sees: the time to the first token and how much of the prompt was not comp
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,29 +32,6 @@ class Step:
     server: str
     what: str
     reply: Reply
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status: 0 where the conversation came back from disk."""
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist demo",
-        description="Kill the server in the middle of a conversation and go on.",
-    )
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options."""
-    parser.add_argument(
-        "--model", help="a model to serve (default: a tiny one with random weights, made now)"
-    )
-    parser.add_argument(
-        "--chars",
-        type=int,
-        default=12_000,
-        help="characters of the conversation (default: %(default)s, about 4,000 tokens)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -182,7 +158,3 @@ def _table(steps: Sequence[Step]) -> Table:
             " ".join(reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
         )
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

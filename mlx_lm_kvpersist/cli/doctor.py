@@ -243,13 +243,8 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
     return done.returncode, said.rpartition("\n")[2]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print what was found, and return the exit status: 0 if the plugin works here."""
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist doctor", description="Say whether --plugin works here, and why."
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    args = parser.parse_args(argv)
     findings = examine()
     works = all(finding.passed for finding in findings)
     if args.json:

@@ -1,4 +1,8 @@
-"""The command line `mlx-lm-kvpersist`: one subcommand a module, imported when it is used."""
+"""The command line `mlx-lm-kvpersist`: one parser tree for all commands.
+
+Only the module of the command that runs is imported, so `--help` and `doctor` are quick and need
+no working MLX.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +10,231 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from .._startup import requested_plugins, serve
 from ..errors import KVPersistError
+from ..units import parse_size
 
 PROG = "mlx-lm-kvpersist"
+_WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand. Its module has `main(argv) -> exit status` and parses its own options."""
-
-    name: str
-    module: str
-    summary: str
-
-
-COMMANDS: tuple[Command, ...] = (
-    Command("demo", "mlx_lm_kvpersist.cli.demo", "kill a server, and see its conversation go on"),
-    Command("doctor", "mlx_lm_kvpersist.cli.doctor", "say whether --plugin works here, and why"),
-    Command("quality", "mlx_lm_kvpersist.cli.quality", "say what 8 and 4 bits of KV cost"),
-    Command("selftest", "mlx_lm_kvpersist.cli.selftest", "prove every patch, start the plugin"),
-    Command("sessions", "mlx_lm_kvpersist.cli.sessions", "list, pin, move, remove sessions"),
-    Command("spec", "mlx_lm_kvpersist.cli.spec", "say how a model's cache is kept"),
-    Command("store", "mlx_lm_kvpersist.cli.store", "check, repair and shrink the store"),
-    Command("why", "mlx_lm_kvpersist.cli.why", "say why a request was not reused"),
-)
-SERVER = Command("server", "", "run mlx_lm.server with the plugin; needs no .pth file")
-
-
-def main(argv: Sequence[str] | None = None, *, with_server: bool = False) -> int:
-    """Run a subcommand and return its exit status.
-
-    with_server: take `server` too, which stands for `mlx_lm.server --plugin kvpersist`.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = (*COMMANDS, SERVER) if with_server else COMMANDS
-    # The command's own parser reads the rest: a store or MLX is imported only where it is used.
-    name = _parser(commands).parse_args(arguments[:1]).command
-    options = arguments[1:]
-    if name == SERVER.name:
-        serve(options if requested_plugins(options) else ["--plugin", "kvpersist", *options])
-        return 0
-    module = next(command.module for command in commands if command.name == name)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status; an error of ours is one line on stderr."""
+    args = make_parser().parse_args(argv)
+    module, _, function = args.run.partition(":")
     try:
-        status: int = importlib.import_module(module).main(options)
+        run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        status: int = run(args)
     except KVPersistError as error:
-        print(f"{PROG} {name}: {error}", file=sys.stderr)
+        print(f"{PROG} {args.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return status
 
 
-def _parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+def run_server(args: argparse.Namespace) -> int:
+    """Run `mlx_lm.server` with the plugin, or with those that the options name."""
+    plugin = [] if requested_plugins(args.options) else ["--plugin", "kvpersist"]
+    serve([*plugin, *args.options])
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands.
+
+    It sets `run` ("module:function"), `command` (the command's first word) and `error`, which
+    ends the process with the command's usage and status 2.
+    """
     parser = argparse.ArgumentParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in commands:
-        subparsers.add_parser(command.name, help=command.summary, add_help=False)
+    commands = _commands(parser, dest="command")
+    add = _adder(commands)
+    demo = add("demo", "demo:run", "kill a server and see its conversation go on")
+    demo.add_argument(
+        "--model", help="a model to serve (default: a tiny one with random weights, made now)"
+    )
+    demo.add_argument(
+        "--chars",
+        type=int,
+        default=12_000,
+        help="characters of the conversation (default: %(default)s, about 4,000 tokens)",
+    )
+    add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
+    _add_quality(add)
+    _add_selftest(add)
+    # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
+    server = add(
+        "server",
+        "main:run_server",
+        "run mlx_lm.server with the plugin; needs no .pth file",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    server.add_argument("options", nargs=argparse.REMAINDER)
+    summary = "look after the sessions of a store"
+    _add_sessions(_commands(commands.add_parser("sessions", help=summary, description=summary)))
+    spec = add("spec", "spec:run", "load a model and say how its cache is kept", json=True)
+    spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    spec.add_argument("--adapter-path", help="a folder with a trained adapter")
+    spec.add_argument(
+        "--kv-bits",
+        choices=("4", "8", "k8v4", "16"),
+        default="4",
+        help="as the server's --kvpersist-kv-bits (default: 4)",
+    )
+    spec.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
+    summary = "check, repair and shrink a store"
+    _add_store(_commands(commands.add_parser("store", help=summary, description=summary)))
+    _add_why(add)
     return parser
+
+
+def _commands(parser: argparse.ArgumentParser, dest: str | None = None) -> Any:
+    return parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
+
+
+def _adder(commands: Any, *parents: argparse.ArgumentParser) -> Any:
+    """Return a function that adds a command, with `parents`' options, and returns its parser."""
+
+    def add(
+        name: str, run: str, summary: str, *, json: bool = False, **options: Any
+    ) -> argparse.ArgumentParser:
+        description = f"{summary[0].upper()}{summary[1:]}."
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=summary, description=description, parents=parents, **options
+        )
+        command.set_defaults(run=run, error=command.error)
+        if json:
+            command.add_argument("--json", action="store_true", help="print JSON")
+        return command
+
+    return add
+
+
+def _folder() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--kvpersist-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="the store (default: the user's cache folder, as for the server)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _budgets() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--kvpersist-disk",
+        type=parse_size,
+        metavar="SIZE",
+        help="most disk space for conversations (default: the server's, a tenth of the volume, "
+        "at most 64G); give what the server is given",
+    )
+    parser.add_argument(
+        "--kvpersist-min-free",
+        type=parse_size,
+        metavar="SIZE",
+        help="disk space to leave free on the volume (default: 10G)",
+    )
+    return parser
+
+
+def _add_quality(add: Any) -> None:
+    quality = add("quality", "quality:run", "measure what 8 and 4 bits of KV cost", json=True)
+    quality.description = (
+        "Measure what 8 and 4 bits of KV change in a model's output: the perplexity of a text, "
+        "the next tokens, a fact found in a long context, a tool call."
+    )
+    quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    quality.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)"
+    )
+    quality.add_argument(
+        "--window", type=int, default=1024, help="tokens the model sees at once (%(default)s)"
+    )
+    quality.add_argument(
+        "--stride", type=int, default=512, help="tokens by which a window advances (%(default)s)"
+    )
+    quality.add_argument(
+        "--context",
+        type=int,
+        default=4096,
+        help="tokens of the context in which a fact is hidden (%(default)s)",
+    )
+    quality.add_argument("--no-needle", action="store_true", help="hide no fact; that is slowest")
+
+
+def _add_selftest(add: Any) -> None:
+    selftest = add("selftest", "selftest:run", "prove every patch, start the plugin", json=True)
+    selftest.description = (
+        "Prove every patch of mlx_lm.server, then start the server with the plugin, on a temporary "
+        "store and without a model, up to the point where it would listen."
+    )
+    selftest.add_argument(
+        "--plugin",
+        action="append",
+        metavar="NAME",
+        help="start these plugins instead of kvpersist; can be given more than once",
+    )
+    selftest.add_argument(
+        "--no-plugin", action="store_true", help="check the patches and start without a plugin"
+    )
+    selftest.add_argument(
+        "server_options",
+        nargs="*",
+        metavar="SERVER OPTION",
+        help="after --, options for the server that is started",
+    )
+
+
+def _add_sessions(commands: Any) -> None:
+    add = _adder(commands, _folder())
+    add("list", "sessions:list_all", "list all sessions, the most recently used first")
+    show = add("show", "sessions:show", "show one session with its blocks")
+    rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
+    rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
+    rm.add_argument("--all", action="store_true", help="remove every session")
+    rm.add_argument("--yes", action="store_true", help="really, with --all")
+    pin = add("pin", "sessions:pin", "never remove a session to make room")
+    pin.set_defaults(pinned=True)
+    unpin = add("unpin", "sessions:pin", "let a session be removed to make room again")
+    unpin.set_defaults(pinned=False)
+    export = add("export", "sessions:export", "write a session to a file of its own")
+    for command in (show, pin, unpin, export):
+        command.add_argument("session", metavar="ID|NAME", help=_WHICH)
+    export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
+    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    add = _adder(commands, _folder(), _budgets())
+    load = add("import", "sessions:load", "add a session from a file that export has written")
+    load.add_argument("file", type=Path, metavar="FILE")
+    load.add_argument("--create", action="store_true", help="make the store where there is none")
+
+
+def _add_store(commands: Any) -> None:
+    add = _adder(commands, _folder(), _budgets())
+    add("stats", "store:stats", "say what the store holds and what it may use")
+    gc = add("gc", "store:gc", "remove what was not used for longest until the budgets are kept")
+    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    add = _adder(commands, _folder())
+    verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
+    verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
+    add("rebuild", "store:rebuild", "make the index anew from the files")
+
+
+def _add_why(add: Any) -> None:
+    why = add("why", "why:run", "say what the last requests reused, and why not more", json=True)
+    why.add_argument(
+        "request",
+        nargs="?",
+        metavar="REQUEST_ID",
+        help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
+    )
+    why.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
+    why.add_argument("--port", type=int, default=8080, help="of the server (default: 8080)")

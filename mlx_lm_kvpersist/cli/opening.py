@@ -22,37 +22,6 @@ from ..store.index_file import is_damage
 from ..units import parse_size
 
 
-def common_options() -> argparse.ArgumentParser:
-    """Return a parser with what every command takes, to be used as a parent."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--kvpersist-dir",
-        type=Path,
-        metavar="FOLDER",
-        help="the store (default: the user's cache folder, as for the server)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def add_budgets(parser: argparse.ArgumentParser) -> None:
-    """Add the server's options that say what the store may use."""
-    parser.add_argument(
-        "--kvpersist-disk",
-        type=parse_size,
-        metavar="SIZE",
-        help="most disk space for conversations (default: the server's, a tenth of the volume, "
-        "at most 64G); give what the server is given",
-    )
-    parser.add_argument(
-        "--kvpersist-min-free",
-        type=parse_size,
-        default=DEFAULT_MIN_FREE_BYTES,
-        metavar="SIZE",
-        help="disk space to leave free on the volume (default: 10G)",
-    )
-
-
 def folder_of(args: argparse.Namespace) -> Path:
     """Return the folder that the options name. It need not exist."""
     folder: Path = args.kvpersist_dir or default_folder()

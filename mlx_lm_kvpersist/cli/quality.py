@@ -50,9 +50,8 @@ class Text:
         return {"name": self.name, "chars": len(self.content), "sha256": digest}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError when it cannot."""
-    args = _parser().parse_args(argv)
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text = read_text(args.text)
@@ -133,31 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.print()
     out.print(advice[1])
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist quality",
-        description="Measure what 8 and 4 bits of KV change in what a model says: the perplexity "
-        "of a text, the next tokens, a fact found in a long context, a tool call.",
-    )
-    parser.add_argument("--model", required=True, help="a folder, or a name of the hub")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
-    parser.add_argument(
-        "--window", type=int, default=1024, help="tokens the model sees at once (%(default)s)"
-    )
-    parser.add_argument(
-        "--stride", type=int, default=512, help="tokens that a window goes on by (%(default)s)"
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=4096,
-        help="tokens of the context that a fact is hidden in (%(default)s)",
-    )
-    parser.add_argument("--no-needle", action="store_true", help="hide no fact; that takes longest")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def read_text(path: Path | None) -> Text:

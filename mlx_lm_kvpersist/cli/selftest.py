@@ -179,33 +179,8 @@ def found_version(distribution: str) -> str:
         return "none"
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """Return the parser of the self-test's options."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Prove every patch of mlx_lm.server, then start it with the plugin."
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        metavar="NAME",
-        help="start these plugins instead of kvpersist; can be given more than once",
-    )
-    parser.add_argument(
-        "--no-plugin", action="store_true", help="check the patches, and start without a plugin"
-    )
-    parser.add_argument(
-        "server_options",
-        nargs="*",
-        metavar="SERVER OPTION",
-        help="after --, options for the server that is started",
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "mlx-lm-kvpersist selftest") -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the self-test, print its report, and return the exit status."""
-    args = parser(prog).parse_args(argv)
     plugins = [] if args.no_plugin else args.plugin or ["kvpersist"]
     report = run_selftest(plugins, args.server_options)
     if args.json:

@@ -29,53 +29,6 @@ from .opening import (
 from .output import console, local_time, print_json, print_table, progress, shown, size, utc_time
 
 _EXCERPT_CHARS = 240
-_WHICH = "a session's id, the beginning of one, or its name"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status. Raises KVPersistError when it cannot."""
-    args = _parser().parse_args(argv)
-    status: int = args.run(args)
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist sessions", description="Look after the sessions of a store."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    common = common_options()
-
-    def add(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[common]
-        )
-        command.set_defaults(run=run)
-        return command
-
-    add("list", _list, "list all sessions, the most recently used first")
-    show = add("show", _show, "show one session with its blocks")
-    show.add_argument("session", metavar="ID|NAME", help=_WHICH)
-    rm = add("rm", _rm, "remove sessions and the blocks that no other session needs")
-    rm.add_argument("sessions", metavar="ID|NAME", nargs="*", help=_WHICH)
-    rm.add_argument("--all", action="store_true", help="remove every session")
-    rm.add_argument("--yes", action="store_true", help="really, with --all")
-    for name, summary in (
-        ("pin", "never remove a session to make room"),
-        ("unpin", "let a session be removed to make room again"),
-    ):
-        pin = add(name, _pin, summary)
-        pin.add_argument("session", metavar="ID|NAME", help=_WHICH)
-        pin.set_defaults(pinned=name == "pin")
-    export = add("export", _export, "write a session to a file of its own")
-    export.add_argument("session", metavar="ID|NAME", help=_WHICH)
-    export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
-    export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    load = add("import", _import, "add a session from a file that export has written")
-    load.add_argument("file", type=Path, metavar="FILE")
-    load.add_argument("--create", action="store_true", help="make the store where there is none")
-    add_budgets(load)
-    return parser
 
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
@@ -101,7 +54,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
     }
 
 
-def _list(args: argparse.Namespace) -> int:
+def list_all(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with reading(folder) as index:
         sessions = index.sessions()
@@ -136,7 +89,7 @@ def _name(session: Session) -> str:
     return "-" if session.name is None else shown(session.name)
 
 
-def _show(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with reading(folder) as index:
         session = choose(index.sessions(), args.session)
@@ -218,12 +171,12 @@ def _missing(block: dict[str, Any]) -> str:
     return "" if all(part["file_exists"] for part in block["parts"]) else "a part is missing"
 
 
-def _rm(args: argparse.Namespace) -> int:
+def rm(args: argparse.Namespace) -> int:
     if bool(args.sessions) == args.all:
-        _parser().error("sessions rm: name the sessions to remove, or say --all")
+        args.error("name the sessions to remove, or say --all")
     folder = folder_of(args)
     if args.all and not args.yes:
-        _parser().error(f"sessions rm: --all removes every session of {folder}; add --yes")
+        args.error(f"--all removes every session of {folder}; add --yes")
     with changing(folder) as disk, disk.lock.held():
         sessions = disk.index.sessions()
         chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
@@ -243,7 +196,7 @@ def _rm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _pin(args: argparse.Namespace) -> int:
+def pin(args: argparse.Namespace) -> int:
     with changing(folder_of(args)) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         about = describe(disk.index, session)
@@ -255,7 +208,7 @@ def _pin(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> int:
     folder, target = folder_of(args), args.file
     with reading(folder) as index, progress("export") as told:
         session = choose(index.sessions(), args.session)
@@ -270,7 +223,7 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _import(args: argparse.Namespace) -> int:
+def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     if not args.create:
         check_exists(folder)

@@ -22,12 +22,11 @@ _BATCHING = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status, 1 for a model that is not kept.
 
     Raises KVPersistError when the model cannot be loaded.
     """
-    args = _parser().parse_args(argv)
     model, _ = load_named(args.model, args.adapter_path)
     choice = PrecisionChoice(*KV_BITS[args.kv_bits], args.kv_group_size)
     try:
@@ -45,24 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print(args.model, spec)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist spec",
-        description="Load a model and say what its caches hold, how it is kept, what is reused.",
-    )
-    parser.add_argument("--model", required=True, help="a folder or a name on the hub")
-    parser.add_argument("--adapter-path", help="a folder with a trained adapter")
-    parser.add_argument(
-        "--kv-bits",
-        choices=tuple(KV_BITS),
-        default="4",
-        help="as the server's --kvpersist-kv-bits (default: 4)",
-    )
-    parser.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _print(model: str, spec: ModelCacheSpec) -> None:

@@ -30,38 +30,7 @@ from .opening import (
 from .output import console, print_json, print_table, progress, shown, size
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status. Raises KVPersistError when it cannot."""
-    args = _parser().parse_args(argv)
-    status: int = args.run(args)
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist store", description="Look after the store of conversations."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    common = common_options()
-
-    def add(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", parents=[common]
-        )
-        command.set_defaults(run=run)
-        return command
-
-    add_budgets(add("stats", _stats, "say what the store holds and what it may use"))
-    verify = add("verify", _verify, "read every file and check it; exit status 1 if any is bad")
-    verify.add_argument("--fix", action="store_true", help="put aside what is bad, and sweep")
-    add("rebuild", _rebuild, "make the index anew from the files")
-    gc = add("gc", _gc, "remove what was not used for longest until the budgets are kept")
-    gc.add_argument("--dry-run", action="store_true", help="only say what would go")
-    add_budgets(gc)
-    return parser
-
-
-def _stats(args: argparse.Namespace) -> int:
+def stats(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with reading(folder) as index:
         sessions = index.sessions()
@@ -137,7 +106,7 @@ def _stats(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     left: list[Problem] = []
     if args.fix:
@@ -183,7 +152,7 @@ def _problems(folder: Path, disk: DiskStore) -> list[Problem]:
         return find_problems(folder, disk.index, told)
 
 
-def _rebuild(args: argparse.Namespace) -> int:
+def rebuild(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
     with (
@@ -204,7 +173,7 @@ def _rebuild(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gc(args: argparse.Namespace) -> int:
+def gc(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
     limits = limits_of(args, folder)

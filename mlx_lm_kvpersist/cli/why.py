@@ -13,9 +13,8 @@ from ..errors import KVPersistError
 from .output import console, local_time, print_json, print_table, shown
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError when the server is silent."""
-    args = _parser().parse_args(argv)
     records = _ask(args.host, args.port)
     if args.request is not None:
         records = [record for record in records if record["id"].endswith(args.request)]
@@ -30,23 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _list(records)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mlx-lm-kvpersist why",
-        description="Say what the last requests to a running server reused, and why not more.",
-    )
-    parser.add_argument(
-        "request",
-        nargs="?",
-        metavar="REQUEST_ID",
-        help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8080, help="of the server (default: 8080)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _ask(host: str, port: int) -> list[dict[str, Any]]:
