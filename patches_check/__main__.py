@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.host import versions
 
 
@@ -26,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) == ["--matrix"]:
         print(json.dumps(matrix()))
         return 0
-    from mlx_lm_kvpersist.cli import selftest
-
-    return selftest.main(argv, prog="python -m patches_check")
+    return cli.main(["selftest", *argv])
 
 
 if __name__ == "__main__":

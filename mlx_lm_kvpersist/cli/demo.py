@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from ..errors import ConfigError, KVPersistError
 from ..synthetic import Message, make_tiny_model, synthetic_conversation, synthetic_text
 from ..testing import OUTCOME_HEADER, Reply, ServerError, ServerProcess
+from .output import console, print_table
 
 SESSION = "demo"
 _MAX_TOKENS = 24
@@ -35,38 +34,29 @@ class Step:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo with parsed options; return the exit status."""
-    console = Console()
+    """Run the demo; return 0 if the conversation came back from disk, else 1."""
     if args.model and args.model.startswith(("/", ".")) and not Path(args.model).is_dir():
-        # mlx-lm 0.31.3 would answer /health, and hang on the first request.
-        console.print(f"There is no model folder {args.model}", markup=False, soft_wrap=True)
-        return 1
+        # mlx-lm 0.31.3 would answer /health and hang on the first request.
+        raise ConfigError(f"there is no model folder {args.model}")
+    out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
         model = args.model or str(_make_demo_model(folder / "model"))
         try:
-            steps = run_steps(
-                model,
-                folder,
-                args.chars,
-                lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
-            )
+            steps = run_steps(model, folder, args.chars, out.print)
         except ServerError as error:
-            console.print(f"The server failed: {error}", markup=False, soft_wrap=True)
-            return 1
-        except KeyboardInterrupt:
-            return 130
-    console.print(_table(steps))
+            raise KVPersistError(f"the server failed: {error}") from error
+    _print(steps)
     *_, warm, stock = (step.reply for step in steps)
     n_restored = int(warm.kvpersist.get("restored", 0))
     if n_restored:
-        console.print(
+        out.print(
             f"After kill -9, {n_restored:,} of {warm.prompt_tokens:,} prompt tokens came "
             f"from disk: first token after {warm.ttft_s:.2f} s, the stock server needs "
             f"{stock.ttft_s:.2f} s ({stock.ttft_s / warm.ttft_s:.1f} times as long)."
         )
     else:
-        console.print("The conversation did not come back from disk.", style="red")
+        out.print("The conversation did not come back from disk.")
     return 0 if n_restored else 1
 
 
@@ -139,22 +129,18 @@ def _files(store: Path) -> set[tuple[str, int]]:
     return found
 
 
-def _table(steps: Sequence[Step]) -> Table:
-    table = Table(title="One conversation", title_justify="left")
-    table.add_column("server")
-    table.add_column("request")
-    table.add_column("first token", justify="right")
-    table.add_column("prompt", justify="right")
-    table.add_column("reused", justify="right")
-    table.add_column("outcome")
+def _print(steps: Sequence[Step]) -> None:
+    rows = []
     for step in steps:
         reply = step.reply
-        table.add_row(
+        row = [
             step.server,
             step.what,
             f"{reply.ttft_s:.2f} s",
             f"{reply.prompt_tokens:,}",
             f"{reply.cached_tokens:,}",
             " ".join(reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
-        )
-    return table
+        ]
+        rows.append(row)
+    columns = ["server", "request", "TTFT", "prompt", "reused", "outcome"]
+    print_table(columns, rows, right="TTFT prompt reused")

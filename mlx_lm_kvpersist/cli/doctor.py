@@ -1,13 +1,12 @@
-"""Says whether `mlx_lm.server --plugin kvpersist` works on this machine, and if not, why.
+"""`mlx-lm-kvpersist doctor`: does `mlx_lm.server --plugin kvpersist` work here, and if not, why.
 
-Looks at this Python environment, and at the `mlx_lm.server` that the shell would start, which
-may belong to another. Nothing is imported from mlx: a broken MLX must be found, not fatal.
+It looks at this Python environment, and at the `mlx_lm.server` that the shell would start, which
+may belong to another. Nothing of mlx is imported: a broken MLX must be reported, not fatal.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import site
@@ -20,16 +19,13 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from ..errors import PluginNotFound, UnsupportedVersion
 from ..host import manager, versions
+from .output import console, print_json, print_table
 
 PLUGIN = "kvpersist"
 PTH_NAME = "mlx_lm_kvpersist.pth"
-WITHOUT_PTH = "python -m mlx_lm_kvpersist server …, which needs no .pth file"
+WITHOUT_PTH = "mlx-lm-kvpersist server …, which needs no .pth file"
 IS_ACTIVE = "import sys; print(any(type(f).__name__ == 'ServerFinder' for f in sys.meta_path))"
 USES_MLX = "import mlx.core as mx; print((mx.array(1) + 1).item() and mx.default_device())"
 
@@ -94,7 +90,7 @@ def mlx_lm() -> Finding:
     except UnsupportedVersion as error:
         found, _, advice = str(error).rpartition("; ")
         return Finding("mlx-lm", False, found, advice)
-    known = "" if versions.is_known(lm, mlx) else ", a pair that was not measured"
+    known = "" if versions.is_measured() else ", a pair that was not measured"
     return Finding("mlx-lm", True, f"{lm} with mlx {mlx}{known}")
 
 
@@ -249,23 +245,20 @@ def run(args: argparse.Namespace) -> int:
     works = all(finding.passed for finding in findings)
     if args.json:
         found = [asdict(finding) for finding in findings]
-        print(json.dumps({"works": works, "findings": found}, indent=2))
+        print_json({"works": works, "findings": found})
     else:
-        print_findings(findings, Console(highlight=False))
+        print_findings(findings)
     return 0 if works else 1
 
 
-def print_findings(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """Print the findings for people, and the first cause last."""
-    table = Table("", "what", "found", show_lines=False)
-    for finding in findings:
-        mark = "[green]ok[/green]" if finding.passed else "[red]no[/red]"
-        table.add_row(mark, finding.name, escape(finding.found))
-    console.print(table)
+    rows = [["ok" if each.passed else "no", each.name, each.found] for each in findings]
+    print_table(["", "what", "found"], rows)
     broken = next((finding for finding in findings if not finding.passed), None)
-    command = f"mlx_lm.server --plugin {PLUGIN}"
+    out, command = console(), f"mlx_lm.server --plugin {PLUGIN}"
     if broken is None:
-        console.print(f"{command} works here. mlx-lm-kvpersist selftest proves every patch.")
+        out.print(f"{command} works here. mlx-lm-kvpersist selftest proves every patch.")
     else:
-        console.print(f"{command} does not work here: {broken.name}: {broken.found}", markup=False)
-        console.print(f"What to do: {broken.advice}", markup=False)
+        out.print(f"{command} does not work here: {broken.name}: {broken.found}")
+        out.print(f"What to do: {broken.advice}")

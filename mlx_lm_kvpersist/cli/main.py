@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
         status: int = run(args)
     except KVPersistError as error:
-        print(f"{PROG} {args.command}: {error}", file=sys.stderr)
-        return 1
+        message = str(error)
+    except PermissionError as error:
+        message = f"no permission for {error.filename}; run the command as the owner of the folder"
+    except (OSError, sqlite3.Error) as error:
+        message = f"{type(error).__name__}: {error}"
     except KeyboardInterrupt:
         return 130
-    return status
+    else:
+        return status
+    print(f"{PROG} {args.command}: {message}", file=sys.stderr)
+    return 1
 
 
 def run_server(args: argparse.Namespace) -> int:
@@ -94,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _commands(parser: argparse.ArgumentParser, dest: str | None = None) -> Any:
+def _commands(parser: argparse.ArgumentParser, dest: str = "subcommand") -> Any:
     return parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
 
 
@@ -153,9 +160,7 @@ def _add_quality(add: Any) -> None:
         "the next tokens, a fact found in a long context, a tool call."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
-    quality.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)"
-    )
+    quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
     quality.add_argument(
         "--window", type=int, default=1024, help="tokens the model sees at once (%(default)s)"
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..config import (
     DEFAULT_MAX_DISK_BYTES,
@@ -19,7 +22,6 @@ from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.index import Index
 from ..store.index_file import is_damage
-from ..units import parse_size
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -30,10 +32,12 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
     """Return the budgets that the options name, with the server's defaults."""
-    max_disk_bytes = args.kvpersist_disk
+    max_disk_bytes, min_free_bytes = args.kvpersist_disk, args.kvpersist_min_free
     if max_disk_bytes is None:
         max_disk_bytes = min(volume_bytes(folder) // 10, DEFAULT_MAX_DISK_BYTES)
-    return StoreLimits(0, max_disk_bytes, min_free_bytes=args.kvpersist_min_free, fsync=True)
+    if min_free_bytes is None:
+        min_free_bytes = DEFAULT_MIN_FREE_BYTES
+    return StoreLimits(0, max_disk_bytes, min_free_bytes=min_free_bytes, fsync=True)
 
 
 def check_exists(folder: Path) -> None:
@@ -47,40 +51,40 @@ def check_exists(folder: Path) -> None:
 
 
 @contextmanager
-def said_in_one_line(folder: Path) -> Iterator[None]:
-    """Turn what disk and SQLite raise into a StoreError."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"{folder}: {error}") from error
-
-
-@contextmanager
 def reading(folder: Path) -> Iterator[Index]:
-    """Open a store's index to read it; no lock is taken and nothing is repaired."""
+    """Open a store's index to read it; no lock is taken and nothing is repaired.
+
+    SQLite writes beside an index even to read it. An index that may not be written to is copied
+    to a temporary folder first.
+    """
     check_exists(folder)
     path = folder / "index.sqlite"
     advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
-    with said_in_one_line(folder):
-        if not path.exists() or path.stat().st_size == 0:
-            raise StoreError(f"{path} is missing; {advice}")
+    if not path.exists() or path.stat().st_size == 0:
+        raise StoreError(f"{path} is missing; {advice}")
+    with ExitStack() as stack:
+        opened = path
+        if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
+            scratch = stack.enter_context(TemporaryDirectory(prefix="kvpersist-index-"))
+            opened = Path(scratch) / path.name
+            for suffix in ("", "-wal"):
+                if (source := Path(f"{path}{suffix}")).exists():
+                    shutil.copyfile(source, f"{opened}{suffix}")
         try:
-            index = Index(path)
+            index = Index(opened)
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
             raise StoreError(f"{path} is damaged ({error}); {advice}") from error
-        try:
-            yield index
-        finally:
-            index.close()
+        stack.callback(index.close)
+        yield index
 
 
 @contextmanager
 def changing(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
     """Open a store to change it; a missing or damaged index is rebuilt.
 
-    The lock is taken by each change, not by this.
+    Each change takes the store's lock; opening it does not.
     """
     check_exists(folder)
     with open_store(folder, limits) as disk:
@@ -89,10 +93,9 @@ def changing(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskSt
 
 @contextmanager
 def open_store(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store, made where it is missing."""
-    with said_in_one_line(folder):
-        disk = DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))
-        try:
-            yield disk
-        finally:
-            disk.close()
+    """Open a store; make it where there is none."""
+    disk = DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))
+    try:
+        yield disk
+    finally:
+        disk.close()

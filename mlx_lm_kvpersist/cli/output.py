@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, progress for those who wait.
+"""What the commands print: tables for people, JSON for programs, progress of long work.
 
 Names and texts come from clients. They are shown escaped and shortened, never as markup.
 """
@@ -32,14 +32,9 @@ def shown(text: str, max_chars: int = 40) -> str:
     return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
 
 
-def size(n_bytes: int) -> str:
-    """Return a size in the units that the options take (powers of 1024)."""
-    number = float(n_bytes)
-    for unit in ("B", "K", "M", "G"):
-        if abs(number) < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} T"
+def counted(number: int, noun: str) -> str:
+    """Return a number and its noun, such as "1 block" or "1,054 blocks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def local_time(time_s: float) -> str:
@@ -57,13 +52,16 @@ def print_json(content: Any) -> None:
 
 
 def console() -> Console:
-    """Return the console for what a command has to say."""
+    """Return the console for a command's results."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
-    """Print a table; the columns named in `right` (separated by blanks) are numbers."""
+    """Print a table; `right` names the columns of numbers, separated by blanks.
+
+    Cells that are too long for the terminal go on in the next line; none is cut.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"
@@ -75,7 +73,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: st
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr, if that is a terminal, for what is told how many of how many."""
+    """Show a bar on stderr if that is a terminal; the yielded function takes (done, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(
         *columns,

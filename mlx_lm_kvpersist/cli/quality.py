@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..units import show_bytes
 from .models import load_named
 from .output import console, print_json, print_table, progress
 from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
@@ -225,7 +226,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
     table = [
         [
             row.precision,
-            f"{row.kv_bytes_per_token / 1e3:.1f}",
+            show_bytes(row.kv_bytes_per_token),
             f"{row.perplexity:.3f}",
             f"{row.perplexity_rise:+.2%}",
             f"{row.agreement:.1%}",
@@ -238,7 +239,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
         for row in rows
     ]
     columns = [
-        *("bits", "KB/token", "perplexity", "change", "same next token", "KL nats"),
+        *("bits", "a token", "perplexity", "change", "same next token", "KL nats"),
         *("needle found", "same reply", "tool call parses", "same call"),
     ]
-    print_table(columns, table, right="bits KB/token perplexity change")
+    print_table(columns, table, right="bits perplexity change")

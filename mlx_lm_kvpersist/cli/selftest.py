@@ -1,4 +1,4 @@
-"""Checks, on demand, what the server checks when it starts: every patch, then the plugins.
+"""`mlx-lm-kvpersist selftest`: check what the server checks at its start, patches and plugins.
 
 Each patch is applied alone to show that its probe tells a patched server from a stock one.
 Then the server's own `main` is run with all patches, up to the point where it would listen.
@@ -10,9 +10,9 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import logging
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall, versions
 from ..host.patch import PATCH_SET, Patch
 from ..host.patches import PATCHES
+from .output import console, print_json, print_table
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,9 @@ def run_selftest(
     checks += [(f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES]
     checks.append(("startup", partial(check_startup, plugins, server_options)))
     return Report(
-        mlx_lm=(mlx_lm := found_version("mlx-lm")),
-        mlx=(mlx := found_version("mlx")),
-        known=versions.is_known(mlx_lm, mlx),
+        mlx_lm=found_version("mlx-lm"),
+        mlx=found_version("mlx"),
+        known=versions.is_measured(),
         results=[timed(name, check) for name, check in checks],
     )
 
@@ -118,6 +115,7 @@ def check_startup(plugins: Sequence[str], server_options: Sequence[str]) -> None
 
     Parses options, configures the plugins, probes the patches, runs the plugins' `self_test`,
     starts the generation thread, opens a port, and shuts all down. Raises what stopped it.
+    The kvpersist plugin is given a temporary store unless `server_options` name one.
     """
     if PATCH_SET.is_applied:
         raise SelfTestFailed("the server is patched already; run the self-test in its own process")
@@ -125,18 +123,21 @@ def check_startup(plugins: Sequence[str], server_options: Sequence[str]) -> None
         "mlx_lm.server",
         *(f"--plugin={name}" for name in plugins),
         *("--host=127.0.0.1", "--port=0", "--log-level=ERROR"),
-        *server_options,
     ]
     server = importlib.import_module("mlx_lm.server")
     install(plugins)
     said = io.StringIO()
     try:
         with (
+            tempfile.TemporaryDirectory(prefix="kvpersist-selftest-") as folder,
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(server.ThreadingHTTPServer, "serve_forever", end_instead),
             quiet_host(),
             contextlib.redirect_stderr(said),
         ):
+            if "kvpersist" in plugins:
+                argv.append(f"--kvpersist-dir={folder}/store")
+            argv.extend(server_options)
             server.main()
     except Listening:
         return
@@ -184,19 +185,20 @@ def run(args: argparse.Namespace) -> int:
     plugins = [] if args.no_plugin else args.plugin or ["kvpersist"]
     report = run_selftest(plugins, args.server_options)
     if args.json:
-        print(json.dumps({**asdict(report), "passed": report.passed}, indent=2))
+        print_json({**asdict(report), "passed": report.passed})
     else:
-        print_report(report, Console())
+        print_report(report)
     return 0 if report.passed else 1
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: Report) -> None:
     """Print a report for people."""
-    known = "" if report.known else " (a pair that was not measured)"
-    console.print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")
-    console.print("measured: " + "; ".join(str(pair) for pair in versions.PAIRS), highlight=False)
-    table = Table("check", "result", "s", "what is wrong")
-    for result in report.results:
-        state = "[green]ok[/green]" if result.passed else "[red]failed[/red]"
-        table.add_row(result.name, state, f"{result.seconds:.2f}", escape(result.error))
-    console.print(table)
+    out = console()
+    known = "" if report.known else " (not measured)"
+    out.print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")
+    out.print("measured: " + "; ".join(str(pair) for pair in versions.PAIRS))
+    rows = [
+        [each.name, "ok" if each.passed else "failed", f"{each.seconds:.2f}", each.error]
+        for each in report.results
+    ]
+    print_table(["check", "result", "s", "what is wrong"], rows, right="s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,19 @@ from ..store.part import Part
 from ..store.part_files import part_path
 from ..store.session_file import SessionFile
 from ..store.session_transfer import export_session, import_session
+from ..units import show_bytes
 from .choice import choose
-from .opening import (
-    add_budgets,
-    changing,
-    check_exists,
-    common_options,
-    folder_of,
-    limits_of,
-    open_store,
-    reading,
-    said_in_one_line,
+from .opening import changing, check_exists, folder_of, limits_of, open_store, reading
+from .output import (
+    console,
+    counted,
+    local_time,
+    print_json,
+    print_table,
+    progress,
+    shown,
+    utc_time,
 )
-from .output import console, local_time, print_json, print_table, progress, shown, size, utc_time
 
 _EXCERPT_CHARS = 240
 
@@ -74,7 +73,7 @@ def list_all(args: argparse.Namespace) -> int:
             shown(about["precision"] or "?"),
             shown(about["namespace"] or "-"),
             f"{session.n_tokens:,}",
-            size(about["bytes"]),
+            show_bytes(about["bytes"]),
             str(about["blocks"]),
             "yes" if session.pinned else "",
             local_time(session.used),
@@ -124,7 +123,8 @@ def show(args: argparse.Namespace) -> int:
         ("tokens", f"{session.n_tokens:,}"),
         (
             "size",
-            f"{size(about['bytes'])} in {about['blocks']} blocks and {about['parts']} parts",
+            f"{show_bytes(about['bytes'])} in {counted(about['blocks'], 'block')} and "
+            f"{counted(about['parts'], 'part')}",
         ),
         ("pinned", "yes" if session.pinned else "no"),
         ("created", local_time(session.created)),
@@ -142,8 +142,10 @@ def show(args: argparse.Namespace) -> int:
             block["key"],
             f"{block['start']:,}",
             str(block["tokens"]),
-            size(block["bytes"]),
-            ", ".join(f"{shown(part['kind'])} {size(part['bytes'])}" for part in block["parts"]),
+            show_bytes(block["bytes"]),
+            ", ".join(
+                f"{shown(part['kind'])} {show_bytes(part['bytes'])}" for part in block["parts"]
+            ),
             _missing(block),
         ]
         for block in about["chain"]
@@ -192,7 +194,9 @@ def rm(args: argparse.Namespace) -> int:
     else:
         for session in chosen:
             console().print(f"removed {session.id}  {_name(session)}")
-        console().print(f"{size(freed)} in {n_blocks} blocks and {n_parts} parts are free")
+        console().print(
+            f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, {counted(n_parts, 'part')}"
+        )
     return 0
 
 
@@ -219,7 +223,8 @@ def export(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**about, "file": str(target), "file_bytes": n_bytes})
     else:
-        console().print(f"{session.id}  {_name(session)}  is now in {target}, {size(n_bytes)}")
+        said = f"is now in {target}, {show_bytes(n_bytes)}"
+        console().print(f"{session.id}  {_name(session)}  {said}")
     return 0
 
 
@@ -227,7 +232,7 @@ def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     if not args.create:
         check_exists(folder)
-    with said_in_one_line(args.file), progress("check") as told:
+    with progress("check") as told:
         source = SessionFile(args.file, told)
     try:
         with open_store(folder, limits_of(args, folder)) as disk:
@@ -243,7 +248,7 @@ def load(args: argparse.Namespace) -> int:
     else:
         what = "is added" if done.is_new else "was there"
         console().print(
-            f"{done.session.id}  {_name(done.session)}  {what}; {n_blocks} of {done.n_blocks} "
-            f"blocks and {n_parts} of {done.n_parts} parts were written"
+            f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
+            f"{counted(done.n_blocks, 'block')}, {n_parts:,} of {counted(done.n_parts, 'part')}"
         )
     return 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from ..cache.precision import PrecisionChoice
 from ..cache.slots import GroupKind
 from ..cache.spec import Batching, LayerGroup, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
 from ..errors import KVPersistError, ModelNotSupported
+from ..units import show_bytes
 from .models import load_named
-from .output import console, print_json, print_table, size
+from .output import console, print_json, print_table
 
 _BATCHING = {
     Batching.ALL: "prompts and replies of several clients run together",
@@ -58,9 +58,9 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
             _shape(group.values),
             "" if group.window is None else f"{group.window:,}",
             str(group.precision or "own"),
-            size(group.bytes_per_token) if group.bytes_per_token else "",
-            size(group.own_bytes_per_token) if group.own_bytes_per_token else "",
-            size(group.state_bytes) if group.state_bytes else "",
+            show_bytes(group.bytes_per_token) if group.bytes_per_token else "",
+            show_bytes(group.own_bytes_per_token) if group.own_bytes_per_token else "",
+            show_bytes(group.state_bytes) if group.state_bytes else "",
         ]
         for group in spec.groups
     ]
@@ -74,8 +74,8 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
     if own:
         share = spec.bytes_per_token / own
         out.print(
-            f"A token takes {size(spec.bytes_per_token)} live and on disk, {share:.2f} of "
-            f"{size(own)} in the model's own precision."
+            f"A token takes {show_bytes(spec.bytes_per_token)} live and on disk, {share:.2f} of "
+            f"{show_bytes(own)} in the model's own precision."
         )
     for line in _reuse(spec):
         out.print(line)
@@ -99,7 +99,7 @@ def _reuse(spec: ModelCacheSpec) -> list[str]:
             "replies, where the state of the recurrent layers is kept."
         )
     lines.append(
-        f"Each such place takes up to {size(spec.point_bytes)} on disk, beside the tokens."
+        f"Each such place takes up to {show_bytes(spec.point_bytes)} on disk, beside the tokens."
     )
     lines.append(
         "What comes from disk is checked by its checksum; it cannot be checked by computing "

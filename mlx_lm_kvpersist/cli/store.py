@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,9 @@ from ..store.index import Session
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
 from ..store.verify import Problem, find_problems, fix_problems
-from .opening import (
-    add_budgets,
-    changing,
-    check_exists,
-    common_options,
-    folder_of,
-    limits_of,
-    reading,
-    said_in_one_line,
-)
-from .output import console, print_json, print_table, progress, shown, size
+from ..units import show_bytes
+from .opening import changing, check_exists, folder_of, limits_of, reading
+from .output import console, counted, print_json, print_table, progress, shown
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -78,13 +69,16 @@ def stats(args: argparse.Namespace) -> int:
     facts = [
         ("folder", str(folder)),
         ("format", str(version)),
-        ("sessions", f"{len(sessions)}, {n_pinned} of them pinned"),
-        ("blocks", f"{n_blocks} of {n_models} models"),
-        ("parts", str(n_parts)),
-        *((f"{name} bytes", size(kinds[name])) for name in sorted(kinds)),
-        ("bytes in all", size(sum(kinds.values()))),
-        ("budget", f"{size(limits.max_disk_bytes)} (--kvpersist-disk)"),
-        ("free", f"{size(free_bytes(folder))}, {size(limits.min_free_bytes)} to be left"),
+        ("sessions", f"{len(sessions):,}, {n_pinned:,} pinned"),
+        ("blocks", f"{n_blocks:,} of {counted(n_models, 'model')}"),
+        ("parts", f"{n_parts:,}"),
+        *((f"size of {name}", show_bytes(kinds[name])) for name in sorted(kinds)),
+        ("size in all", show_bytes(sum(kinds.values()))),
+        ("budget", f"{show_bytes(limits.max_disk_bytes)} (--kvpersist-disk)"),
+        (
+            "free",
+            f"{show_bytes(free_bytes(folder))}, {show_bytes(limits.min_free_bytes)} to be left",
+        ),
     ]
     print_table(["", ""], facts)
     if models:
@@ -98,7 +92,7 @@ def stats(args: argparse.Namespace) -> int:
                 str(model["sessions"]),
                 str(model["blocks"]),
                 str(model["parts"]),
-                size(model["bytes"]),
+                show_bytes(model["bytes"]),
             ]
             for model in models
         ]
@@ -135,15 +129,14 @@ def verify(args: argparse.Namespace) -> int:
     ]
     if rows:
         print_table(["fault", "subject", "reason"], rows)
+    held = f"{counted(n_blocks, 'block')} and {counted(n_parts, 'part')}"
     if not problems:
-        console().print(f"{folder}: {n_blocks} blocks and {n_parts} parts, all good")
+        console().print(f"{folder}: {held}, all good")
     elif left:
-        advice = "" if args.fix else "; --fix puts aside what is bad"
-        console().print(f"{folder}: {len(left)} problems{advice}")
+        advice = "" if args.fix else "; --fix moves bad files to quarantine"
+        console().print(f"{folder}: {counted(len(left), 'problem')}{advice}")
     else:
-        console().print(
-            f"{folder}: {len(problems)} problems fixed, {n_blocks} blocks and {n_parts} parts left"
-        )
+        console().print(f"{folder}: {counted(len(problems), 'problem')} fixed, {held} left")
     return 1 if left else 0
 
 
@@ -155,11 +148,7 @@ def _problems(folder: Path, disk: DiskStore) -> list[Problem]:
 def rebuild(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
-    with (
-        said_in_one_line(folder),
-        StoreLock(folder / "lock").held(),
-        progress("rebuild") as told,
-    ):
+    with StoreLock(folder / "lock").held(), progress("rebuild") as told:
         n_blocks = rebuild_index(folder, told)
     with reading(folder) as index:
         n_parts, n_sessions = index.n_parts(), len(index.sessions())
@@ -167,9 +156,8 @@ def rebuild(args: argparse.Namespace) -> int:
         counts = {"blocks": n_blocks, "parts": n_parts, "sessions": n_sessions}
         print_json({"folder": str(folder), **counts})
     else:
-        console().print(
-            f"{folder}: the index has {n_blocks} blocks, {n_parts} parts and {n_sessions} sessions"
-        )
+        held = f"{counted(n_blocks, 'block')}, {counted(n_parts, 'part')}"
+        console().print(f"{folder}: the index has {held}, {counted(n_sessions, 'session')}")
     return 0
 
 
@@ -192,26 +180,29 @@ def gc(args: argparse.Namespace) -> int:
         }
         print_json(report)
         return 0 if went.fits else 1
-    verb = "would go" if args.dry_run else "went"
+    verb = "would be removed" if args.dry_run else "removed"
     for session in went.sessions:
         name = "-" if session.name is None else shown(session.name)
         console().print(f"{session.id}  {name}  {verb}")
-    console().print(f"{went.n_blocks} blocks and {went.n_parts} parts, {size(went.n_bytes)} {verb}")
+    counts = f"{counted(went.n_blocks, 'block')} and {counted(went.n_parts, 'part')}"
+    console().print(f"{counts}, {show_bytes(went.n_bytes)}, {verb}")
     if not went.fits:
+        rest = f"{counted(went.n_pinned, 'session')} pinned" if went.n_pinned else "only its index"
         raise StoreError(
-            f"{folder}: what is pinned leaves no way to keep --kvpersist-disk "
-            f"({size(limits.max_disk_bytes)}) and --kvpersist-min-free "
-            f"({size(limits.min_free_bytes)})"
+            f"{folder} still holds {show_bytes(went.n_bytes_used)} ({rest}), but --kvpersist-disk "
+            f"is {show_bytes(limits.max_disk_bytes)} and --kvpersist-min-free "
+            f"{show_bytes(limits.min_free_bytes)} of {show_bytes(free_bytes(folder))} free"
         )
     return 0
 
 
 @dataclass(frozen=True)
 class _Gone:
-    """What making room removes, or would. `fits` says whether that was enough."""
+    """What making room removes, or would remove. `fits` says whether that is enough."""
 
     fits: bool
     sessions: list[Session]
+    n_pinned: int
     n_blocks: int
     n_parts: int
     n_bytes: int
@@ -230,6 +221,7 @@ def _rehearsed(folder: Path, limits: StoreLimits) -> _Gone:
             return _Gone(
                 fits,
                 [session for session in sessions if session.id in rehearsal.ended],
+                sum(session.pinned for session in sessions),
                 rehearsal.n_blocks,
                 rehearsal.n_parts,
                 rehearsal.n_freed_bytes,
@@ -249,6 +241,7 @@ def _collected(folder: Path, limits: StoreLimits) -> _Gone:
         return _Gone(
             fits,
             [session for session in sessions if session.id not in left],
+            sum(session.pinned for session in sessions),
             n_blocks - disk.index.n_blocks(),
             n_parts - disk.index.n_parts(),
             n_bytes - disk.used_bytes(),

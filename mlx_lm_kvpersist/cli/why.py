@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 

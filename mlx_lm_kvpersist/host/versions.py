@@ -76,10 +76,24 @@ def found_and_known() -> str:
 
 
 def is_known(mlx_lm: str, mlx: str) -> bool:
-    """Tell whether this pair was measured."""
-    return any(
+    """Tell whether this pair was measured; a version with a suffix (.dev1, rc1, +abc) was not."""
+    return all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in (mlx_lm, mlx)) and any(
         pair.mlx_lm == parse(mlx_lm) and pair.oldest_mlx <= parse(mlx) <= pair.newest_mlx
         for pair in PAIRS
+    )
+
+
+def is_measured() -> bool:
+    """Tell whether the installed pair was measured: two releases from a package index.
+
+    A git snapshot may call itself by the number of a release.
+    """
+    try:
+        pair = installed("mlx-lm"), installed("mlx")
+    except UnsupportedVersion:
+        return False
+    return is_known(*pair) and not any(
+        metadata.distribution(name).read_text("direct_url.json") for name in ("mlx-lm", "mlx")
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli import doctor
+from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.host import versions
 from tests.support.host import PTH, Environment
 
@@ -44,7 +45,7 @@ def test_a_missing_pth_is_named_with_the_way_around_it(environment: Environment)
     assert json.loads(done.stdout)["works"] is False
     found = findings(done)
     assert str(environment.site_packages) in found[".pth file"]["found"]
-    assert "python -m mlx_lm_kvpersist server" in found[".pth file"]["advice"]
+    assert "mlx-lm-kvpersist server" in found[".pth file"]["advice"]
     for name in ("activation in this Python", "activation in mlx_lm.server on PATH"):
         assert "did not execute mlx_lm_kvpersist.pth" in found[name]["found"]
 
@@ -160,10 +161,10 @@ def test_people_read_the_first_cause_last(
     broken = doctor.Finding("mlx", False, "does not compute", "install [cpu]")
     later = doctor.Finding("plugin", False, "none", "install it")
     monkeypatch.setattr(doctor, "examine", lambda: [broken, later])
-    assert doctor.main([]) == 1
+    assert main(["doctor"]) == 1
     *_, cause, advice = capsys.readouterr().out.strip().splitlines()
     assert cause.endswith("does not work here: mlx: does not compute")
     assert advice == "What to do: install [cpu]"
     monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("mlx", True, "computes")])
-    assert doctor.main([]) == 0
+    assert main(["doctor"]) == 0
     assert "works here" in capsys.readouterr().out

@@ -1,35 +1,68 @@
-"""The command line: every subcommand exists, and an error of ours is one line."""
+"""The command line: one parser tree, quick to start, and an error of ours is one line."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from types import SimpleNamespace
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist import __version__
+from mlx_lm_kvpersist import __version__, config
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import StoreError
 
+ROOT = Path(__file__).parents[2]
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
-def test_every_command_has_help(command: cli.Command, capsys: pytest.CaptureFixture[str]) -> None:
+
+def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of all commands that do something."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in dict.fromkeys(action.choices.values()):
+                yield from leaves(command)
+            return
+    yield parser
+
+
+COMMANDS = {command.prog.removeprefix("mlx-lm-kvpersist "): command
+            for command in leaves(cli.make_parser())}  # fmt: skip
+
+
+def test_all_commands_stand_in_one_tree() -> None:
+    assert list(COMMANDS) == [
+        "demo", "doctor", "quality", "selftest", "server",
+        "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
+        "sessions export", "sessions import", "spec",
+        "store stats", "store gc", "store verify", "store rebuild", "why",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "server"])
+def test_every_command_has_help_and_a_function(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main([command.name, "--help"])
+        cli.main([*name.split(), "--help"])
     assert end.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: mlx-lm-kvpersist {command.name} ")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: mlx-lm-kvpersist {name} ")
+    options = {o for action in COMMANDS[name]._actions for o in action.option_strings}
+    assert all(re.search(rf"{re.escape(option)}\b", shown) for option in options)
+    module, _, function = COMMANDS[name].get_default("run").partition(":")
+    assert callable(getattr(importlib.import_module(f"mlx_lm_kvpersist.cli.{module}"), function))
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command.name in shown for command in cli.COMMANDS)
-    assert " server " not in shown
-    with pytest.raises(SystemExit):
-        cli.main(["--help"], with_server=True)
-    assert " server " in capsys.readouterr().out
+    assert all(f"    {name.split()[0]} " in shown for name in COMMANDS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,28 +71,68 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-def test_an_error_of_ours_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(argv: Any) -> int:
-        raise StoreError("the store is gone")
+@pytest.mark.parametrize("argv", [["--help"], ["sessions", "rm", "--help"], ["doctor", "--json"]])
+def test_help_and_doctor_need_no_mlx(tmp_path: Path, argv: list[str]) -> None:
+    for name in ("mlx", "mlx_lm"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('broken')")
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from mlx_lm_kvpersist.cli.main import main
+try:
+    status = main({argv!r})
+finally:
+    print(sorted(sys.modules.keys() & {{"mlx", "mlx_lm", "numpy"}}), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.stderr == "[]\n" and len(done.stdout) > 100
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=fail))
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (StoreError("the store is gone"), "the store is gone"),
+        (
+            PermissionError(13, "Permission denied", "/a/b"),
+            "no permission for /a/b; run the command as the owner of the folder",
+        ),
+        (OSError(5, "Input/output error", "/a/b"), "OSError: [Errno 5] Input/output error: '/a/b'"),
+    ],
+)
+def test_an_error_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.doctor.run", fail)
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == "mlx-lm-kvpersist doctor: the store is gone\n"
+    assert capsys.readouterr().err == f"mlx-lm-kvpersist doctor: {said}\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "served"),
     [
-        (["--model", "m"], ["--plugin", "kvpersist", "--model", "m"]),
-        (["--plugin", "echo"], ["--plugin", "echo"]),
+        (["--model", "m", "--", "x"], ["--plugin", "kvpersist", "--model", "m", "--", "x"]),
+        (["--plugin", "echo", "--help"], ["--plugin", "echo", "--help"]),
+        (["--version"], ["--plugin", "kvpersist", "--version"]),
+        ([], ["--plugin", "kvpersist"]),
     ],
-)
-def test_server_means_the_plugin(
+)  # fmt: skip
+def test_server_passes_everything_on(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], served: list[str]
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(cli, "serve", seen.append)
-    assert cli.main(["server", *argv], with_server=True) == 0
+    assert cli.main(["server", *argv]) == 0
     assert seen == [served]
+
+
+def test_spec_takes_the_bits_that_the_server_takes() -> None:
+    (bits,) = [a for a in COMMANDS["spec"]._actions if a.dest == "kv_bits"]
+    assert tuple(bits.choices or ()) == tuple(config.KV_BITS)

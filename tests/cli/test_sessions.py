@@ -266,5 +266,5 @@ def test_rm_takes_parts_along(run: CommandLine) -> None:
     done = run.json("sessions", "rm", "last")
     assert (done["blocks"], done["parts"]) == (3, 2)
     assert part_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
-    assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks and 1 parts" in run.out
+    assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks, 1 part" in run.out
     assert part_files(run.folder) == {} and run.json("store", "verify")["ok"]

@@ -50,7 +50,7 @@ def test_stats(run: CommandLine) -> None:
     assert stats["bytes"]["blocks"] == sum(map(len, block_files(run.folder).values()))
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
     assert run("store", "stats", "--kvpersist-disk", "2M") == 0
-    assert str(run.folder) in run.out and "2.0 M (--kvpersist-disk)" in run.out
+    assert str(run.folder) in run.out and "2.0 MiB (--kvpersist-disk)" in run.out
 
 
 def test_verify_a_whole_store(run: CommandLine) -> None:
@@ -81,7 +81,7 @@ def test_verify_finds_a_flipped_bit(run: CommandLine, position: int) -> None:
 def test_verify_finds_a_missing_file(run: CommandLine) -> None:
     path_of(run.folder, chain(HEAD, [30])[1]).unlink()
     assert faults(run) == ["missing"]
-    assert run("store", "verify", "--fix") == 0 and "1 problems fixed" in run.out
+    assert run("store", "verify", "--fix") == 0 and "1 problem fixed" in run.out
     assert run.ids().keys() == {"first", None}
     assert len(block_files(run.folder)) == 4
 
@@ -218,7 +218,7 @@ def test_gc_does_what_its_dry_run_says(run: CommandLine) -> None:
     assert would["fits"] and would["dry_run"] and would["sessions"] and would["blocks"]
     assert block_files(run.folder) == before
     assert (run.folder / "quarantine" / "old.safetensors").exists()
-    assert run("store", "gc", "--dry-run", *budget) == 0 and "would go" in run.out
+    assert run("store", "gc", "--dry-run", *budget) == 0 and "would be removed" in run.out
     did = run.json("store", "gc", *budget)
     assert did["fits"] and not did["dry_run"]
     assert (did["blocks"], did["sessions"]) == (would["blocks"], would["sessions"])
@@ -265,7 +265,7 @@ def test_stats_with_parts(run: CommandLine) -> None:
     assert (root["blocks"], root["parts"], root["bytes"]) == (7, 3, sum(sizes))
     assert [stats["bytes"][kind] for kind in ("blocks", "parts")] == sizes
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
-    assert run("store", "stats") == 0 and "parts bytes" in run.out
+    assert run("store", "stats") == 0 and "size of parts" in run.out
 
 
 @pytest.mark.usefixtures("with_parts")
