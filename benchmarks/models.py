@@ -16,7 +16,8 @@ from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, TINY, make_shaped_model
+
+from .shapes import MODEL_SHAPES, TINY, make_shaped_model
 
 SYNTHETIC = "synthetic:"
 DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmarks")) / "models"

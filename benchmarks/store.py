@@ -34,12 +34,12 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.restore import restore
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, shaped_architecture
 
 from .models import SYNTHETIC, find_model
 from .page_cache import drop_cached_pages
 from .report import FOLDER, Result, device_slug
 from .runs import Deadline, median, parser
+from .shapes import MODEL_SHAPES, shaped_architecture
 
 N_TOKENS = 8192
 ROOT = Root("benchmark", "random")

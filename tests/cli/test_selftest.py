@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +56,28 @@ def test_patches_check_prints_json_and_exits_with_the_result(
     assert "failed" in capsys.readouterr().out
     assert patches_check(["--matrix"]) == 0
     assert {"mlx-lm": "0.31.3", "mlx": "0.31.2"} in json.loads(capsys.readouterr().out)
+
+
+def test_c10_the_users_own_store_is_left_alone(environment: Environment, tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = environment.run("python", "-m", "patches_check", "--json", env=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.rglob("*kvpersist*")) == []
+
+
+def test_c10_nothing_of_the_table_is_cut_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "/a/long/path" * 12
+    result = selftest.Result("patch response_generator", False, 0.01, f"{path} is missing")
+    monkeypatch.setenv("COLUMNS", "50")
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        selftest.print_report(selftest.Report("0.32.0", "0.32.4", False, [result]))
+        out = capsys.readouterr().out
+        assert "mlx 0.32.4 (not measured)" in out
+        table = out[out.index("check ") :]
+        assert "…" not in table and table.count("/") == path.count("/")
 
 
 @pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test"])

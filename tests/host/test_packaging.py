@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -58,8 +59,24 @@ def test_the_wheel_puts_the_pth_beside_the_package(wheel: Path) -> None:
         names = archive.namelist()
         assert archive.read(PTH.name) == PTH.read_bytes()
     assert "mlx_lm_kvpersist/_startup.py" in names
-    assert "patches_check/__main__.py" in names
-    assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_c10_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    (dist_info,) = (top for top in tops if top.endswith(".dist-info"))
+    assert tops == {"mlx_lm_kvpersist", PTH.name, dist_info}
+    assert "mlx_lm_kvpersist/py.typed" in names
+    assert "mlx_lm_kvpersist/synthetic/shapes.py" not in names
+
+
+def test_c10_the_checks_stay_in_the_source_distribution(tmp_path: Path) -> None:
+    uv("build", "--quiet", "--sdist", "--out-dir", tmp_path, REPOSITORY)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= {"models_check/__main__.py", "patches_check/__main__.py"}
 
 
 def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Models of real shapes with random 4-bit weights: as big and as fast as the real ones.
 
-What they say means nothing. Time and memory depend on shapes and dtypes, and those are real.
+Their replies mean nothing. Time and memory depend on shapes and dtypes, and those are real.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from .model import make_tiny_model
-from .tokenizer import TokenizerFiles, token_bytes, train_tokenizer
+from mlx_lm_kvpersist.synthetic import make_tiny_model, train_tokenizer
+from mlx_lm_kvpersist.synthetic.tokenizer import TokenizerFiles, token_bytes
 
 __all__ = ["MODEL_SHAPES", "TINY", "make_shaped_model", "shaped_architecture"]
 

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from mlx_lm_kvpersist.synthetic import MODEL_SHAPES, make_shaped_model, shaped_architecture
+from benchmarks.shapes import MODEL_SHAPES, make_shaped_model, shaped_architecture
 
 SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 3000}
 PARAMETERS = {
@@ -55,7 +55,7 @@ def test_the_shapes_are_those_of_the_real_models(shape: str) -> None:
 def test_equal_arguments_write_equal_weights_in_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.synthetic.shapes._SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr("benchmarks.shapes._SHARD_BYTES", 1 << 20)
     config = {**SMALL, "num_hidden_layers": 2}
     told: list[tuple[int, int]] = []
     for name in ("a", "b"):
