@@ -79,7 +79,8 @@ class KVPersistPlugin:
 
     @hookimpl
     def self_test(self) -> None:
-        check_round_trip()
+        assert self._config is not None
+        check_round_trip(self._config.precision, self._config.attention)
 
     @hookimpl
     def shutdown(self) -> None:

@@ -1,11 +1,19 @@
-"""What the plugin says of a request whose prompt it never saw."""
+"""The plugin's hooks that no request and no model reaches."""
 
 from __future__ import annotations
 
+import argparse
+import copy
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.cache.plain import PlainBatchKVCache
+from mlx_lm_kvpersist.errors import SelfTestFailed
+from mlx_lm_kvpersist.host import manager
+from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 
 
@@ -23,3 +31,29 @@ def test_a_request_with_images_says_that_it_is_left_to_stock(
     assert record.id == headers["X-KVPersist-Request"]
     assert "images" in record.outcome.detail
     assert caplog.text.count("outcome=STOCK") == 1
+
+
+def test_d_the_self_test_checks_the_configured_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of the batch in full precision stops a server that was started with 16 bits."""
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    options = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"]
+    plugin.configure(parser.parse_args(options, copy.copy(ARGS)))
+    made = manager.make_manager()
+    made.register(plugin)
+    try:
+        with manager.using(made):
+            manager.ask("self_test")
+            extract = PlainBatchKVCache.extract
+
+            def other_row(self: PlainBatchKVCache, idx: int) -> Any:
+                return extract(self, (idx + 1) % len(self._padding))
+
+            monkeypatch.setattr(PlainBatchKVCache, "extract", other_row)
+            with pytest.raises(SelfTestFailed):
+                manager.ask("self_test")
+    finally:
+        plugin.shutdown()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes, split_blocks
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes, n_cached_tokens, split_blocks
 from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.slots import GroupKind
@@ -259,3 +260,43 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
         found.append(blocks)
     for small, large in zip(*found, strict=True):
         assert all(mx.array_equal(small[name], large[name]) for name in small)
+
+
+def test_d_the_tokens_that_all_caches_have_seen_are_counted() -> None:
+    assert n_cached_tokens(SPEC, caches_of(7)) == 7
+    assert n_cached_tokens(SPEC, SPEC.make_cache()) == 0
+    one_behind = caches_of(7)
+    one_behind[1].trim(1)
+    assert n_cached_tokens(SPEC, one_behind) == 6
+
+
+def test_d_caches_that_disagree_are_no_restore_point() -> None:
+    window = LayerGroup(
+        "2",
+        GroupKind.SLIDING,
+        "RotatingKVCache",
+        (3,),
+        TensorShape(1, 64, "float32"),
+        TensorShape(1, 64, "float32"),
+        window=4,
+    )
+    spec = ModelCacheSpec((*SPEC.groups, window), [*SPEC.template, RotatingKVCache(4)])
+    ring = RotatingKVCache(4)
+    for _ in range(7):
+        ring.update_and_fetch(mx.ones((1, 1, 1, 64)), mx.ones((1, 1, 1, 64)))
+    assert n_cached_tokens(spec, [*caches_of(7), ring]) == 7
+    with pytest.raises(ValueError, match=r"have seen \[6, 7\] tokens"):
+        n_cached_tokens(spec, [*caches_of(6), ring])
+
+
+def test_d_states_count_no_tokens() -> None:
+    state = LayerGroup("0", GroupKind.RECURRENT, "ArraysCache", (0,), states=(((2,), "float32"),))
+    spec = ModelCacheSpec((state,), [ArraysCache(1)])
+    assert n_cached_tokens(spec, spec.make_cache()) is None
+
+
+def test_d_a_cache_that_the_model_did_not_use_must_be_empty() -> None:
+    spec = ModelCacheSpec(SPEC.groups[:1], SPEC.template)
+    assert n_cached_tokens(spec, caches_of(5, spec)) == 5
+    with pytest.raises(ValueError, match="cache 1, which the model did not use, holds something"):
+        n_cached_tokens(spec, caches_of(5))

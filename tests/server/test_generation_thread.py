@@ -24,6 +24,7 @@ from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import make_tiny_model, synthetic_text
+from tests.support.zoo import make_zoo_model
 
 
 @dataclass
@@ -65,6 +66,29 @@ def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None
     assert (max(n_prompts), max(n_speaking)) == (2, 2)
     assert n_speaking.count(2) >= 5
     assert kinds == {BatchQuantizedKVCache}
+
+
+def test_d_a_model_that_reads_padding_computes_its_prompts_alone(
+    patched: Patched, tmp_path: Path
+) -> None:
+    """Its prompts are computed one by one, and only its replies share a batch."""
+    provider = patched.server.ModelProvider(patched.args)
+    model, tokenizer = provider.load(str(make_zoo_model(tmp_path / "mamba", "mamba")))
+    assert provider.is_batchable
+    prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (20, 60)]
+    alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
+    together, n_prompts, n_speaking, _ = generate(patched, model, prompts)
+    assert together == alone
+    assert (max(n_prompts), max(n_speaking)) == (1, 2)
+
+
+def test_d_a_model_that_is_wrong_in_a_batch_is_served_alone(
+    patched: Patched, tmp_path: Path
+) -> None:
+    provider = patched.server.ModelProvider(patched.args)
+    model, _ = provider.load(str(make_zoo_model(tmp_path / "bigcode", "gpt_bigcode")))
+    assert all(hasattr(cache, "merge") for cache in model.make_cache())  # stock would batch it
+    assert not provider.is_batchable
 
 
 def generate(
