@@ -5,7 +5,8 @@
 Blocks of random numbers in the model's layout, through the store that the server uses: checksums,
 index, rename. No weights are needed: a shape is enough. The disk's own rate is that of plain files
 as big as the blocks' and as many, written and read by one call each. A restore is load and join,
-until all layers' caches can be decoded with. Kinds of work take turns within each repeat.
+until all layers' caches can be decoded with; a hot join makes them of 32,768 tokens in RAM. Kinds
+of work take turns within each repeat.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import numpy as np
 from mlx_lm.utils import load_model
 
 from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes
+from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
+from mlx_lm_kvpersist.cache.packed import headroom
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match, Node
@@ -42,10 +45,12 @@ from .runs import Deadline, median, parser
 from .shapes import MODEL_SHAPES, shaped_architecture
 
 N_TOKENS = 8192
+N_HOT_TOKENS = 32768
 ROOT = Root("benchmark", "random")
 _MB = 1e6
 _GB = 1e9
 _HUGE = 1 << 62
+_HOT, _HOT_COPY = "join, hot 32K", "copy in memory, 32K"
 
 Block = tuple[Node, Mapping[str, mx.array]]
 
@@ -175,6 +180,8 @@ class _Bench:
         self.folder = folder
         self.n_bytes = sum(n_bytes(arrays) for _, arrays in blocks)
         self.sizes = [n_bytes(arrays) for _, arrays in blocks]
+        self.n_hot = -(-N_HOT_TOKENS // sum(node.n_tokens for node, _ in blocks))
+        """How many times the blocks are joined to make a prompt of 32K tokens."""
         self.share_left: float | None = None
         self.disk_bytes = 0
 
@@ -200,6 +207,8 @@ class _Bench:
                 times[f"{what}, {state}"].append(work())
         times["load without checksum, warm"].append(self._load(ours, verify=False))
         times["copy in memory"].append(self._copy())
+        times[_HOT].append(self._join_hot())
+        times[_HOT_COPY].append(self._copy(self.n_hot))
 
     def rows(self, times: dict[str, list[float]]) -> list[dict[str, Any]]:
         over = {
@@ -209,18 +218,20 @@ class _Bench:
             "restore, cold": "read plain files, cold",
             "load, warm": "copy in memory",
             "restore, warm": "copy in memory",
+            _HOT: _HOT_COPY,
         }
         rows = []
         for what, seconds in times.items():
             took = median(seconds)
             assert took is not None
             other = over.get(what)
+            total = self.n_bytes * (self.n_hot if what in (_HOT, _HOT_COPY) else 1)
             rows.append(
                 {
                     "what": what,
-                    "MB": self.n_bytes / _MB,
+                    "MB": total / _MB,
                     "seconds": took,
-                    "GB/s": self.n_bytes / _GB / took,
+                    "GB/s": total / _GB / took,
                     "rate over": other,
                     "ratio": median([b / a for a, b in zip(seconds, times[other], strict=True)])
                     if other
@@ -306,14 +317,24 @@ class _Bench:
                 assert file.readinto(view[:size]) == size
         return time.perf_counter() - started
 
-    def _copy(self) -> float:
+    def _join_hot(self) -> float:
+        """Return the seconds of making caches of blocks in RAM, until they can be decoded with."""
+        pieces = [Piece(arrays, 0, node.n_tokens) for node, arrays in self.blocks] * self.n_hot
+        n_tokens = sum(piece.stop for piece in pieces)
+        mx.clear_cache()
+        touch_memory(2 * self.n_bytes * self.n_hot)
+        started = time.perf_counter()
+        mx.eval([cache.state for cache in join(self.spec, Pieces(n_tokens, pieces), headroom(1))])
+        return time.perf_counter() - started
+
+    def _copy(self, n_times: int = 1) -> float:
         """Copy as many bytes into memory that is new, as a restore's is."""
         sources = [np.ones(size, np.uint8) for size in self.sizes]
-        touch_memory(self.n_bytes)
+        touch_memory(self.n_bytes * n_times)
         started = time.perf_counter()
-        copies = [source.copy() for source in sources]
+        copies = [source.copy() for source in sources * n_times]
         took = time.perf_counter() - started
-        assert len(copies) == len(sources)
+        assert len(copies) == len(sources) * n_times
         return took
 
 

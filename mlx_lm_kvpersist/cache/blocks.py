@@ -21,6 +21,7 @@ from .spec import LayerGroup, ModelCacheSpec, arrays_fit
 
 __all__ = [
     "BLOCK_TOKENS",
+    "concatenated",
     "copied",
     "copy_state",
     "n_bytes",
@@ -93,7 +94,7 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
             if any((array is None) != (form is None) for array in arrays):
                 raise ValueError(f"array {number} of group {group.name} is there, or missing")
             if form is not None:
-                state[f"{group.name}.{number}"] = _joined(arrays, axis=0)
+                state[f"{group.name}.{number}"] = concatenated(arrays, axis=0)
     mx.eval(state)
     if misfit := arrays_fit(spec.state_arrays(), state):
         raise ValueError(f"the model keeps something else than it did when it was probed: {misfit}")
@@ -153,14 +154,14 @@ def _split(
                 for name, array in zip(group.array_names(part), fields, strict=True):
                     whole.setdefault(name, []).append(array)
     if prefers_few_copies():
-        whole = {name: [_joined(arrays, axis=0)] for name, arrays in whole.items()}
+        whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
     pieces = {name: [_cut(x, at, axis=2) for x in arrays] for name, arrays in whole.items()}
     blocks = []
     evaluator = _Evaluator()
     for _, stop in ranges:
         piece = piece_ending_at[stop]
         block = {
-            name: _joined([array[piece] for array in arrays], axis=0)
+            name: concatenated([array[piece] for array in arrays], axis=0)
             for name, arrays in pieces.items()
         }
         blocks.append(block)
@@ -188,7 +189,7 @@ def copied(array: mx.array) -> mx.array:
     return mx.take(array, mx.arange(array.shape[0]), axis=0)
 
 
-def _joined(arrays: Sequence[mx.array], axis: int) -> mx.array:
+def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
     """Concatenate into memory of its own, also a single array (which mx.concatenate returns)."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 

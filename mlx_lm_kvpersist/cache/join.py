@@ -1,8 +1,8 @@
-"""Make caches of blocks, windows and states again, while these are still being read.
+"""Build prompt caches from stored blocks, windows and states.
 
-The caches' buffers are made before the first piece is there, and each piece is copied to its place
-when it comes: neither the copy nor the first touch of new memory waits for the last file.
-Generation thread.
+What is read from disk is placed a few pieces at a time while later files are still being read.
+What is already in RAM is joined whole: the number of operations then depends on the number of
+layers, and no longer on the number of blocks times layers. Generation thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from .blocks import Arrays, copied, n_bytes, prefers_few_copies
+from .blocks import Arrays, concatenated, copied, n_bytes, prefers_few_copies
 from .slots import refill, slots_of
 from .spec import LayerGroup, ModelCacheSpec
 
 __all__ = ["Joiner", "Piece", "Pieces", "join"]
 
-_STRETCH_PIECES = 16
-"""Placed at once on a GPU: enough to save copies, little enough to exist twice."""
+_PIECES_AT_ONCE = 16
+"""Pieces placed together on a GPU while others are read: their arrays exist twice for a moment."""
+
+_SPARE_SHARE = 16
+"""Joining whole may take 1/16 of the cache's bytes on top of the cache itself."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Joiner:
 
     Every full slot gets buffers of its own with `headroom` tokens to spare: as many tokens are
     added without a copy. `windows` says, by window, how many of the last tokens will be added.
-    What is added must fit the spec (`arrays_fit`), and comes in the order of its tokens.
+    Pieces must fit the spec (`arrays_fit`) and come in the order of their tokens. `whole` keeps
+    all of them until `finish`, for pieces that are in RAM anyway.
     """
 
     def __init__(
@@ -65,14 +69,16 @@ class Joiner:
         n_tokens: int,
         headroom: int,
         windows: Mapping[int, int] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self._spec = spec
         self._n_tokens = n_tokens
         self._buffers: dict[int | None, _Buffers] = {}
         if spec.full:
-            self._buffers[None] = _Buffers(spec.full, n_tokens, headroom)
-        for window, n_held in (windows or {}).items():
-            self._buffers[window] = _Buffers(spec.sliding[window], n_held, 0)
+            self._buffers[None] = _Buffers(spec.full, n_tokens, headroom, whole=whole)
+        for window, n_cached in (windows or {}).items():
+            self._buffers[window] = _Buffers(spec.sliding[window], n_cached, 0, whole=whole)
         self._state: Arrays = {}
 
     def add(self, piece: Piece, window: int | None = None) -> None:
@@ -120,12 +126,12 @@ class Joiner:
 
 
 def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int) -> list[Any]:
-    """Return a prompt cache that holds what the pieces do; as `Joiner`, all at once."""
+    """Return a prompt cache that holds what the pieces do, joined whole (see `Joiner`)."""
     windows = {
         window: sum(piece.stop - piece.start for piece in parts)
         for window, parts in pieces.windows.items()
     }
-    joiner = Joiner(spec, pieces.n_tokens, headroom, windows)
+    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=True)
     for piece in pieces.blocks:
         joiner.add(piece)
     for window, parts in pieces.windows.items():
@@ -138,47 +144,85 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int) -> list[Any]:
 class _Buffers:
     """The buffers [1, H, S, ...] of the slots of some groups, by array name, filled from 0 on."""
 
-    def __init__(self, groups: Sequence[LayerGroup], n_tokens: int, headroom: int) -> None:
+    def __init__(
+        self, groups: Sequence[LayerGroup], n_tokens: int, headroom: int, *, whole: bool
+    ) -> None:
         self.groups = groups
         self.n_tokens = n_tokens
+        self._headroom = headroom
+        self._whole = whole
         self.arrays: dict[str, list[mx.array]] = {}
         for group in groups:
             for name, shape, dtype in group.token_arrays(n_tokens + headroom):
                 n_slots, *rest = shape
-                self.arrays[name] = [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
+                n_made = 0 if whole else n_slots
+                self.arrays[name] = [mx.zeros((1, *rest), dtype) for _ in range(n_made)]
         mx.eval(self.arrays)
         self._waiting: list[Piece] = []
-        self._n_placed = 0
-        self._n_at_once = _STRETCH_PIECES if prefers_few_copies() else 1
+        self._n_added = 0
+        self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
 
     def add(self, piece: Piece) -> None:
         for name in self.arrays:
             n_there = piece.arrays[name].shape[2]
             if not 0 <= piece.start < piece.stop <= n_there:
                 raise ValueError(f"tokens {piece.start} to {piece.stop} of a block of {n_there}")
+        self._n_added += piece.stop - piece.start
+        if self._n_added > self.n_tokens:
+            raise ValueError(f"{self._n_added} tokens where there should be {self.n_tokens}")
         self._waiting.append(piece)
-        if len(self._waiting) >= self._n_at_once:
+        if not self._whole and len(self._waiting) >= self._n_at_once:
             self._place()
 
     def finish(self) -> None:
-        if self._waiting:
+        if self._n_added != self.n_tokens:
+            raise ValueError(f"{self._n_added} tokens where there should be {self.n_tokens}")
+        if self._waiting and self._whole:
+            self._join()
+        elif self._waiting:
             self._place()
-        if self._n_placed != self.n_tokens:
-            raise ValueError(f"{self._n_placed} tokens where there should be {self.n_tokens}")
 
     def _place(self) -> None:
+        """Copy the pieces that wait behind those that were placed before."""
         pieces, self._waiting = self._waiting, []
-        start = self._n_placed
-        stop = self._n_placed = start + sum(piece.stop - piece.start for piece in pieces)
-        if stop > self.n_tokens:
-            raise ValueError(f"{stop} tokens where there should be {self.n_tokens}")
+        start = self._n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
-            parts = [piece.arrays[name][:, :, piece.start : piece.stop] for piece in pieces]
-            stacked = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+            stacked = mx.concatenate(_parts(pieces, name, 0, None), axis=2)
             for place, buffer in enumerate(buffers):
                 part = stacked[place : place + 1]
                 if part.shape == buffer.shape:  # mlx would not copy, but share the piece's memory
                     buffers[place] = copied(part)
                 else:
-                    buffer[:, :, start:stop] = part
+                    buffer[:, :, start : self._n_added] = part
         mx.eval(self.arrays)
+
+    def _join(self) -> None:
+        """Make every buffer of all pieces at once.
+
+        Starting a copy costs more than copying. So as many slots as memory allows are joined while
+        they are still stacked, which takes one copy per piece and array, and are then taken apart.
+        """
+        pieces, self._waiting = self._waiting, []
+        total = sum(n_bytes(piece.arrays) for piece in pieces)
+        left = total + total // _SPARE_SHARE
+        for name, buffers in self.arrays.items():
+            like = pieces[0].arrays[name]
+            n_slots, n_heads, _, dim = like.shape
+            spare = [mx.zeros((1, n_heads, self._headroom, dim), like.dtype)]
+            slot_bytes = n_heads * (self.n_tokens + self._headroom) * dim * like.dtype.size
+            while (first := len(buffers)) < n_slots:
+                n_at_once = max(1, left // (2 * slot_bytes))
+                stacked = mx.concatenate(_parts(pieces, name, first, first + n_at_once), axis=2)
+                made = [
+                    concatenated([slot, *spare] if self._headroom else [slot], axis=2)
+                    for slot in mx.split(stacked, stacked.shape[0])
+                ]
+                mx.eval(made)
+                buffers += made
+                left -= slot_bytes * len(made)
+                del stacked, made  # before the next are stacked
+
+
+def _parts(pieces: Sequence[Piece], name: str, first: int, last: int | None) -> list[mx.array]:
+    """Return the pieces' tokens of the slots [first, last) of an array."""
+    return [piece.arrays[name][first:last, :, piece.start : piece.stop] for piece in pieces]

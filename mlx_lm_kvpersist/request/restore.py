@@ -156,8 +156,9 @@ class _Reading:
             for window, parts in point.windows.items()
         }
         coming = self.store.load_all([one.what for one in needed], self.root)
+        in_ram = all(one.what.key in self.store.pool for one in needed)
         with self._timed_join():
-            joiner = Joiner(spec, point.n_tokens, headroom, n_held)
+            joiner = Joiner(spec, point.n_tokens, headroom, n_held, whole=in_ram)
         for one in needed:
             started = time.perf_counter()
             loaded = self._checked(one, next(coming))

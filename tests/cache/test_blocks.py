@@ -300,3 +300,62 @@ def test_d_a_cache_that_the_model_did_not_use_must_be_empty() -> None:
     assert n_cached_tokens(spec, caches_of(5, spec)) == 5
     with pytest.raises(ValueError, match="cache 1, which the model did not use, holds something"):
         n_cached_tokens(spec, caches_of(5))
+
+
+class _Operations:
+    """Counts the array operations of a join, and the copies that they start on a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_operations = self.n_copies = 0
+        concatenate, write = mx.concatenate, mx.array.__setitem__
+
+        def counted_concatenate(arrays: Any, axis: int = 0) -> mx.array:
+            self.n_operations += 1
+            self.n_copies += len(arrays)
+            return concatenate(arrays, axis=axis)
+
+        def counted_write(array: mx.array, at: Any, value: Any) -> None:
+            self.n_operations += 1
+            self.n_copies += 1
+            write(array, at, value)
+
+        monkeypatch.setattr(mx, "concatenate", counted_concatenate)
+        monkeypatch.setattr(mx.array, "__setitem__", counted_write)
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_b5_a_hot_32k_prompt_is_joined_with_few_large_operations(
+    monkeypatch: pytest.MonkeyPatch, is_gpu: bool
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.join.prefers_few_copies", lambda: is_gpu)
+    n_layers, n_blocks = 32, 128
+    shape = TensorShape(1, 32, "float32")
+    group = LayerGroup(
+        "0", GroupKind.FULL, "KVCache", tuple(range(n_layers)), shape, shape, PRECISION
+    )
+    spec = ModelCacheSpec((group,), [SequenceQuantizedKVCache(PRECISION) for _ in range(n_layers)])
+    first = {
+        name: mx.random.randint(0, 1 << 20, form).astype(dtype)
+        for name, form, dtype in spec.block_arrays(BLOCK_TOKENS)
+    }
+    blocks = [{name: array + n for name, array in first.items()} for n in range(n_blocks)]
+    mx.eval(blocks)
+    counted = _Operations(monkeypatch)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    caches = join_blocks(spec, [(block, BLOCK_TOKENS) for block in blocks], 512)
+    n_arrays = 6 * n_layers
+    # One operation makes a layer's array; those that stack the blocks are fewer than twenty.
+    assert counted.n_operations < n_arrays + 20
+    # At most twice as many copies as reading each array and making each layer's takes at least.
+    assert counted.n_copies < 2 * (6 * n_blocks + n_arrays)
+    total = sum(map(n_bytes, blocks)) * (n_blocks * BLOCK_TOKENS + 512) / (n_blocks * BLOCK_TOKENS)
+    assert mx.get_peak_memory() - before < 1.125 * total
+    monkeypatch.undo()
+    for place, cache in ((0, caches[0]), (31, caches[31])):
+        for part, packed in (("k", cache.keys), ("v", cache.values)):
+            for field, array in zip(("weights", "scales", "biases"), packed, strict=True):
+                name = f"0.{part}.{field}"
+                stored = mx.concatenate([b[name][place : place + 1] for b in blocks], axis=2)
+                assert mx.array_equal(array[:, :, : n_blocks * BLOCK_TOKENS], stored)
+                assert not array[:, :, n_blocks * BLOCK_TOKENS :].any()
