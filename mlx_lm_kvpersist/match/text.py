@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -14,15 +14,23 @@ REPLACEMENT = "\ufffd"
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 
+class _Pieces(dict[int, bytes]):
+    """The bytes of each token by its id. Any other id is an invalid byte, never nothing."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        return b"\xff"
+
+
 class TokenText:
-    """The bytes of every token of a vocabulary.
+    """The bytes of every token of a vocabulary, by token id; ids may have holes between them.
 
     Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
-    end inside a character; the bytes that wait for their rest are called `pending`.
+    end inside a character; the bytes that wait for their rest are called `pending`. Ids without
+    known bytes decode to a replacement character: ask `covers` before comparing texts.
     """
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Mapping[int, bytes]) -> None:
+        self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -42,18 +50,18 @@ class TokenText:
             to_bytes = _sentencepiece_piece
         else:
             return None
-        added = {i: content for content, i in tokenizer.get_added_vocab().items()}
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        return cls(
-            [
-                added[i].encode() if i in added else to_bytes(token or "")
-                for i, token in enumerate(tokens)
-            ]
-        )
+        # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
+        pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
+        pieces |= {i: content.encode() for content, i in tokenizer.get_added_vocab().items()}
+        return cls(pieces)
+
+    def covers(self, ids: Iterable[int]) -> bool:
+        """Say whether the bytes of all these tokens are known, so that their text tells them."""
+        return self._pieces.keys() >= set(ids)
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of one token; ids outside of the vocabulary have none."""
-        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+        """Return the bytes of one token; an invalid byte if they are not known."""
+        return self._pieces[token_id]
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
@@ -61,13 +69,13 @@ class TokenText:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a whole sequence; what is incomplete at its end is replaced."""
-        return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
+        return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
         decoder = _decoder("replace")
         decoder.setstate((pending, 0))
-        text = decoder.decode(b"".join(map(self.piece, ids)))
+        text = decoder.decode(b"".join(map(self._pieces.__getitem__, ids)))
         return text, decoder.getstate()[0]
 
     def ends(self, ids: Iterable[int], pending: bytes = b"") -> list[tuple[int, bool]]:

@@ -101,7 +101,8 @@ def match_text(
     Of equally long ones, a branch through a block in `prefer` wins.
     """
     best, best_rank = NO_MATCH, (0, False)
-    steps = _steps(source, root, text, prefer, lambda node: node.text)
+    # The text of a block with unknown tokens does not tell its ids.
+    steps = _steps(source, root, text, prefer, lambda n: n.text if tokens.covers(n.ids) else None)
     for step in steps:
         # A character that is incomplete in the store may count for one more.
         if (step.position + step.n_equal + 1, True) < best_rank:
@@ -175,7 +176,7 @@ def _steps(
     root: bytes,
     prompt: Content,
     prefer: Collection[bytes],
-    content_of: Callable[[Node], Content],
+    content_of: Callable[[Node], Content | None],
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first."""
     steps: list[_Step] = []
@@ -185,9 +186,10 @@ def _steps(
         n_tokens = before.node.stop if before else 0
         ahead = prompt[position : position + _AHEAD_CHARS] if isinstance(prompt, str) else None
         for node in source.children(parent, ahead):
-            if node.start != n_tokens:
-                continue  # its key does not cover where it stands; a damaged index may lie
             content = content_of(node)
+            # A key does not cover where its block stands; a damaged index may lie.
+            if content is None or node.start != n_tokens:
+                continue
             preferred = node.key in prefer
             whole = prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)

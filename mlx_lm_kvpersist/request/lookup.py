@@ -167,7 +167,7 @@ def _find(
     """Return the prompt with stored ids in front, if any are, and the nearest stored branch."""
     prefer = store.session_blocks(root, state.session) if state.session is not None else set()
     nearest = NO_MATCH
-    if model.text is not None:
+    if model.text is not None and model.text.covers(prompt.ids):
         text = model.text.decode(prompt.ids)
         nearest = match_text(store, root.key, text, model.text, prefer)
         if nearest.n_tokens == 0:
@@ -202,6 +202,8 @@ def respelled_prompt(prompt: Prompt, text: str, model: LoadedModel) -> Prompt:
     """
     assert model.text is not None
     ids = model.encode(text)
+    if not model.text.covers((*ids, *prompt.ids)):
+        return prompt
     old_ends = [0, *model.text.n_bytes_ends(prompt.ids)]
     new_ends = [0, *model.text.n_bytes_ends(ids)]
     from_start = {end: i for i, end in enumerate(new_ends)}

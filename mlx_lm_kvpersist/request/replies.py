@@ -77,6 +77,8 @@ def reply_to_remember(
         return None
     ended = ids[-1] in model.tokenizer.eos_token_ids
     ids = ids[:-1] if ended else ids
+    if not model.text.covers(ids):
+        return None
     content = message.get("content") or ""
     if message.get("tool_calls"):
         if not ended:
@@ -100,7 +102,7 @@ def respell(
     None when the template does more with a reply than to put it in its place: when what comes
     before, between and after the replies would not stay as it is.
     """
-    if model.text is None:
+    if model.text is None or not all(model.text.covers(reply.ids) for reply in known):
         return None
     marks = {reply.index: f"\ue000reply-{reply.index}\ue001" for reply in known}
     marked = [

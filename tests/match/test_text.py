@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
-from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText
 
 TEXTS = ["Hello world", "Grüße, 世界 🎉!\n\n  tabs\tand  spaces ", '{"a": [1, 2.5, "ü"]}', "é" * 9]
 
@@ -25,8 +29,44 @@ def test_special_tokens_keep_their_spelling(tokenizer: Any, token_text: TokenTex
     assert token_text.decode([eos, eos]) == tokenizer.eos_token * 2
 
 
-def test_unknown_ids_have_no_text(token_text: TokenText) -> None:
-    assert token_text.decode([10**6]) == ""
+@pytest.mark.parametrize("unknown", [10**6, -1])
+def test_a5_unknown_ids_do_not_vanish(token_text: TokenText, unknown: int) -> None:
+    assert not token_text.covers([1, unknown])
+    assert token_text.decode([unknown]) == REPLACEMENT
+    assert token_text.n_bytes_ends([unknown, unknown]) == [1, 2]
+
+
+def with_holes(tokenizer: Any, ids: dict[str, int]) -> Any:
+    """Return a tokenizer like another, some of whose tokens have other ids."""
+    content = json.loads(tokenizer._tokenizer.backend_tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    vocab.update({token: i for token, i in ids.items() if token in vocab})
+    for added in content["added_tokens"]:
+        added["id"] = ids.get(added["content"], added["id"])
+    content["post_processor"] = None
+    changed = Tokenizer.from_str(json.dumps(content))
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=changed))
+
+
+@given(data=st.data())
+def test_a5_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
+    specials = sorted(tokenizer._tokenizer.get_added_vocab())
+    order = data.draw(st.permutations(specials))
+    gap = data.draw(st.integers(0, 9000))
+    moved = with_holes(tokenizer, {token: 8020 + gap + n for n, token in enumerate(order)})
+    assert len(moved._tokenizer) < 8000
+    text = TokenText.of(moved)
+    assert text is not None
+    words = st.sampled_from([*specials, "user", "assistant\n", "hi", "\n", "ü🎉"])
+    content = "".join(data.draw(st.lists(words, max_size=12)))
+    ids = moved.encode(content, add_special_tokens=False)
+    before = tokenizer.encode(content, add_special_tokens=False)
+    assert text.covers(ids)
+    assert text.decode(ids) == token_text.decode(before)
+    hole = data.draw(st.integers(700, 8019))
+    assert not text.covers([*ids, hole])
 
 
 @given(data=st.data())

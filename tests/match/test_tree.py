@@ -95,3 +95,17 @@ def test_common_prefix(equal: int) -> None:
     content = "x" * equal + "y" * 5
     prompt = "--" + "x" * equal + "z" * 50
     assert common_prefix(content, prompt, 2) == equal
+
+
+@given(data=st.data())
+def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: Any) -> None:
+    """Neither the text around the unknown token nor what stands for it matches."""
+    known = st.integers(0, 599).filter(lambda i: token_text.covers([i]))
+    before, after = (data.draw(st.lists(known, min_size=1, max_size=6)) for _ in range(2))
+    tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
+    stored = [*before, 10**6, *after]
+    tree.add(stored)
+    for text in (token_text.decode(before + after), token_text.decode(stored)):
+        match = match_text(tree, ROOT, text, token_text)
+        assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
+    assert match_ids(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
