@@ -76,8 +76,25 @@ _NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "
 """What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
 
 
+class _Own:
+    """A thread's connection, closed when the thread ends.
+
+    A connection alone would stay until the next garbage collection: it and its statements refer
+    to each other.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+
+    def __del__(self) -> None:
+        self.db.close()
+
+
 class IndexFile:
     """An SQLite database in WAL mode, with a connection for each thread.
+
+    A thread's connection is closed by that thread: when the thread ends, when it closes the index,
+    or when it next asks an index that another thread has closed.
 
     Opening makes it where it is missing. Raises StoreFormatError when a newer version wrote it
     and sqlite3.DatabaseError when it is damaged.
@@ -86,8 +103,7 @@ class IndexFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
-        self._lock = threading.Lock()
+        self._is_closed = False
         path.touch(mode=0o600)
         self._inode = path.stat().st_ino
         try:
@@ -131,21 +147,26 @@ class IndexFile:
 
     @property
     def _db(self) -> sqlite3.Connection:
-        db: sqlite3.Connection | None = getattr(self._local, "db", None)
-        if db is None:
-            # Not to be made anew by a reader, where somebody removed it.
-            uri = f"{self.path.absolute().as_uri()}?mode=rw"
-            db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
-            # A small log: it counts towards the disk budget like every other file.
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")
-            db.execute("PRAGMA wal_autocheckpoint = 64")
-            db.execute("PRAGMA journal_size_limit = 262144")
-            # What is removed is overwritten: a page may have held a conversation's text.
-            db.execute("PRAGMA secure_delete = ON")
-            self._local.db = db
-            with self._lock:
-                self._connections.append(db)
+        if self._is_closed:
+            self.close()
+            raise sqlite3.OperationalError(f"unable to open {self.path}: the index was closed")
+        own: _Own | None = getattr(self._local, "own", None)
+        if own is None:
+            own = self._local.own = _Own(self._connect())
+        return own.db
+
+    def _connect(self) -> sqlite3.Connection:
+        # A reader must not make the file anew where somebody removed it.
+        uri = f"{self.path.absolute().as_uri()}?mode=rw"
+        # Another thread closes it only where nobody has this index any more.
+        db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
+        # A small log: it counts towards the disk budget like every other file.
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA wal_autocheckpoint = 64")
+        db.execute("PRAGMA journal_size_limit = 262144")
+        # What is removed is overwritten: a page may have held a conversation's text.
+        db.execute("PRAGMA secure_delete = ON")
         return db
 
     @contextmanager
@@ -160,10 +181,12 @@ class IndexFile:
             yield db
 
     def close(self) -> None:
-        with self._lock:
-            for db in self._connections:
-                db.close()
-            self._connections.clear()
+        """Answer no more, and close this thread's connection. Any thread.
+
+        SQLite would crash under a thread whose connection another thread closes.
+        """
+        self._is_closed = True
+        self._local.__dict__.clear()
 
     def checkpoint(self) -> None:
         """Empty the log into the index, as far as other readers allow."""
