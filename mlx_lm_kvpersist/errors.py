@@ -10,6 +10,8 @@ KVPersistError
 │   └── PatchNotEffective       it was patched, and the server does not use it
 ├── SelfTestFailed              the end-to-end check at startup gave a wrong answer
 ├── ModelNotSupported           this model's cache cannot be kept
+├── RequestRefused              a request cannot be served (HTTP status 400)
+├── GenerationStopped           the generation thread has ended (HTTP status 503)
 └── StoreError
     ├── StoreFormatError        the store was written by a newer version
     └── BlockCorrupt            the file of a block or part is not what its name promises
@@ -18,11 +20,13 @@ KVPersistError
 __all__ = [
     "BlockCorrupt",
     "ConfigError",
+    "GenerationStopped",
     "KVPersistError",
     "ModelNotSupported",
     "PatchError",
     "PatchNotEffective",
     "PluginNotFound",
+    "RequestRefused",
     "SelfTestFailed",
     "SignatureChanged",
     "StoreError",
@@ -70,6 +74,20 @@ class SelfTestFailed(KVPersistError):
 
 class ModelNotSupported(KVPersistError):
     """A model's cache cannot be kept; it is served as the stock server does."""
+
+
+class RequestRefused(KVPersistError, ValueError):
+    """A request cannot be served; `status` is the HTTP status that its client gets."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class GenerationStopped(KVPersistError):
+    """The generation thread has ended, and the server ends, too."""
+
+    status = 503
 
 
 class StoreError(KVPersistError):

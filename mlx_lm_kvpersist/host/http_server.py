@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestRefused
 from . import manager
+from .request_checks import check_body_length, check_messages, check_parameters, check_prompt
 from .routes import Route
 
 if TYPE_CHECKING:
     from mlx_lm.server import APIHandler as Stock
 else:
     Stock = object
+
+CLIENT_TIMEOUT_S = 300.0
+"""How long a client may send nothing of its request, or take nothing of its reply."""
+RETRY_AFTER_S = 5
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +35,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     request is forgotten when the next begins.
     """
 
+    timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
     _completion: Any = None
@@ -71,15 +80,74 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._answer_route() if self._route() is not None else super().do_GET()
 
     def do_POST(self) -> None:
-        self._answer_route() if self._route() is not None else super().do_POST()
+        if self._route() is not None:
+            self._answer_route()
+            return
+        try:
+            check_body_length(self.headers.get("Content-Length"))
+            super().do_POST()
+        except ConnectionError:
+            logger.info("a client went away before its reply ended")
+        except TimeoutError:
+            raise  # http.server logs it, and closes the connection
+        except (RecursionError, UnicodeDecodeError) as error:
+            # Stock catches only json's own error while it reads a body.
+            self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the client why there is no reply, or why it ends early; stock closes silently."""
+        status = getattr(error, "status", 500)
+        if status == 500:
+            logger.exception("a reply failed")
+        self.close_connection = True
+        if self._has_replied:
+            if self._completion is not None and self.stream:
+                self.wfile.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
+            return
+        self._headers_buffer: list[bytes] = []  # of a reply that did not come
+        self._answer_json(status, {"error": str(error)})
+
+    def _answer_json(self, status: int, content: Any) -> None:
+        self._set_completion_headers(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def validate_model_parameters(self) -> None:
+        check_parameters(self.body, self)
+        if self.stream_options is not None:
+            # Stock reads it without a default when the stream ends.
+            self.stream_options.setdefault("include_usage", False)
+        super().validate_model_parameters()
+
+    def handle_health_check(self) -> None:
+        healthy = self.response_generator.is_healthy
+        status = "ok" if healthy else "unavailable"
+        self._answer_json(200 if healthy else 503, {"status": status})
+
+    def handle_models_request(self) -> None:
+        """List what stock lists; without a folder of downloaded models, the server's own model."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        if Path(HF_HUB_CACHE).is_dir():
+            super().handle_models_request()
+            return
+        provider = self.response_generator.model_provider
+        loaded = provider.model_key[0] if provider.model_key else provider.cli_args.model
+        names = [str(Path(loaded).resolve()) if Path(loaded).exists() else loaded] if loaded else []
+        models = [{"id": name, "object": "model", "created": self.created} for name in names]
+        self._answer_json(200, {"object": "list", "data": models})
 
     def do_OPTIONS(self) -> None:
         self._answer_route() if self._route() is not None else super().do_OPTIONS()
 
     def handle_chat_completions(self) -> Any:
+        check_messages(self.body.get("messages", []))
         return self._received(super().handle_chat_completions())
 
     def handle_text_completions(self) -> Any:
+        check_prompt(self.body.get("prompt", ""))
         return self._received(super().handle_text_completions())
 
     def _received(self, request: Any) -> Any:
@@ -91,7 +159,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return request
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
+        if status_code == 404:
+            # Stock answers 404 to whatever `generate` raises, from within its `except`.
+            status_code = getattr(sys.exc_info()[1], "status", 404)
         super()._set_completion_headers(status_code)
+        if status_code == 503:
+            self.send_header("Retry-After", str(RETRY_AFTER_S))
         self._is_ok = status_code == 200
 
     def _set_stream_headers(self, status_code: int = 200) -> None:
@@ -149,6 +222,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 tool_calls=self._tool_calls,
             )
         return response
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the last chunk of a stream; stock calls it a `chat.completion`."""
+        response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
+        return {**response, "object": self.object_type}
 
 
 def is_header(name: str, value: str) -> bool:

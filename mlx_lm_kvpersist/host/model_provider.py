@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
-import logging
-import signal
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from . import manager
 
 if TYPE_CHECKING:
@@ -16,18 +14,27 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
-logger = logging.getLogger(__name__)
-
 
 class PluginModelProvider(Stock):  # type: ignore[misc]
     """Loads as stock does, then asks the plugins. Generation thread."""
 
-    startup_error: Exception | None = None
-    """Why the default model could not be prepared; `run` reports it when the server has ended."""
+    is_ready = False
+    """Whether the default model is loaded, if there is one, and requests are served."""
+    fatal_error: BaseException | None = None
+    """Why the server must end; `run` reports it."""
     _plugin_error: Exception | None = None
+    _n_logits: int | None = None
+
+    @property
+    def n_logits(self) -> int:
+        """How many tokens the loaded model, and its draft model, can choose from."""
+        if self._n_logits is None:
+            models = (model for model in (self.model, self.draft_model) if model is not None)
+            self._n_logits = min(count_logits(model) for model in models)
+        return self._n_logits
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        self._plugin_error = None
+        self._n_logits = self._plugin_error = None
         super()._load(model_path, adapter_path, draft_model_path)
         try:
             manager.ask("model_loaded", provider=self)
@@ -44,16 +51,26 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load_default(self) -> None:
+        """Load the model of the command line. Raises ConfigError where stock cannot load it."""
         try:
             super().load_default()
-        except Exception:
-            if self._plugin_error is None:
+        except Exception as error:
+            if error is self._plugin_error:
                 raise
-            self.startup_error = self._plugin_error
-            # Up to 0.31.3 the generation thread would die unseen and every request would hang.
-            _thread.interrupt_main(signal.SIGTERM)
-            # The quiet way to end a thread: `run` tells what happened, in one line.
-            raise SystemExit from None
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--model {self.cli_args.model} cannot be loaded ({type(error).__name__}: {reason}"
+                "); expected a folder with an MLX model, or a repository of Hugging Face"
+            ) from error
+        self.is_ready = True
+
+
+def count_logits(model: Any) -> int:
+    """Return the size of a model's vocabulary as its output has it. Generation thread."""
+    import mlx.core as mx
+
+    # MLX is lazy: this builds a graph and computes nothing.
+    return int(model(mx.array([[0]])).shape[-1])
 
 
 def forget_model(provider: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from . import probes
 from .attention import plugin_quantized_attention
 from .batch_generator import PluginBatchGenerator
+from .generation_thread import GuardedResponseGenerator
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
 from .model_provider import PluginModelProvider
@@ -27,13 +28,13 @@ from .run import plugin_run
 __all__ = ["PATCHES", "PatchChecks"]
 
 
-def subclass(first: type[Any]) -> Callable[[type[Any]], type[Any]]:
-    """Return a function that puts the methods of `first` before those of a stock class."""
-    return partial(_subclass, first)
+def subclass(*bases: type[Any]) -> Callable[[type[Any]], type[Any]]:
+    """Return a function that puts the methods of `bases` before those of a stock class."""
+    return partial(_subclass, bases)
 
 
-def _subclass(first: type[Any], stock: type[Any]) -> type[Any]:
-    return type(first.__name__, (first, stock), {"__doc__": first.__doc__})
+def _subclass(bases: tuple[type[Any], ...], stock: type[Any]) -> type[Any]:
+    return type(bases[0].__name__, (*bases, stock), {"__doc__": bases[0].__doc__})
 
 
 _SERVER_ARGUMENTS = "server_class=..., handler_class=..."
@@ -64,6 +65,18 @@ PATCHES: tuple[Patch, ...] = (
         verify=probes.loaded_models_make_plugin_caches,
     ),
     Patch(
+        name="batch_generator",
+        target="mlx_lm.server:BatchGenerator",
+        why="Plugins merge the caches of several sequences; stock asks the first cache only.",
+        expect=(
+            Signature("BatchGenerator._make_batch", ("(self, n)",)),
+            Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
+            Uses("ResponseGenerator._generate", "BatchGenerator"),  # which the next patch wraps
+        ),
+        replace=subclass(PluginBatchGenerator),
+        verify=probes.batches_merge_through_plugins,
+    ),
+    Patch(
         name="response_generator",
         target="mlx_lm.server:ResponseGenerator",
         why="Plugins see messages before and ids after tokenizing, and may have a request wait.",
@@ -71,11 +84,13 @@ PATCHES: tuple[Patch, ...] = (
             Signature("ResponseGenerator._tokenize", ("(self, tokenizer, request, args)",)),
             Signature("ResponseGenerator._next_request", ("(self, timeout=None)",)),
             Signature("ResponseGenerator._is_batchable", ("(self, args)",)),
+            Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),
+            Uses("ResponseGenerator.generate", "requests"),
             Uses("ResponseGenerator._generate", "_time_budget"),
             Uses("run", "ResponseGenerator"),
         ),
-        replace=subclass(PluginResponseGenerator),
+        replace=subclass(PluginResponseGenerator, GuardedResponseGenerator),
         verify=probes.requests_pass_plugins,
     ),
     Patch(
@@ -92,18 +107,6 @@ PATCHES: tuple[Patch, ...] = (
         ),
         replace=subclass(PluginPromptCache),
         verify=probes.prompt_cache_asks_plugins,
-    ),
-    Patch(
-        name="batch_generator",
-        target="mlx_lm.server:BatchGenerator",
-        why="Plugins merge the caches of several sequences; stock asks the first cache only.",
-        expect=(
-            Signature("BatchGenerator._make_batch", ("(self, n)",)),
-            Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
-            Uses("ResponseGenerator._generate", "BatchGenerator"),
-        ),
-        replace=subclass(PluginBatchGenerator),
-        verify=probes.batches_merge_through_plugins,
     ),
     Patch(
         name="attention",

@@ -47,6 +47,15 @@ ARGS = Namespace(
 )
 """What the server's objects read of its options, on every supported version."""
 
+GENERATION_ARGS = SimpleNamespace(
+    model="probe",
+    seed=None,
+    top_logprobs=0,
+    logits=SimpleNamespace(logit_bias=None),
+    sampling=SimpleNamespace(top_k=0),
+)
+"""What is read of a request's arguments before it enters."""
+
 
 class ProbeCache:
     """A cache that mlx-lm takes for one that can be batched."""
@@ -222,7 +231,6 @@ def requests_wait_for_plugins(server: ModuleType) -> None:
         cli_args=ARGS, tokenizer=tokenizer, processor=None, is_batchable=True
     )
     requests = [server.CompletionRequest("text", text, [], None, None) for text in "wap"]
-    args = SimpleNamespace(model="probe", seed=None)
     with (
         probing() as plugin,
         mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
@@ -230,7 +238,7 @@ def requests_wait_for_plugins(server: ModuleType) -> None:
         generator = server.ResponseGenerator(provider, None)
         generator.join()
         for request in requests:
-            generator.requests.put((None, request, args))
+            generator.requests.put((None, request, GENERATION_ARGS))
         served = [generator._next_request(0.1), generator._next_request()]
         stayed = generator._next_request()
         plugin.fetched = True
@@ -252,7 +260,7 @@ def prompts_know_their_request(server: ModuleType) -> None:
     with probing():
         generator = object.__new__(server.ResponseGenerator)  # __init__ would start a thread
         generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
-        ids, segments, types, *_ = generator._tokenize(tokenizer, request, None)
+        ids, segments, types, *_ = generator._tokenize(tokenizer, request, GENERATION_ARGS)
     expect("ids", list(ids), [ord("x"), ord("!"), 0])
     expect("segments", (segments, types), ([[ord("x"), ord("!")], [0]], ["user", "assistant"]))
     expect("type of a slice of the ids", type(ids[:1]), RequestTokens)
@@ -399,6 +407,8 @@ class ProbeConnection:
 
     def makefile(self, mode: str, buffering: int = -1) -> io.BytesIO:
         return io.BytesIO(self.request)
+
+    def settimeout(self, timeout_s: float) -> None: ...
 
     def sendall(self, data: bytes) -> None:
         self.written.write(data)

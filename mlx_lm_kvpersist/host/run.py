@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from .._startup import report, stop
+from ..errors import ConfigError
 from . import manager
 from .signals import end_process, ending_cleanly
 
@@ -22,10 +24,12 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
-        provider = signature.bind(*args, **kwargs).arguments["model_provider"]
+        call = signature.bind(*args, **kwargs).arguments
+        provider = call["model_provider"]
         status = 0
         with ending_cleanly() as signals:
             try:
+                check_address(call["host"], call["port"])
                 start_plugins(provider.cli_args)
                 stock(*args, **kwargs)
             except KeyboardInterrupt:
@@ -33,7 +37,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                 status = 130
             finally:
                 manager.ask_safely("shutdown")
-        if (error := getattr(provider, "startup_error", None)) is not None:
+        if (error := getattr(provider, "fatal_error", None)) is not None:
             report(error)
             status = 1
         if signals:
@@ -42,6 +46,28 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
             raise SystemExit(status)
 
     return run
+
+
+def check_address(host: str, port: int) -> None:
+    """End the process with one line if the server could not listen there.
+
+    Stock finds out after it has begun to load a model, and would go on loading it.
+    """
+    try:
+        if not 0 <= port < 1 << 16:  # getaddrinfo takes it modulo 65536
+            raise OverflowError("ports end at 65535")
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(info[0]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(info[4])
+            probe.listen()
+    except (OSError, OverflowError) as error:
+        stop(
+            ConfigError(
+                f"cannot listen at {host} port {port}: {getattr(error, 'strerror', None) or error};"
+                " choose another --port, or a --host of this machine"
+            )
+        )
 
 
 def start_plugins(args: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from email.message import Message
@@ -137,6 +139,20 @@ class Failing:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self.fail("configure")
+        if os.environ.get("FAIL_IN") == "generation":
+            self.end_generation_at_a_stop_word()
+
+    def end_generation_at_a_stop_word(self) -> None:
+        """Make the generation thread raise where stock catches nothing, for stop=["die"]."""
+        server = importlib.import_module("mlx_lm.server")
+        stock = server.ResponseGenerator._make_state_machine
+
+        def make(self: Any, model_key: Any, tokenizer: Any, stop_words: Any, *more: Any) -> Any:
+            if stop_words == ["die"]:
+                raise RuntimeError("ended by a test")
+            return stock(self, model_key, tokenizer, stop_words, *more)
+
+        server.ResponseGenerator._make_state_machine = make
 
     @hookimpl
     def self_test(self) -> None:
@@ -145,6 +161,7 @@ class Failing:
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
         self.fail("model_loaded")
+        time.sleep(float(os.environ.get("SLOW_LOAD_S", "0")))
 
 
 class Misspelt:

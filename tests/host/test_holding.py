@@ -10,7 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prompt
 from tests.support.host import plugged
 
@@ -78,7 +78,8 @@ def put(
     generator: Any, prompt: str, model: str = "model", seed: int | None = None, **request: Any
 ) -> Any:
     made = SimpleNamespace(request_type="text", prompt=prompt, messages=[], **request)
-    generator.requests.put((None, made, SimpleNamespace(model=model, seed=seed)))
+    args = {**vars(GENERATION_ARGS), "model": model, "seed": seed}
+    generator.requests.put((None, made, SimpleNamespace(**args)))
     return made
 
 

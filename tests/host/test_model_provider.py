@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
 from tests.support.host import plugged
@@ -106,34 +107,34 @@ def test_a_failure_reaches_the_caller_and_the_next_request_tries_again(
             provider.load("plain")
         assert provider.model is None and provider.model_key is None
         # A later model's failure is its client's; only the default model stops the server.
-        assert provider.startup_error is None
+        assert provider.fatal_error is None
     with plugged(Makes([Batchable()])):
         provider.load("plain")
     assert provider.is_batchable
 
 
-def test_a_failure_of_the_default_model_ends_the_thread_and_interrupts_the_server(
-    provider: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupts: list[int] = []
-    monkeypatch.setattr("_thread.interrupt_main", interrupts.append)
+def test_c11_the_server_is_ready_when_its_model_is_loaded(provider: Any) -> None:
     error = RuntimeError("no such store")
-    with plugged(Makes(error)), pytest.raises(SystemExit):
+    with plugged(Makes(error)), pytest.raises(RuntimeError) as raised:
         provider.load_default()
-    assert len(interrupts) == 1
-    assert provider.startup_error is error
+    assert raised.value is error
+    assert not provider.is_ready
+    with plugged(Makes(None)):
+        provider.load_default()
+    assert provider.is_ready
 
 
-def test_a_model_that_stock_cannot_load_stays_stocks_error(
+def test_c1_a_default_model_that_stock_cannot_load_is_named(
     provider: Any, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
-        raise FileNotFoundError("no model")
+        raise FileNotFoundError("no model\nat all")
 
     monkeypatch.setattr(patched_server, "load", load)
-    with plugged(Makes(None)), pytest.raises(FileNotFoundError):
+    expected = r"--model probe cannot be loaded \(FileNotFoundError: no model\); expected a folder"
+    with plugged(Makes(None)), pytest.raises(ConfigError, match=expected):
         provider.load_default()
-    assert provider.startup_error is None
+    assert not provider.is_ready
 
 
 def test_a_model_is_freed_without_the_garbage_collector(provider: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prompt, RequestTokens
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from tests.support.host import plugged
@@ -43,7 +43,7 @@ def tokenize(server: ModuleType, text: str = "abc", kind: str = "text") -> Any:
     generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
     messages = [{"role": "user", "content": text}] if kind == "chat" else []
     request = server.CompletionRequest(kind, text, messages, None, None)
-    return request, generator._tokenize(TOKENIZER, request, None)
+    return request, generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
 
 
 def test_ids_and_their_slices_know_the_request(patched_server: ModuleType) -> None:
@@ -117,6 +117,6 @@ def test_a_prompt_with_images_is_not_touched() -> None:
     generator = type("Patched", (PluginResponseGenerator, Stock), {})()
     request = SimpleNamespace(request_type="chat", messages=[])
     with plugged(Prepares(Prompt([9], [[9]], ["user"]))):
-        result = generator._tokenize(None, request, None)
+        result = generator._tokenize(None, request, GENERATION_ARGS)
     assert result == ([1, 2], [[1, 2]], ["assistant"], "normal", vision)
     assert type(result[0]) is list

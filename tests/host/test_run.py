@@ -77,13 +77,13 @@ def test_a_signal_before_listening_ends_with_130(
     assert (ended, end.value.code) == ([130], 130)
 
 
-def test_a_startup_error_is_told_after_the_shutdown(
+def test_a_fatal_error_is_told_after_the_shutdown(
     patched_server: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error = ModelNotSupported("its cache cannot be kept")
-    provider = SimpleNamespace(cli_args=PROVIDER_ARGS, startup_error=error)
+    provider = SimpleNamespace(cli_args=PROVIDER_ARGS, fatal_error=error)
     with pytest.raises(SystemExit) as end:
         serve(patched_server, monkeypatch, lambda *args: None, provider)
     assert end.value.code == 1

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,13 +188,74 @@ def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
     assert status == 0
 
 
-def test_a_port_in_use_ends_the_process(environment: Environment) -> None:
+def test_c1_a_port_in_use_ends_the_process_with_one_line(
+    environment: Environment, tiny_model: Path
+) -> None:
     """Stock raises and goes on for ever, since its generation thread does."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = environment.run("mlx_lm.server", "--plugin", "echo", "--port", str(port))
+        done = environment.run(
+            "mlx_lm.server", "--plugin", "echo", "--model", tiny_model, "--port", str(port)
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"mlx_lm.server --plugin echo: cannot listen at 127.0.0.1 port {port}: Address already "
+        "in use; choose another --port, or a --host of this machine\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--host", "203.0.113.1"), "cannot listen at 203.0.113.1 port 8080: Cannot assign"),
+        (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid port 8080: "),
+        (("--port", "99999"), "cannot listen at 127.0.0.1 port 99999: "),
+        (("--model", "/no/such/model"), "--model /no/such/model cannot be loaded ("),
+        (("--model", "no-such/repository"), "--model no-such/repository cannot be loaded ("),
+    ],
+)
+def test_c1_a_bad_command_line_ends_the_process_with_one_line(
+    environment: Environment, option: tuple[str, ...], says: str
+) -> None:
+    more = () if option[0] != "--model" else ("--port", str(free_port()))
+    done = environment.run("mlx_lm.server", "--plugin", "echo", *option, *more)
     assert done.returncode == 1
-    assert "Address already in use" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"mlx_lm.server --plugin echo: {says}")
+    assert "Traceback" not in done.stderr
+
+
+def test_c1_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
+    environment: Environment, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "store"
+    done = environment.run("mlx_lm.server", "--plugin", "kvpersist", "--kvpersist-dir", folder)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert str(folder) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_c11_health_says_ok_when_the_model_is_loaded(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    server = ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(tmp_path / "calls"), "--plugin", "failing"),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+        port=free_port(),
+        env={"SLOW_LOAD_S": "2"},
+    )
+    starting = threading.Thread(target=server.start)
+    starting.start()
+    try:
+        wait_until(lambda: server._health() is not None, "an answer of /health", 60)
+        assert server.request("GET", "/health")[0] == 503
+        starting.join(60)
+        assert server.request("GET", "/health")[0] == 200
+        assert "model_loaded" in [call[0] for call in calls(server)]
+    finally:
+        starting.join(60)
+        server.stop()
 
 
 def free_port() -> int:

@@ -1,0 +1,86 @@
+"""A generation thread that ends, ends the server: clients are told, turns are written."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import GenerationStopped
+from mlx_lm_kvpersist.host.generation_thread import RequestQueue
+from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import wait_until
+from tests.support.host import Environment
+
+USER = [{"role": "user", "content": "Hello?"}]
+CHAT = "/v1/chat/completions"
+LONG = {"messages": USER, "max_tokens": 100_000}
+
+
+class InThread(threading.Thread):
+    """Runs a function in a thread and keeps what it returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        self.result = self.function()
+
+
+def test_a8_a_dead_generation_thread_ends_the_server(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "calls.json"
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(record), "--plugin", "failing"),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+        env={"FAIL_IN": "generation"},
+    ) as server:
+        events = server.events(CHAT, {**LONG, "stream": True})
+        next(events)
+        streamed = InThread(lambda: list(events))
+        whole = InThread(lambda: server.request("POST", CHAT, LONG))
+        wait_until(lambda: server.log.count("progress") >= 2, "two requests being served")
+        start = time.monotonic()
+        killer = server.request("POST", CHAT, {"messages": USER, "stop": ["die"]})
+        health = server.request("GET", "/health")
+        later = server.request("POST", CHAT, {"messages": USER})
+        whole.join(5)
+        streamed.join(5)
+        status = server.wait(10)
+        assert time.monotonic() - start < 8
+    for found in (killer, whole.result, later):
+        assert found[0] == 503, found
+        assert int(found[1]["retry-after"]) > 0
+        assert "RuntimeError: ended by a test" in json.loads(found[2])["error"]
+    assert health[0] == 503
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]
+    assert status == 1
+    assert server.log.splitlines()[-1] == (
+        "mlx_lm.server --plugin echo --plugin failing: the server ends: its generation thread "
+        "was stopped by RuntimeError: ended by a test"
+    )
+    assert json.loads(record.read_text())[-1] == ["shutdown"]
+
+
+def test_a8_whoever_waits_when_the_queue_closes_is_answered() -> None:
+    requests = RequestQueue()
+    waiting: Queue[Any] = Queue()
+    requests.put((waiting, "request", "args"))
+    assert requests.get_nowait()[0] is waiting  # being served: it is not in the queue any more
+    error = GenerationStopped("the end")
+    requests.close(error)
+    assert waiting.get_nowait() is error
+    with pytest.raises(GenerationStopped):
+        requests.put((Queue(), "request", "args"))
