@@ -4,8 +4,9 @@ The demo, the tests and the benchmarks share it. It binds loopback, works offlin
 no process but the one that it started.
 """
 
+from .ports import HOST, free_port
 from .reply import OUTCOME_HEADER, Reply, ServerError, parse_outcome
-from .server_process import HOST, ServerProcess, free_port
+from .server_process import ServerProcess
 
 __all__ = [
     "HOST",

@@ -16,6 +16,10 @@ class ServerError(Exception):
     """The server did not start, died, or answered with an error; the message shows its log."""
 
 
+class PortTaken(ServerError):
+    """Another process listens on the port that the server was to use."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """One answer of the server, whether it came whole or as a stream."""

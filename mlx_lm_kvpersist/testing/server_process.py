@@ -17,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .ports import HOST, free_port, listens
 from .reply import (
+    PortTaken,
     Reply,
     ServerError,
     read_events,
@@ -25,17 +27,6 @@ from .reply import (
     streamed_reply,
     whole_reply,
 )
-
-HOST = "127.0.0.1"
-_ADDRESS_IN_USE = "Address already in use"
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class ServerProcess:
@@ -121,9 +112,9 @@ class ServerProcess:
             try:
                 self._start_once()
                 return
-            except ServerError as error:
+            except PortTaken:
                 # Another process may take the port between free_port() and the server's bind.
-                if self._fixed_port or attempt == 2 or _ADDRESS_IN_USE not in str(error):
+                if self._fixed_port or attempt == 2:
                     raise
                 self.port = None
 
@@ -214,8 +205,8 @@ class ServerProcess:
             yield from read_events(response)
 
     def healthy(self) -> bool:
-        """Say whether /health answers 200 within two seconds."""
-        return self._health() == 200
+        """Say whether this server, and not another on its port, answers /health within 2 s."""
+        return self.alive and self._health() == 200 and listens(self.pid, self.port or 0)
 
     # Inside
 
@@ -237,15 +228,28 @@ class ServerProcess:
             )
         deadline = time.monotonic() + self.start_timeout_s
         while not self.healthy():
+            log_text = self.log_path.read_bytes()[log_start:].decode(errors="replace")
             status = self._process.poll()
-            if status is not None:
-                raise ServerError(f"exit status {status}\n{self._log_report(log_start)}")
-            # A model that does not load ends the generation thread and leaves the process.
-            failed = "Traceback" in self.log_path.read_bytes()[log_start:].decode(errors="replace")
-            if (failed and self._health() == 503) or time.monotonic() > deadline:
-                self.kill9()
-                raise ServerError(f"no healthy answer\n{self._log_report(log_start)}")
-            time.sleep(0.05)
+            error = ServerError
+            if self._is_taken():
+                # Stock's process stays although it cannot listen.
+                error, problem = PortTaken, f"port {self.port} belongs to another process"
+            elif status is not None:
+                problem = f"exit status {status}"
+            elif time.monotonic() > deadline or ("Traceback" in log_text and self._health() == 503):
+                # A model that does not load ends the generation thread and leaves the process.
+                problem = "no healthy answer"
+            else:
+                time.sleep(0.05)
+                continue
+            self.kill9()
+            raise error(f"{problem}\n{self._log_report(log_start)}")
+
+    def _is_taken(self) -> bool:
+        """Say whether another process listens on this server's port."""
+        with socket.socket() as probe:
+            taken = probe.connect_ex((HOST, self.port or 0)) == 0
+        return taken and not listens(self.pid, self.port or 0)
 
     def _health(self) -> int | None:
         """Return the status of /health, None where nobody answers."""

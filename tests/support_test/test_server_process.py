@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.host.versions import parse
+from mlx_lm_kvpersist.testing import ports as ports_module
 from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
 
 MESSAGES = [
@@ -73,6 +74,40 @@ def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: Star
     server.restart()
     assert (server.pid != first, server.port) == (True, port)
     assert server.chat(MESSAGES, max_tokens=8).text == text
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_d_another_servers_port_is_not_taken_for_its_own(
+    server: ServerProcess, tiny_model: Path, start_server: StartServer, plugin: bool
+) -> None:
+    start = start_server.with_plugin if plugin else start_server
+    with pytest.raises(ServerError, match=f"port {server.port} belongs to another process") as told:
+        start(tiny_model, port=server.port)
+    assert str(server.port) in str(told.value)
+    assert server.healthy(), "the other was left alone"
+
+
+def test_d_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
+    server: ServerProcess, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """free_port() says a port that another process takes before the server can."""
+    ports = iter([server.port, ports_module.free_port()])
+    monkeypatch.setattr("mlx_lm_kvpersist.testing.server_process.free_port", lambda: next(ports))
+    with ServerProcess(tiny_model) as own:
+        assert own.port != server.port
+        assert own.chat(MESSAGES, max_tokens=4).text == server.chat(MESSAGES, max_tokens=4).text
+        assert own.pid != server.pid and server.healthy()
+
+
+def test_d_a_server_that_has_ended_is_not_healthy_because_another_is(
+    server: ServerProcess, tiny_model: Path
+) -> None:
+    own = ServerProcess(tiny_model)
+    own.start()
+    own.kill9()
+    own.port = server.port
+    assert not own.healthy()
+    own.stop()
 
 
 def test_failed_start_shows_the_log(tiny_model: Path, tmp_path: Path) -> None:
