@@ -125,13 +125,13 @@ class Joiner:
         return caches
 
 
-def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int) -> list[Any]:
-    """Return a prompt cache that holds what the pieces do, joined whole (see `Joiner`)."""
+def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
+    """Return a prompt cache that holds what the pieces do (see `Joiner`)."""
     windows = {
         window: sum(piece.stop - piece.start for piece in parts)
         for window, parts in pieces.windows.items()
     }
-    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=True)
+    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=whole)
     for piece in pieces.blocks:
         joiner.add(piece)
     for window, parts in pieces.windows.items():
