@@ -177,7 +177,7 @@ def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
             env={"FAIL_IN": "model_loaded", "HF_HUB_OFFLINE": "1"},
         )
     try:
-        wait_until(client.healthy, "a healthy server", 60)
+        wait_until(lambda: client._health() == 200, "a healthy server", 60)
         for _ in range(2):
             with pytest.raises(ServerError, match="a fault of the plugin"):
                 client.chat(HELLO, model=str(tiny_model))
