@@ -23,7 +23,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
-        if manager.ask_safely("joins_prompts", model=model) is False:
+        if manager.ask_first("joins_prompts", model=model) is False:
             # Stock pads the shorter prompts on the right, which some models read as tokens.
             self.prefill_batch_size = 1
 
@@ -43,7 +43,7 @@ class MergeAdapter:
     def merge(self, row_caches: Sequence[Any]) -> Any:
         """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
         caches = [self.cache, *row_caches[1:]]
-        merged = manager.ask_safely("merge_caches", caches=caches)
+        merged = manager.ask_first("merge_caches", caches=caches)
         if merged is not None:
             return merged
         if not hasattr(self.cache, "merge"):

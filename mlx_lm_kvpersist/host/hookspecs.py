@@ -1,7 +1,9 @@
-"""The hooks of the server: what a plugin may answer, in the order of a request.
+"""The hooks of the server, in the order in which a request meets them.
 
-Every hook is optional. Hooks marked `firstresult` stop at the first plugin that
-returns something other than None; when none does, the stock server's own way is used.
+Every hook is optional. Plugins are asked in the order of the command line. A hook marked
+`firstresult` stops at the first plugin that answers something other than None; without an answer
+the stock server goes its own way. While requests are served, a plugin that raises is logged and
+counts as one that did not answer: the plugins after it are still asked.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import pluggy
 
-from .prompt import Prompt
+from .prompt import Prepared, Prompt
 from .routes import Route
 
 PROJECT = "mlx_lm.server"
@@ -77,27 +79,29 @@ def prepare_messages(request: Any, args: Any, tokenizer: Any) -> None:
 
 
 @hookspec(firstresult=True)
-def fetch_ahead(
-    request: Any, args: Any, tokenizer: Any, prompt: Prompt
-) -> Callable[[], bool] | None:
-    """Begin to fetch what a prompt needs; return what says when it is there. Generation thread."""
+def prefetch(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Callable[[], bool] | None:
+    """Start to read what a waiting prompt needs; return what tells whether it is there.
+
+    Called while other requests are served, before `take_request`. Generation thread.
+    """
 
 
 @hookspec(firstresult=True)
-def prepare_prompt(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt | None:
-    """Return the prompt to feed instead of the rendered one. Generation thread."""
+def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared | None:
+    """Take a request: return the prompt to feed and the caches that hold its first tokens.
+
+    The plugin that takes a request is the only one whose `insert_cache` is called for it. Not
+    called for prompts with images. Generation thread.
+    """
 
 
-@hookspec(firstresult=True)
-def fetch_nearest_cache(model: Any, tokens: list[int]) -> tuple[list[Any] | None, list[int]] | None:
-    """Return a prompt cache and the tokens it does not hold, at least one. Generation thread."""
+@hookspec
+def insert_cache(handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
+    """Save the caches of a request that this plugin took; `handle` is its `Prepared.handle`.
 
-
-@hookspec(firstresult=True)
-def insert_cache(
-    model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
-) -> bool | None:
-    """Keep a prompt cache; True when it is kept. Generation thread."""
+    cache_type: "system" or "user" at the end of that part of the prompt, "assistant" at the end of
+    the reply. Generation thread.
+    """
 
 
 @hookspec

@@ -153,9 +153,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _received(self, request: Any) -> Any:
         self._begin_request()
         self._completion = request
-        manager.ask_safely(
-            "request_received", request=request, headers=self.headers, body=self.body
-        )
+        manager.ask_all("request_received", request=request, headers=self.headers, body=self.body)
         return request
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
@@ -175,7 +173,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Add the plugins' headers at the last moment: without streaming, the reply is known."""
         if self._completion is not None and self._is_ok:
             self._is_ok = False
-            answers = manager.ask_safely("response_headers", request=self._completion) or []
+            answers = manager.ask_all("response_headers", request=self._completion)
             for name, value in (header for answer in answers for header in answer):
                 if is_header(name, value):
                     self.send_header(name, value)
@@ -214,7 +212,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._tool_calls += tool_calls or []
         if finish_reason is not None and self._completion is not None and not self._reply_is_whole:
             self._reply_is_whole = True
-            manager.ask_safely(
+            manager.ask_all(
                 "reply_sent",
                 request=self._completion,
                 content="".join(self._content),

@@ -1,7 +1,7 @@
 """The plugin manager: loads plugins by name and asks their hooks.
 
 The current manager is the package's one global. Patches ask it at call time, so that a probe
-can put a manager of its own in its place.
+can put a manager of its own in its place. Plugins are asked in the order of the command line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def load_plugins(names: Sequence[str]) -> pluggy.PluginManager:
     for a hook that the server does not have or that takes other arguments.
     """
     manager = make_manager()
-    for name in names:
+    # pluggy asks the plugin first that was registered last.
+    for name in reversed(names):
         plugin = find_entry_point(name).load()
         manager.register(plugin() if isinstance(plugin, type) else plugin, name=name)
     # A misspelt hook would otherwise never be called, and nobody would know.
@@ -60,7 +61,7 @@ def installed_plugins() -> list[str]:
 
 
 _current = make_manager()
-_logged: set[tuple[str, type[Exception]]] = set()
+_logged: set[tuple[str, str, type[Exception]]] = set()
 
 
 def current() -> pluggy.PluginManager:
@@ -87,27 +88,54 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
 
 
 def ask(hook: str, **arguments: Any) -> Any:
-    """Call a hook; what it raises reaches the caller."""
+    """Call a hook as pluggy does; what a plugin raises reaches the caller."""
     return getattr(current().hook, hook)(**arguments)
 
 
-def ask_safely(hook: str, **arguments: Any) -> Any:
-    """Call a hook where nobody would catch what it raises: a failure is logged and is None.
+def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each plugin that answers a hook, with its answer; None is no answer.
 
-    The first failure of a kind is logged with its traceback, the same kind again only at DEBUG.
+    For places where nothing would catch an exception. A plugin that raises is logged and passed
+    over: the first failure of a kind with its traceback, the same kind again at DEBUG only.
+    only: the one plugin to ask.
     """
-    try:
-        return ask(hook, **arguments)
-    except Exception as error:
-        kind = (hook, type(error))
-        if kind in _logged:
-            logger.debug("hook %s failed again", hook, exc_info=True)
-        else:
+    # pluggy calls the last implementation first.
+    for implementation in reversed(getattr(current().hook, hook).get_hookimpls()):
+        if only is not None and implementation.plugin is not only:
+            continue
+        taken = {name: arguments[name] for name in implementation.argnames}
+        try:
+            answer = implementation.function(**taken)
+        except Exception as error:
+            kind = (implementation.plugin_name, hook, type(error))
+            log = logger.debug if kind in _logged else logger.error
             _logged.add(kind)
-            logger.exception("hook %s failed, the stock server's way is used", hook)
-        return None
+            log(
+                "plugin %s failed in hook %s; the server goes on without its answer",
+                implementation.plugin_name,
+                hook,
+                exc_info=True,
+            )
+            continue
+        if answer is not None:
+            yield implementation.plugin, answer
+
+
+def ask_first(hook: str, **arguments: Any) -> Any:
+    """Return the first answer to a hook, or None; plugins that raise are logged."""
+    return next((answer for _, answer in ask_each(hook, **arguments)), None)
+
+
+def ask_all(hook: str, **arguments: Any) -> list[Any]:
+    """Return every answer to a hook; plugins that raise are logged."""
+    return [answer for _, answer in ask_each(hook, **arguments)]
+
+
+def ask_plugin(plugin: Any, hook: str, **arguments: Any) -> Any:
+    """Return one plugin's answer to a hook, or None; if it raises, that is logged."""
+    return next((answer for _, answer in ask_each(hook, only=plugin, **arguments)), None)
 
 
 def is_implemented(hook: str) -> bool:
-    """Tell whether any plugin answers a hook."""
+    """Tell whether any plugin implements a hook."""
     return bool(getattr(current().hook, hook).get_hookimpls())

@@ -99,7 +99,7 @@ def let_plugins_make_caches(model: Any) -> bool:
     def make_cache() -> list[Any]:
         model = reference()
         # Nothing catches an exception here later, and the generation thread would die.
-        caches = manager.ask_safely("make_prompt_cache", model=model)
+        caches = manager.ask_first("make_prompt_cache", model=model)
         return own(model) if caches is None else list(caches)
 
     model.make_cache = make_cache

@@ -79,7 +79,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="response_generator",
         target="mlx_lm.server:ResponseGenerator",
-        why="Plugins see messages before and ids after tokenizing, and may have a request wait.",
+        why="Plugins see messages before and ids after tokenizing, and take requests.",
         expect=(
             Signature("ResponseGenerator._tokenize", ("(self, tokenizer, request, args)",)),
             Signature("ResponseGenerator._next_request", ("(self, timeout=None)",)),
@@ -96,7 +96,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="prompt_cache",
         target="mlx_lm.server:LRUPromptCache",
-        why="Plugins fetch and keep prompt caches; a fetch that leaves no token kills the server.",
+        why="Plugins give and save prompt caches; a fetch that leaves no token kills the server.",
         expect=(
             Signature("LRUPromptCache.fetch_nearest_cache", ("(self, model, tokens)",)),
             Signature(

@@ -22,7 +22,7 @@ from unittest import mock
 from ..errors import PatchNotEffective
 from . import manager
 from .hookspecs import hookimpl
-from .prompt import Prompt, RequestTokens
+from .prompt import Prepared, Prompt, TakenTokens
 from .routes import Route
 
 ARGS = Namespace(
@@ -119,26 +119,18 @@ class ProbePlugin:
         self.asked.append(f"serving_changed {serving}")
 
     @hookimpl
-    def fetch_ahead(self, request: Any) -> Callable[[], bool] | None:
+    def prefetch(self, request: Any) -> Callable[[], bool] | None:
         self.fetched_for.append(request.prompt)
         return None if request.prompt == "p" else lambda: self.fetched
 
     @hookimpl
-    def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
-        return Prompt([*prompt.ids, 0], [prompt.ids, [0]], ["user", "assistant"])
+    def take_request(self, prompt: Prompt) -> Prepared:
+        longer = Prompt([*prompt.ids, 0], [prompt.ids, [0]], ["user", "assistant"])
+        return Prepared(longer, [ProbeCache()], len(prompt.ids), handle="handle")
 
     @hookimpl
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any], list[int]]:
-        self.asked.append("fetch_nearest_cache")
-        # The rest is what the server must survive: nothing to feed for an odd prompt.
-        return [ProbeCache()], tokens[len(tokens) if len(tokens) % 2 else 1 :]
-
-    @hookimpl
-    def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
-    ) -> bool:
-        self.asked.append(f"insert_cache {cache_type}")
-        return True
+    def insert_cache(self, handle: str, tokens: list[int], cache_type: str) -> None:
+        self.asked.append(f"insert_cache {handle} {tokens} {cache_type}")
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
@@ -219,13 +211,13 @@ class ProbeModel:
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Ids know their request, and a request that a plugin fetches for lets another pass."""
-    prompts_know_their_request(server)
+    """Plugins take requests, and a request that a plugin prefetches for lets another pass."""
+    plugins_take_requests(server)
     requests_wait_for_plugins(server)
 
 
 def requests_wait_for_plugins(server: ModuleType) -> None:
-    """A generator made as `run` makes its own holds a request aside while others are served."""
+    """A generator made as `run` makes its own lets a request wait while others are served."""
     tokenizer = SimpleNamespace(has_chat_template=False, encode=lambda text: [ord(c) for c in text])
     provider = SimpleNamespace(
         cli_args=ARGS, tokenizer=tokenizer, processor=None, is_batchable=True
@@ -246,37 +238,36 @@ def requests_wait_for_plugins(server: ModuleType) -> None:
         idle = generator._next_request(0.0)
     order = [queued[1].prompt for queued in served if queued is not None]
     expect("requests in the order of being served", order, ["w", "p", "a"])
-    expect("requests while one is held, and after all", (stayed, idle), (None, None))
-    expect("prompts that were fetched for", plugin.fetched_for, ["a", "p"])
+    expect("requests while one waits, and after all", (stayed, idle), (None, None))
+    expect("prompts that were prefetched for", plugin.fetched_for, ["a", "p"])
     expect("hooks asked", plugin.asked, ["serving_changed True", "serving_changed False"])
 
 
-def prompts_know_their_request(server: ModuleType) -> None:
-    """A tokenized chat shows what both hooks did, and ids and their slices know the request."""
+def plugins_take_requests(server: ModuleType) -> None:
+    """A tokenized chat shows what both hooks did, and slices of its ids know who took it."""
     request = server.CompletionRequest("chat", "", [{"role": "user", "content": "x"}], None, None)
     tokenizer = SimpleNamespace(
         has_chat_template=False, encode=lambda text: [ord(c) for c in text if c in "x!"]
     )
-    with probing():
+    with probing() as plugin:
         generator = object.__new__(server.ResponseGenerator)  # __init__ would start a thread
         generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
         ids, segments, types, *_ = generator._tokenize(tokenizer, request, GENERATION_ARGS)
     expect("ids", list(ids), [ord("x"), ord("!"), 0])
     expect("segments", (segments, types), ([[ord("x"), ord("!")], [0]], ["user", "assistant"]))
-    expect("type of a slice of the ids", type(ids[:1]), RequestTokens)
-    expect("request of the ids", ids[:].request is request, True)
+    expect("type of a slice of the ids", type(ids[:1]), TakenTokens)
+    expect("plugin that took the request", ids[:].taken.plugin is plugin, True)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
-    """A cache made as `run` makes its own fetches from a plugin, leaves a token, and inserts."""
+    """A cache made as `run` makes its own gives out what a plugin took, and lets it insert."""
     with probing() as plugin:
+        taken = Prepared(Prompt([1, 2], [[1, 2]], ["user"]), [ProbeCache()], 1, "handle", plugin)
         cache = server.LRUPromptCache(ARGS.prompt_cache_size)
-        found, rest = cache.fetch_nearest_cache("model", [1, 2])
-        guarded = cache.fetch_nearest_cache("model", [1, 2, 3])
-        cache.insert_cache("model", [1, 2], [ProbeCache()], cache_type="user")
+        found, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], taken))
+        cache.insert_cache("model", TakenTokens([1], taken), [ProbeCache()], cache_type="user")
     expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
-    expect("fetch that leaves no token", guarded, (None, [1, 2, 3]))
-    expect("hooks asked", plugin.asked, ["fetch_nearest_cache"] * 2 + ["insert_cache user"])
+    expect("hooks asked", plugin.asked, ["insert_cache handle [1] user"])
     expect("sequences kept by stock", len(cache), 0)
 
 

@@ -1,7 +1,8 @@
-"""A prompt on its way to the model, and the token list that remembers its request."""
+"""A prompt on its way to the model, and the token ids that remember who took it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
@@ -18,25 +19,42 @@ class Prompt:
     segment_types: list[str]
 
 
-class RequestTokens(list[int]):
-    """Token ids that know which request they belong to.
+@dataclass
+class Prepared:
+    """A plugin's answer to `take_request`.
 
-    The stock server hands a prompt's ids, and slices of them, through the batch generator and
-    back to the prompt cache; the request itself does not make that journey. Slices and in-place
-    appends keep `request`, so the prompt cache knows whose cache it is given.
+    `prompt` is what the model reads. `caches`, one per layer, hold its first `n_cached` tokens, at
+    least one less than all; None stands for empty caches. `handle` comes back to the plugin with
+    `insert_cache`.
     """
 
-    def __init__(self, ids: list[int], request: Any) -> None:
+    prompt: Prompt
+    caches: list[Any] | None = None
+    n_cached: int = 0
+    handle: Any = None
+    plugin: Any = None
+    """The plugin that answered; set by the server."""
+
+
+class TakenTokens(list[int]):
+    """Token ids of a request that a plugin took.
+
+    The stock server hands a prompt's ids, and slices of them, through the batch generator and
+    back to the prompt cache; nothing else of the request makes that journey. Slices and in-place
+    appends keep `taken`.
+    """
+
+    def __init__(self, ids: Iterable[int], taken: Prepared) -> None:
         super().__init__(ids)
-        self.request = request
+        self.taken = taken
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> RequestTokens: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> int | RequestTokens:
+    def __getitem__(self, index: slice) -> TakenTokens: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | TakenTokens:
         if isinstance(index, slice):
-            return RequestTokens(super().__getitem__(index), self.request)
+            return TakenTokens(super().__getitem__(index), self.taken)
         return super().__getitem__(index)
 
     def __reduce__(self) -> tuple[Any, ...]:

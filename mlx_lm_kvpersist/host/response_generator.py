@@ -1,7 +1,7 @@
 """The server's response generator: plugins see a request before and after it is tokenized.
 
-While other sequences are served, a request for which a plugin fetches something is held aside until
-that is there, so that nobody waits for it but its own client.
+While other sequences are served, a request whose data a plugin prefetches waits aside until the
+data is in RAM. Other requests pass it, so only its own client waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import manager
-from .prompt import Prompt, RequestTokens
+from .prompt import Prepared, Prompt, TakenTokens
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Rendered:
     """What stock's tokenizing made of a request: its own tuple, and the prompt in it.
 
-    There is no prompt where plugins must not change it.
+    `prompt` is None where plugins must not change it: it has images.
     """
 
     request: Any
@@ -37,10 +37,10 @@ class Rendered:
 
 
 @dataclass(eq=False)
-class Held:
-    """A request that was taken from the server's queue and not yet handed on.
+class Waiting:
+    """A request that was taken from the server's queue and has not entered yet.
 
-    `rendered` is None until it was begun with, and an exception where tokenizing failed.
+    `rendered` is None until the request was tokenized, and the exception where that failed.
     """
 
     queued: Any
@@ -50,28 +50,31 @@ class Held:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it was begun with, and need not wait any more."""
+        """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
         if self.rendered is None or self.is_fetched is None:
             return self.rendered is not None
         try:
             return self.is_fetched()
         except Exception:
-            logger.exception("what hook fetch_ahead returned failed; the request is not held")
+            logger.exception("a plugin's prefetch failed; the request enters without it")
             self.is_fetched = None
             return True
 
 
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
-    """Tokenizes as stock does, between two hooks. Generation thread."""
+    """Tokenizes as stock does, between the plugins' hooks. Generation thread.
+
+    Stock calls `_next_request` where nothing catches an exception: nothing in it may raise.
+    """
 
     _time_budget: Any
     _serving = False
     _model: Any = None
-    """Of the request that was handed on last; while sequences are served, theirs."""
-    _entering: Held | None = None
+    """The model of the request that entered last; while sequences are served, theirs."""
+    _entering: Waiting | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._held: deque[Held] = deque()
+        self._waiting: deque[Waiting] = deque()
         super().__init__(*args, **kwargs)
 
     # Requests.
@@ -80,21 +83,20 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Return the next request that stock is to serve, None when there is none now.
 
         Stock gives no timeout while it serves a batch, and then nothing here waits. A request
-        that must wait for what a plugin fetches lets others pass, but never one that would end the
-        batch: another model's, or one that cannot be batched. A client has one request at a time,
-        so its requests stay in order. With nothing being served, nobody is held up by anybody:
-        the oldest enters.
+        whose data is being prefetched lets others pass, but never one that would end the batch:
+        another model's, or one that cannot be batched. A client has one request at a time, so its
+        requests stay in order. While nothing is served, the oldest request enters at once.
         """
         self._set_serving(timeout is None)
-        if self._is_distributed or not manager.is_implemented("fetch_ahead"):
+        if self._is_distributed or not manager.is_implemented("prefetch"):
             request = super()._next_request(timeout)
         elif timeout is None:
             request = self._enter(self._next_ready())
-        elif self._held:
-            request = self._enter(self._held.popleft())
+        elif self._waiting:
+            request = self._enter(self._waiting.popleft())
         else:
             queued = super()._next_request(timeout)
-            request = self._enter(Held(queued) if queued is not None else None)
+            request = self._enter(Waiting(queued) if queued is not None else None)
         if request is not None:
             self._set_serving(True)
         return request
@@ -102,84 +104,89 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
             self._serving = serving
-            manager.ask_safely("serving_changed", serving=serving)
+            manager.ask_all("serving_changed", serving=serving)
 
-    def _enter(self, held: Held | None) -> Any:
-        """Hand a request on; it is tokenized next, or its model loaded."""
-        if held is None:
+    def _enter(self, waiting: Waiting | None) -> Any:
+        """Hand a request on; stock tokenizes it next, or loads its model."""
+        if waiting is None:
             return None
-        self._entering = held
-        self._model = held.queued[2].model
-        return held.queued
+        self._entering = waiting
+        self._model = waiting.queued[2].model
+        return waiting.queued
 
-    def _next_ready(self) -> Held | None:
+    def _next_ready(self) -> Waiting | None:
         while (queued := super()._next_request(None)) is not None:
-            self._held.append(Held(queued))
-        for held in list(self._held):
-            joins = self._joins(held)
-            if not joins and held is not self._held[0]:
+            self._waiting.append(Waiting(queued))
+        for waiting in list(self._waiting):
+            joins = self._joins(waiting)
+            if not joins and waiting is not self._waiting[0]:
                 break
-            if joins and held.rendered is None:
-                self._begin(held)
-            if not joins or held.is_ready:
-                self._held.remove(held)
-                return held
-        if self._held and not isinstance(self._time_budget, UntilReady):
-            self._time_budget = UntilReady(self._time_budget, self._held)
+            if joins and waiting.rendered is None:
+                self._begin(waiting)
+            if not joins or waiting.is_ready:
+                self._waiting.remove(waiting)
+                return waiting
+        if self._waiting and not isinstance(self._time_budget, UntilReady):
+            self._time_budget = UntilReady(self._time_budget, self._waiting)
         return None
 
-    def _joins(self, held: Held) -> bool:
+    def _joins(self, waiting: Waiting) -> bool:
         """Say whether a request can enter the batch that is being served."""
-        _, request, args = held.queued
-        return args.model == self._model and self._is_batchable(args) and has_text_only(request)
+        _, request, args = waiting.queued
+        try:
+            return args.model == self._model and self._is_batchable(args) and has_text_only(request)
+        except Exception:
+            return True  # tokenizing fails, too, and tells the client
 
-    def _begin(self, held: Held) -> None:
-        """Tokenize a request and let plugins fetch what it needs; a failure is its client's."""
-        _, request, args = held.queued
+    def _begin(self, waiting: Waiting) -> None:
+        """Tokenize a request and let plugins prefetch what it needs; a failure is its client's."""
+        _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
         try:
-            held.rendered = self._render(tokenizer, request, args)
+            waiting.rendered = self._render(tokenizer, request, args)
         except Exception as error:
-            held.rendered = error
+            waiting.rendered = error
             return
-        if held.rendered.prompt is not None:
-            held.is_fetched = manager.ask_safely(
-                "fetch_ahead",
+        if waiting.rendered.prompt is not None:
+            waiting.is_fetched = manager.ask_first(
+                "prefetch",
                 request=request,
                 args=args,
                 tokenizer=tokenizer,
-                prompt=held.rendered.prompt,
+                prompt=waiting.rendered.prompt,
             )
 
     # Tokenizing.
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
-        """Return stock's tuple; its ids know their request.
+        """Return stock's tuple; if a plugin takes the request, with that plugin's prompt.
 
         Stock reports what this raises to the client. So `prepare_messages`, which decides what
-        the model is told, may refuse a request; `prepare_prompt` only makes it faster.
+        the model is told, may refuse a request; `take_request` only makes it faster.
         """
         rendered = self._rendered_before(request, tokenizer)
         if rendered is None:
             rendered = self._render(tokenizer, request, args)
         if rendered.prompt is None:
             return rendered.stock
-        prepared = prepare_prompt(request, args, tokenizer, rendered.prompt)
+        taken = take_request(request, args, tokenizer, rendered.prompt)
+        if taken is None:
+            return rendered.stock
         return (
-            RequestTokens(prepared.ids, request),
-            list(prepared.segments),  # stock pops from these two
-            list(prepared.segment_types),
+            TakenTokens(taken.prompt.ids, taken),
+            list(taken.prompt.segments),  # stock pops from these two
+            list(taken.prompt.segment_types),
             *rendered.stock[3:],
         )
 
     def _rendered_before(self, request: Any, tokenizer: Any) -> Rendered | None:
-        """Return what was made of a request while it was held; raise what was raised then."""
-        held, self._entering = self._entering, None
-        if held is None or held.rendered is None or held.queued[1] is not request:
+        """Return what was made of a request while it waited; raise what was raised then."""
+        waiting, self._entering = self._entering, None
+        if waiting is None or waiting.rendered is None or waiting.queued[1] is not request:
             return None
-        if isinstance(held.rendered, Exception):
-            raise held.rendered
-        return held.rendered if held.rendered.tokenizer is tokenizer else None
+        if isinstance(waiting.rendered, Exception):
+            raise waiting.rendered
+        return waiting.rendered if waiting.rendered.tokenizer is tokenizer else None
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         if request.request_type == "chat":
@@ -196,18 +203,23 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         prompt = None if has_images else Prompt(ids, segments, segment_types)
         return Rendered(request, tokenizer, stock, prompt)
 
+    def _log_cache_stats(self) -> None:
+        """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""
+        if len(self.prompt_cache) or not manager.is_implemented("take_request"):
+            super()._log_cache_stats()
+
 
 class UntilReady:
-    """Stock's time budget for a batch, which ends earlier when a held request becomes ready."""
+    """Stock's time budget for a batch, which ends earlier when a waiting request is ready."""
 
-    def __init__(self, budget: Iterable[None], held: Iterable[Held]) -> None:
+    def __init__(self, budget: Iterable[None], waiting: Iterable[Waiting]) -> None:
         self._budget = budget
-        self._held = held
+        self._waiting = waiting
 
     def __iter__(self) -> Iterator[None]:
         for _ in self._budget:
             yield
-            if any(held.is_ready for held in self._held):
+            if any(waiting.is_ready for waiting in self._waiting):
                 return
 
 
@@ -218,29 +230,34 @@ def has_text_only(request: Any) -> bool:
     return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
 
 
-def prepare_prompt(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
-    """Return what the plugins make of a prompt: the prompt itself, if they fail or do not care."""
-    prepared = manager.ask_safely(
-        "prepare_prompt", request=request, args=args, tokenizer=tokenizer, prompt=prompt
-    )
-    if prepared is None or prepared is prompt:
-        return prompt
-    if not is_cut_well(prepared):
-        logger.error(
-            "hook prepare_prompt returned segments that are not its ids cut up; "
-            "the rendered prompt is used"
-        )
-        return prompt
-    assert isinstance(prepared, Prompt)
-    return prepared
+def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared | None:
+    """Return the first plugin's answer that can be served; None when no plugin takes the request.
+
+    An answer that cannot be served is logged, and the next plugin is asked.
+    """
+    for plugin, prepared in manager.ask_each(
+        "take_request", request=request, args=args, tokenizer=tokenizer, prompt=prompt
+    ):
+        wrong = what_is_wrong(prepared)
+        if not wrong:
+            prepared.plugin = plugin
+            return prepared  # type: ignore[no-any-return]
+        logger.error("hook take_request of %s answered %s; ignored", type(plugin).__name__, wrong)
+    return None
 
 
-def is_cut_well(prompt: Prompt) -> bool:
-    """Tell whether a prompt has ids and its segments, none empty, are these ids."""
+def what_is_wrong(prepared: Any) -> str:
+    """Say why a plugin's answer to `take_request` cannot be served; "" when it can be."""
+    if not isinstance(prepared, Prepared):
+        return f"a {type(prepared).__name__}, expected a Prepared"
+    prompt = prepared.prompt
     joined = [token for segment in prompt.segments for token in segment]
-    return (
-        len(prompt.segments) == len(prompt.segment_types)
-        and all(prompt.segments)
-        and bool(joined)
-        and joined == prompt.ids
-    )
+    if len(prompt.segments) != len(prompt.segment_types) or not all(prompt.segments):
+        return "segments without a type or without ids"
+    if not joined or joined != prompt.ids:
+        return "segments that are not its ids cut up"
+    if not 0 <= prepared.n_cached < len(prompt.ids) or (prepared.n_cached > 0) != bool(
+        prepared.caches
+    ):
+        return f"{prepared.n_cached} cached of {len(prompt.ids)} tokens, or caches for none"
+    return ""

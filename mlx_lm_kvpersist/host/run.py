@@ -36,7 +36,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                 # Stock catches it while it listens. Before that there is nothing to tell.
                 status = 130
             finally:
-                manager.ask_safely("shutdown")
+                manager.ask_all("shutdown")
         if (error := getattr(provider, "fatal_error", None)) is not None:
             report(error)
             status = 1

@@ -7,14 +7,13 @@ import json
 import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.prompt import Prompt, RequestTokens
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
 from mlx_lm_kvpersist.host.routes import Route
 
 
@@ -61,18 +60,15 @@ class Echo:
         self.record("prepare_messages", request.messages[-1]["content"])
 
     @hookimpl
-    def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> None:
-        self.record("prepare_prompt", len(prompt.ids))
-
-    @hookimpl
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> None:
-        self.record("fetch_nearest_cache", question_of(tokens), len(tokens))
+    def take_request(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared:
+        self.record("take_request", len(prompt.ids))
+        return Prepared(prompt, handle=str(request.messages[-1]["content"]))
 
     @hookimpl
     def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+        self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
     ) -> None:
-        self.record("insert_cache", question_of(tokens), len(tokens), cache_type)
+        self.record("insert_cache", handle, len(tokens), cache_type)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
@@ -110,13 +106,6 @@ class Echo:
     @hookimpl
     def shutdown(self) -> None:
         self.record("shutdown")
-
-
-def question_of(tokens: Sequence[int]) -> str | None:
-    """Return the last message of the request that these tokens belong to."""
-    if not isinstance(tokens, RequestTokens):
-        return None
-    return str(tokens.request.messages[-1]["content"])
 
 
 class Failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 
 from mlx_lm_kvpersist.errors import PluginNotFound
 from mlx_lm_kvpersist.host import hookspecs, manager
+from tests.support.host import plugged
 
 from . import plugins
 
@@ -61,26 +63,55 @@ def test_every_hook_is_asked_by_the_host() -> None:
     folder = Path(hookspecs.__file__).parent
     sources = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "probes.py")
     hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
-    assert len(hooks) == 19
+    assert len(hooks) == 18
     for name in hooks:
-        asked = (f'ask("{name}"', f'ask_safely("{name}"', f'ask_safely(\n        "{name}"')
-        text = sources.replace("    ", "").replace("(\n", "(")
-        assert any(call in text for call in asked), name
+        assert re.search(rf'manager\.ask\w*\([^"]*"{name}"', sources), name
 
 
 def is_hook(value: Any) -> bool:
     return hasattr(value, f"{hookspecs.PROJECT}_spec")
 
 
+def answering(*answers: Any) -> list[Any]:
+    """Return plugins that answer `make_prompt_cache` so, or raise what is an exception."""
+
+    def plugin(answer: Any) -> Any:
+        def make_prompt_cache(model: Any) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return SimpleNamespace(make_prompt_cache=hookspecs.hookimpl(make_prompt_cache))
+
+    return [plugin(answer) for answer in answers]
+
+
 def test_the_first_answer_wins_and_none_is_no_answer() -> None:
-    made = manager.make_manager()
-    answers = iter([None, ["caches"]])
-    for name in ("a", "b"):
-        plugin = SimpleNamespace(
-            make_prompt_cache=hookspecs.hookimpl(lambda model: next(answers)),
-        )
-        made.register(plugin, name=name)
-    with manager.using(made):
+    with plugged(*answering(None, ["caches"], ["others"])):
         assert manager.ask("make_prompt_cache", model=None) == ["caches"]
+        assert manager.ask_first("make_prompt_cache", model=None) == ["caches"]
         assert manager.is_implemented("make_prompt_cache")
     assert not manager.is_implemented("make_prompt_cache")
+
+
+def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[str, str]) -> None:
+    loaded = manager.load_plugins(["echo", "module"])
+    names = [name for name, _ in loaded.list_name_plugin()]
+    assert names.index("module") < names.index("echo")
+    with plugged(*answering(["first"], ["second"])):
+        assert manager.ask_all("make_prompt_cache", model=None) == [["first"], ["second"]]
+
+
+def test_a6_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with plugged(*answering(ValueError("bug"), ["caches"])):
+        for _ in range(3):
+            assert manager.ask_first("make_prompt_cache", model=None) == ["caches"]
+    failures = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(failures) == 1 and "failed in hook make_prompt_cache" in failures[0].message
+
+
+def test_a6_one_plugin_can_be_asked_alone() -> None:
+    plugins = answering(["a"], ["b"])
+    with plugged(*plugins):
+        for plugin, answer in zip(plugins, (["a"], ["b"]), strict=True):
+            assert manager.ask_plugin(plugin, "make_prompt_cache", model=None) == answer

@@ -1,4 +1,4 @@
-"""The prompt cache: plugins first, nothing raised, and never a fetch that leaves no token."""
+"""The prompt cache: a plugin's own requests are its own, and no fetch leaves no token."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.prompt import RequestTokens
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
 from tests.support.host import plugged
 
 
-class Answers:
-    """Fetches and keeps what the test says."""
+class Saves:
+    """Records what it is given to save, or raises."""
 
-    def __init__(self, fetch: Any = None, insert: Any = None) -> None:
-        self.fetch, self.insert = fetch, insert
-
-    @hookimpl
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> Any:
-        if isinstance(self.fetch, Exception):
-            raise self.fetch
-        return self.fetch
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.saved: list[tuple[Any, list[int], str]] = []
 
     @hookimpl
     def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
-    ) -> Any:
-        if isinstance(self.insert, Exception):
-            raise self.insert
-        return self.insert
+        self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+    ) -> None:
+        if self.error is not None:
+            raise self.error
+        self.saved.append((handle, list(tokens), cache_type))
+
+
+def taken_by(plugin: Any, n_cached: int = 0) -> TakenTokens:
+    """Return tokens 1, 2, 3 of a request that a plugin took."""
+    prompt = Prompt([1, 2, 3], [[1, 2, 3]], ["user"])
+    caches = ["caches"] if n_cached else None
+    return TakenTokens(prompt.ids, Prepared(prompt, caches, n_cached, "handle", plugin))
 
 
 def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
-    """Return a prompt cache that holds tokens 0 … n_tokens - 1, kept by stock."""
+    """Return a prompt cache that holds tokens 0 … n_tokens - 1, saved by stock."""
     import mlx.core as mx
 
     cache = server.LRUPromptCache(10)
@@ -46,12 +48,13 @@ def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
     return cache, [layer]
 
 
-def test_none_means_stock(patched_server: ModuleType) -> None:
-    with plugged(Answers()):
+def test_what_no_plugin_took_is_stocks(patched_server: ModuleType) -> None:
+    with plugged(plugin := Saves()):
         cache, _ = filled_cache(patched_server, 8)
         found, rest = cache.fetch_nearest_cache("m", [*range(8), 100, 101])
     assert rest == [100, 101]
     assert found[0].offset == 8
+    assert plugin.saved == []
 
 
 @pytest.mark.parametrize("n_tokens", [2, 8])
@@ -68,62 +71,37 @@ def test_an_exact_hit_of_one_token_is_a_miss(patched_server: ModuleType) -> None
     assert cache.fetch_nearest_cache("m", [0]) == (None, [0])
 
 
-@pytest.mark.parametrize(
-    "fetched",
-    [
-        ("cache", []),
-        ("cache", [2]),
-        ("cache", [0, 1, 2, 3]),
-        (None, [3]),
-        "no tuple",
-        ("cache",),
-    ],
-)
-def test_a_wrong_answer_is_a_miss(
-    patched_server: ModuleType, fetched: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("n_cached", "rest"), [(0, [1, 2, 3]), (1, [2, 3]), (2, [3])])
+def test_a_taken_request_gets_its_plugins_caches_once(
+    patched_server: ModuleType, n_cached: int, rest: list[int]
 ) -> None:
-    with plugged(Answers(fetch=fetched)):
+    cache = patched_server.LRUPromptCache(10)
+    tokens = taken_by(None, n_cached)
+    assert cache.fetch_nearest_cache("m", tokens) == (["caches"] if n_cached else None, rest)
+    assert cache.fetch_nearest_cache("m", tokens) == (None, [1, 2, 3])
+
+
+def test_a6_only_the_plugin_that_took_a_request_saves_it(patched_server: ModuleType) -> None:
+    with plugged(other := Saves(), taker := Saves()):
         cache = patched_server.LRUPromptCache(10)
-        assert cache.fetch_nearest_cache("m", [1, 2, 3]) == (None, [1, 2, 3])
-    assert "fetch_nearest_cache returned a rest that is not an end" in caplog.text
+        cache.insert_cache("m", taken_by(taker), ["caches"], cache_type="user")
+    assert other.saved == []
+    assert taker.saved == [("handle", [1, 2, 3], "user")]
+    assert len(cache) == 0
 
 
-@pytest.mark.parametrize("fetched", [(["cache"], [3]), (["cache"], [1, 2, 3]), (None, [1, 2, 3])])
-def test_a_right_answer_is_passed_on(patched_server: ModuleType, fetched: Any) -> None:
-    with plugged(Answers(fetch=fetched)):
-        cache = patched_server.LRUPromptCache(10)
-        assert cache.fetch_nearest_cache("m", [1, 2, 3]) == fetched
-
-
-def test_failures_are_logged_once_a_kind_and_stock_goes_on(
+def test_failures_are_logged_once_a_kind_and_the_server_goes_on(
     patched_server: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with plugged(Answers(fetch=KeyError("lost"), insert=OSError("full"))):
-        cache, _ = filled_cache(patched_server, 4)
+    with plugged(taker := Saves(OSError("full"))):
+        cache = patched_server.LRUPromptCache(10)
         for _ in range(3):
-            found, rest = cache.fetch_nearest_cache("m", [0, 1, 2, 3, 9])
-            assert (found[0].offset, rest) == (4, [9])
+            cache.insert_cache("m", taken_by(taker), ["caches"], cache_type="user")
     messages = [record.getMessage() for record in caplog.records if record.exc_info]
-    assert messages == [
-        "hook insert_cache failed, the stock server's way is used",
-        "hook fetch_nearest_cache failed, the stock server's way is used",
-    ]
+    assert len(messages) == 1
+    assert messages[0].endswith(
+        "failed in hook insert_cache; the server goes on without its answer"
+    )
     assert caplog.records[0].name == "mlx_lm_kvpersist.host.manager"
-
-
-@pytest.mark.parametrize(("answer", "n_kept"), [(None, 1), (True, 0), (False, 0)])
-def test_stock_keeps_only_what_no_plugin_answers_for(
-    patched_server: ModuleType, answer: bool | None, n_kept: int
-) -> None:
-    with plugged(Answers(insert=answer)):
-        cache, _ = filled_cache(patched_server, 4)
-    assert len(cache) == n_kept
-
-
-def test_stock_does_not_keep_the_request(patched_server: ModuleType) -> None:
-    cache, layers = filled_cache(patched_server, 4)
-    tokens = RequestTokens([5, 6, 7], request="the body of a request")
-    cache.insert_cache("m", tokens, layers, cache_type="user")
-    kept = [tokens for lru in cache._lru._lrus.values() for _, tokens in lru]
-    assert [type(tokens) for tokens in kept] == [list, list]
+    assert len(cache) == 0

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.prompt import Prompt, RequestTokens
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from tests.support.host import plugged
 
@@ -31,10 +31,10 @@ class Prepares:
             raise self.messages
 
     @hookimpl
-    def prepare_prompt(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Any:
+    def take_request(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Any:
         if isinstance(self.prompt, Exception):
             raise self.prompt
-        return self.prompt
+        return Prepared(self.prompt) if isinstance(self.prompt, Prompt) else self.prompt
 
 
 def tokenize(server: ModuleType, text: str = "abc", kind: str = "text") -> Any:
@@ -46,14 +46,34 @@ def tokenize(server: ModuleType, text: str = "abc", kind: str = "text") -> Any:
     return request, generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
 
 
-def test_ids_and_their_slices_know_the_request(patched_server: ModuleType) -> None:
-    request, (ids, segments, types, *_) = tokenize(patched_server)
+def test_ids_and_their_slices_know_who_took_them(patched_server: ModuleType) -> None:
+    prompt = Prompt([97, 98, 99], [[97, 98, 99]], ["assistant"])
+    prepared = Prepared(prompt, handle="handle")
+    with plugged(plugin := Prepares(prepared)):
+        _, (ids, segments, types, *_) = tokenize(patched_server)
     assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["assistant"])
     key = ids[:2]
     key += [1, 2]  # as the batch generator does
     key.append(3)
     assert key == [97, 98, 1, 2, 3]
-    assert isinstance(key, RequestTokens) and key[:].request is request
+    assert isinstance(key, TakenTokens) and key[:].taken is prepared
+    assert prepared.plugin is plugin
+
+
+def test_what_no_plugin_takes_is_stocks(patched_server: ModuleType) -> None:
+    with plugged(Prepares()):
+        _, (ids, *_) = tokenize(patched_server)
+    assert type(ids) is list and ids == [97, 98, 99]
+
+
+def test_a6_a_plugin_that_fails_or_answers_nonsense_leaves_the_request_to_the_next(
+    patched_server: ModuleType,
+) -> None:
+    prompt = Prompt([7], [[7]], ["user"])
+    for first in (ValueError("bug"), Prompt([], [], []), "nonsense"):
+        with plugged(Prepares(first), second := Prepares(prompt)):
+            _, (ids, *_) = tokenize(patched_server)
+        assert ids == [7] and ids.taken.plugin is second
 
 
 def test_messages_are_prepared_for_chats_only(patched_server: ModuleType) -> None:
@@ -90,6 +110,10 @@ def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleTy
         Prompt([1, 2], [[1, 2], []], ["user", "assistant"]),
         Prompt([1, 2], [[1, 2]], []),
         Prompt([], [], []),
+        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
+        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
+        Prepared(Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
+        "no Prepared",
     ],
 )
 def test_a_wrong_prompt_costs_speed_only(
@@ -98,7 +122,7 @@ def test_a_wrong_prompt_costs_speed_only(
     with plugged(Prepares(answer)):
         _, (ids, *_) = tokenize(patched_server)
     assert ids == [97, 98, 99]
-    assert "hook prepare_prompt" in caplog.text
+    assert "hook take_request" in caplog.text
 
 
 def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: ModuleType) -> None:

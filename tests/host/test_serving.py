@@ -74,10 +74,8 @@ def test_a_request_is_known_from_header_to_cache(
     assert hooks[0] == "request_received" and recorded[0][1:] == ["session-1", stream]
     assert ["prepare_messages", question] in recorded
     assert ["reply_sent", reply.text] in recorded
-    assert hooks.index("prepare_prompt") < hooks.index("fetch_nearest_cache")
-    fetched = next(call for call in recorded if call[0] == "fetch_nearest_cache")
-    assert fetched == ["fetch_nearest_cache", question, reply.prompt_tokens]
-    # The ids that the cache is kept under still know their request, after the whole journey.
+    assert ["take_request", reply.prompt_tokens] in recorded
+    # The handle comes back with the ids, after their whole journey through the batch.
     inserted = [call for call in recorded if call[0] == "insert_cache"]
     assert {call[1] for call in inserted} == {question}
     assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]

@@ -144,9 +144,9 @@ def patched_server(server: ModuleType) -> Iterator[ModuleType]:
 
 @contextmanager
 def plugged(*plugins: Any) -> Iterator[pluggy.PluginManager]:
-    """Let the patches ask these plugins."""
+    """Let the patches ask these plugins, in this order."""
     made = manager.make_manager()
-    for plugin in plugins:
+    for plugin in reversed(plugins):
         made.register(plugin)
     with manager.using(made):
         yield made

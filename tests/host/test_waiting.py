@@ -1,4 +1,4 @@
-"""Requests that wait for what a plugin fetches: who passes them, and who does not."""
+"""Requests that wait for a plugin's prefetch: which requests pass them, and which do not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fetches:
             raise ConfigError("refused")
 
     @hookimpl
-    def fetch_ahead(self, request: Any, prompt: Prompt) -> Callable[[], bool] | None:
+    def prefetch(self, request: Any, prompt: Prompt) -> Callable[[], bool] | None:
         self.begun.append(request.prompt)
         if request.prompt == "raise":
             raise ValueError("bug")
@@ -140,7 +140,7 @@ def test_what_would_end_the_batch_passes_nobody(
     assert [take(generator) for _ in range(2)] == ["w1", "image"]
 
 
-def test_a_held_request_is_tokenized_once(generator: Any, fetches: Fetches) -> None:
+def test_a_waiting_request_is_tokenized_once(generator: Any, fetches: Fetches) -> None:
     request = put(generator, "w1")
     request.request_type, request.role_mapping = "chat", None
     request.tools, request.messages = None, [{"role": "user", "content": "x"}]
@@ -181,7 +181,24 @@ def test_a_hook_that_fails_holds_nothing(
     assert take(generator) is None
     fetches.failing = ValueError("bug")
     assert take(generator) == "w1"
-    assert "hook fetch_ahead" in caplog.text
+    assert "in hook prefetch" in caplog.text
+
+
+@pytest.mark.parametrize("messages", [["hi"], [None], "hi", 5, [{"content": [None]}]])
+def test_a4_a_malformed_request_is_its_clients_and_ends_no_thread(
+    generator: Any, messages: Any
+) -> None:
+    """mlx-lm 0.31.3 and 0.32.0 queue what 0.32.2 refuses; nothing catches what is raised here."""
+    request = put(generator, "a")
+    request.request_type, request.messages = "chat", messages
+    queued = generator._next_request()
+    assert queued is not None and queued[1] is request
+    with pytest.raises((AttributeError, TypeError, ValueError, KeyError)):
+        generator._tokenize(
+            SimpleNamespace(has_chat_template=False, encode=len), request, queued[2]
+        )
+    put(generator, "b")
+    assert take(generator) == "b"
 
 
 def test_an_empty_prompt_is_still_refused(generator: Any) -> None:
@@ -219,4 +236,4 @@ def test_without_a_plugin_that_fetches_stocks_queue_is_all(
     with plugged():
         put(generator, "w1")
         assert take(generator) == "w1"
-        assert not generator._held
+        assert not generator._waiting
