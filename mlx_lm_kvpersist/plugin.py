@@ -26,19 +26,21 @@ from .cache.spec import Batching, ModelCacheSpec
 from .cache.warm_up import warm_up
 from .errors import ModelNotSupported
 from .host.hookspecs import hookimpl
-from .host.prompt import Prompt, RequestTokens
+from .host.prompt import Prepared, Prompt
+from .host.response_generator import has_text_only
 from .host.routes import Route
 from .match.keys import Root
 from .match.text import TokenText
 from .request.costs import ReusePolicy
 from .request.history import History, RequestRecord
-from .request.insert import keep, remember_reply
-from .request.lookup import look_up, read_ahead, respelled_prompt
+from .request.insert import insert, remember_reply
+from .request.lookup import Lookup, Reuse
 from .request.model import LoadedModel
 from .request.outcome import Kind, Outcome, Reason
 from .request.replies import read_conversation, respell
 from .request.round_trip import check_round_trip
-from .request.state import RequestState
+from .request.segments import with_text
+from .request.state import RequestState, Sequence
 from .store.block_store import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -197,16 +199,15 @@ class KVPersistPlugin:
     @hookimpl
     def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
         state, loaded, store = RequestState.of(request), self._loaded, self._store
-        if loaded is None or store is None:
+        if loaded is None or store is None or request.request_type != "chat":
             return
         state.root = self._root(state, loaded)
-        if request.request_type == "chat":
-            try:
-                state.conversation, state.known_replies = read_conversation(
-                    request.messages, state.root, store
-                )
-            except Exception:
-                logger.exception("kvpersist: replies could not be looked up")
+        try:
+            state.conversation, state.known_replies = read_conversation(
+                request.messages, state.root, store
+            )
+        except Exception:
+            logger.exception("kvpersist: replies could not be looked up")
 
     def _root(self, state: RequestState, loaded: LoadedModel) -> Root:
         assert self._config is not None
@@ -214,58 +215,59 @@ class KVPersistPlugin:
         return loaded.root(state.namespace, session)
 
     @hookimpl
-    def fetch_ahead(
+    def prefetch(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
     ) -> Callable[[], bool] | None:
-        state, loaded, store = RequestState.of(request), self._loaded, self._store
-        if loaded is None or store is None:
+        if self._loaded is None or self._store is None:
             return None
+        state = RequestState.of(request)
+        state.lookup = self._look_up(request, args, prompt, self._loaded, self._store)
+        return state.lookup.is_fetched if state.lookup.prefetch() else None
+
+    def _look_up(
+        self, request: Any, args: Any, prompt: Prompt, loaded: LoadedModel, store: BlockStore
+    ) -> Lookup:
+        state = RequestState.of(request)
         state.root = self._root(state, loaded)
-        respelled = self._respelled(state, prompt, request, args, loaded)
-        state.respelled = (prompt, respelled)
-        state.ahead = read_ahead(state, respelled, store, loaded, self._policy)
-        return state.ahead.is_done if state.ahead is not None else None
+        spelled = self._respelled(state, prompt, request, args, loaded)
+        return Lookup(
+            spelled,
+            state.root,
+            store,
+            loaded,
+            self._policy,
+            rendered=prompt,
+            session=state.session,
+            messages=request.messages,
+        )
 
     @hookimpl
-    def prepare_prompt(
+    def take_request(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
-    ) -> Prompt | None:
+    ) -> Prepared | None:
         state, loaded, store = RequestState.of(request), self._loaded, self._store
-        state.n_prompt = len(prompt.ids)
+        lookup, state.lookup = state.lookup, None
         if loaded is None or store is None:
-            state.outcome = Outcome(
-                Kind.STOCK, state.n_prompt, reason=Reason.NOT_KEPT, detail=self._refusal
-            )
-            self._record(state)
+            self._record(state, Outcome.stock(len(prompt.ids), self._refusal))
             return None
-        assert self._config is not None
-        state.root = self._root(state, loaded)
-        if state.ahead is not None:
-            state.ahead.stop()  # what it has not read by now is read faster from here
         try:
-            prompt = self._respelled(state, prompt, request, args, loaded)
-            prompt = look_up(state, prompt, store, loaded, self._policy, request.messages)
+            if lookup is None or lookup.rendered is not prompt or lookup.model is not loaded:
+                lookup = self._look_up(request, args, prompt, loaded, store)
+            reuse = lookup.restore()
         except Exception:
-            # A store that fails costs a restore, never a reply.
             logger.exception("kvpersist: the prompt could not be looked up")
-            state.restored = None
-            state.outcome = Outcome(Kind.MISS, n_prompt=len(prompt.ids))
-        finally:
-            if state.ahead is not None:
-                state.ahead.release()
-                state.ahead = None
-        state.n_prompt = len(prompt.ids)
-        self._record(state)
-        state.ready_s = time.perf_counter()
-        return prompt
+            reuse = Reuse(prompt, Outcome(Kind.MISS, len(prompt.ids), reason=Reason.STORE_FAILED))
+        state.root = self._root(state, loaded)
+        self._record(state, reuse.outcome)
+        sequence = Sequence(
+            state, len(reuse.prompt.ids), reuse.outcome.n_reused, reuse.chain, time.perf_counter()
+        )
+        return Prepared(reuse.prompt, reuse.caches, reuse.outcome.n_reused, sequence)
 
     def _respelled(
         self, state: RequestState, prompt: Prompt, request: Any, args: Any, loaded: LoadedModel
     ) -> Prompt:
         """Return the prompt with its earlier replies spelled as the model did."""
-        (known, respelled), state.respelled = state.respelled or (None, prompt), None
-        if known is prompt:
-            return respelled
         if not state.known_replies or not loaded.tokenizer.has_chat_template:
             return prompt
         template_args = {**self._template_args, **(args.chat_template_kwargs or {})}
@@ -286,51 +288,33 @@ class KVPersistPlugin:
             # Templates may refuse a message that they would not have refused as it was.
             logger.debug("kvpersist: replies stay as they were sent: %s", error)
             text = None
-        return prompt if text is None else respelled_prompt(prompt, text, loaded)
+        return prompt if text is None else with_text(prompt, text, loaded)
 
-    def _record(self, state: RequestState) -> None:
+    def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Write the request's one line, and keep it for those who ask why."""
-        assert state.outcome is not None
-        state.id = self._history.new_id()
+        state.outcome, state.id = outcome, self._history.new_id()
         model = self._loaded.name if self._loaded else ""
-        outcome = state.outcome
-        why = f"; {outcome.reason.value}" if outcome.reason else ""
-        session = repr(state.session[:80]) if state.session else "none"
-        logger.info("kvpersist: %s%s; session=%s; id=%s", outcome.header, why, session, state.id)
-        if outcome.parting:
-            logger.debug("kvpersist: %s parts at %r", state.id, outcome.parting)
+        logger.info("kvpersist: %s (%s)", outcome.sentence(state.session), state.id)
+        if outcome.divergence:
+            logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
         self._history.add(RequestRecord(state.id, state.session, state.namespace, model, outcome))
 
     @hookimpl
-    def fetch_nearest_cache(
-        self, model: Any, tokens: list[int]
-    ) -> tuple[list[Any] | None, list[int]] | None:
-        if self._loaded is None or not isinstance(tokens, RequestTokens):
-            return None
-        state = RequestState.of(tokens.request)
-        if state.restored is None:
-            return None, tokens
-        (caches, n_tokens), state.restored = state.restored, None
-        return caches, tokens[n_tokens:]
-
-    @hookimpl
     def insert_cache(
-        self, model: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
-    ) -> bool | None:
-        if self._loaded is None or self._store is None or not isinstance(tokens, RequestTokens):
-            return None
-        state = RequestState.of(tokens.request)
-        if state.ready_s is not None and state.outcome is not None:
-            n_computed = len(tokens) - state.outcome.n_reused
-            self._policy.costs.learn_prefill(n_computed, time.perf_counter() - state.ready_s)
-            state.ready_s = None
+        self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+    ) -> None:
+        if self._loaded is None or self._store is None:
+            return
+        sequence: Sequence = handle
+        if sequence.entered_s is not None:
+            n_computed = len(tokens) - sequence.n_reused
+            self._policy.costs.learn_prefill(n_computed, time.perf_counter() - sequence.entered_s)
+            sequence.entered_s = None
         try:
-            keep(state, tokens, prompt_cache, self._store, self._loaded)
+            insert(sequence, tokens, prompt_cache, cache_type, self._store, self._loaded)
         except Exception:
-            logger.exception("kvpersist: a turn could not be kept")
-        if state.said is not None and state.sent is not None:
-            remember_reply(state, self._store, self._loaded)
-        return True
+            logger.exception("kvpersist: a turn could not be saved")
+        remember_reply(sequence.request, self._store, self._loaded)
 
     @hookimpl
     def reply_sent(
@@ -338,17 +322,17 @@ class KVPersistPlugin:
     ) -> None:
         state = RequestState.of(request)
         state.sent = {"content": content, "reasoning": reasoning, "tool_calls": tool_calls}
-        if state.said is not None and self._loaded is not None and self._store is not None:
+        if self._loaded is not None and self._store is not None:
             remember_reply(state, self._store, self._loaded)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         if state.outcome is None:
-            # The server prepares prompts with images by itself, and asks nobody.
-            detail = "prompts with images are left to the stock server"
-            state.outcome = Outcome(Kind.STOCK, 0, reason=Reason.NOT_KEPT, detail=detail)
-            self._record(state)
+            has_text = has_text_only(request)
+            why = "another plugin took it" if has_text else "prompts with images are left to it"
+            self._record(state, Outcome.stock(0, why))
+        assert state.outcome is not None
         return [("X-KVPersist", state.outcome.header), ("X-KVPersist-Request", state.id)]
 
     @hookimpl

@@ -9,11 +9,11 @@ from typing import Any
 
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.request.insert import keep
-from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.insert import REPLY, insert
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone
@@ -47,20 +47,26 @@ class StoredModel:
     ) -> Row:
         """Look a prompt up and return it ready to run; what it computes will be kept."""
         ids = [token for segment in segments for token in segment]
-        state = RequestState(session=session, root=self.loaded.root(), n_prompt=len(ids))
         types = ["system", "user"][: len(segments)]
-        prompt = look_up(state, Prompt(ids, segments, types), self.store, self.loaded)
-        assert prompt.ids == ids and state.outcome is not None
-        self.outcomes.append(state.outcome)
-        caches, n_cached = state.restored or (self.spec.make_cache(), 0)
-        state.restored = None
-        keeper = partial(self._keep, state)
+        reuse = restored(Prompt(ids, segments, types), self.loaded, self.store)
+        assert reuse.prompt.ids == ids
+        self.outcomes.append(reuse.outcome)
+        n_cached = reuse.outcome.n_reused
+        state = RequestState(session=session, root=self.loaded.root())
+        keeper = partial(self._insert, Sequence(state, len(ids), n_cached, reuse.chain))
+        caches = reuse.caches or self.spec.make_cache()
         return Row(segments, caches, n_cached, n_new, reply, keeper)
 
-    def _keep(self, state: RequestState, tokens: list[int], caches: list[Any]) -> None:
-        keep(state, tokens, caches, self.store, self.loaded)
+    def _insert(self, sequence: Sequence, tokens: list[int], caches: list[Any]) -> None:
+        cache_type = REPLY if len(tokens) > sequence.n_prompt else "user"
+        insert(sequence, tokens, caches, cache_type, self.store, self.loaded)
 
     def answer(
         self, segments: list[list[int]], n_new: int, reply: list[int] | None = None
     ) -> Reply:
         return alone(self.model, self.row(segments, n_new, reply), self.spec.batching)
+
+
+def restored(prompt: Prompt, loaded: LoadedModel, store: BlockStore) -> Reuse:
+    """Return what the store gives for a prompt."""
+    return Lookup(prompt, loaded.root(), store, loaded).restore()

@@ -20,8 +20,9 @@ from mlx_lm_kvpersist.plugin import KVPersistPlugin
 def test_a_request_with_images_says_that_it_is_left_to_stock(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """From mlx-lm 0.32.1 the server makes such prompts itself; `prepare_prompt` is not asked."""
-    plugin, request = KVPersistPlugin(), SimpleNamespace()
+    """From mlx-lm 0.32.1 the server makes such prompts itself; `take_request` is not asked."""
+    plugin = KVPersistPlugin()
+    request = SimpleNamespace(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
     with caplog.at_level("INFO"):
         first, again = plugin.response_headers(request), plugin.response_headers(request)
     assert first == again
@@ -30,7 +31,15 @@ def test_a_request_with_images_says_that_it_is_left_to_stock(
     (record,) = plugin._history.records()
     assert record.id == headers["X-KVPersist-Request"]
     assert "images" in record.outcome.detail
-    assert caplog.text.count("outcome=STOCK") == 1
+    assert caplog.text.count("served as the stock server does: prompts with images") == 1
+
+
+def test_a6_a_request_that_another_plugin_took_is_told_so() -> None:
+    plugin = KVPersistPlugin()
+    request = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
+    assert "outcome=STOCK" in dict(plugin.response_headers(request))["X-KVPersist"]
+    (record,) = plugin._history.records()
+    assert record.outcome.detail == "another plugin took it"
 
 
 def test_d_the_self_test_checks_the_configured_precision(

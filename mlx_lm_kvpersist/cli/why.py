@@ -79,17 +79,17 @@ def _explain(record: dict[str, Any]) -> None:
     if record["reason"]:
         detail = f": {record['detail']}" if record["detail"] else ""
         out.print(f"Not more, because: {record['reason']}{detail}")
-    parting = record["parting"]
-    if not parting:
+    divergence = record["divergence"]
+    if not divergence:
         return
-    if parting["message"] is None:
-        where = f"between messages, at character {parting['char']:,} of the prompt"
+    if divergence["message"] is None:
+        where = f"between messages, at character {divergence['char']:,} of the prompt"
     else:
         where = (
-            f"in message {parting['message']} ({parting['role']}), at its character "
-            f"{parting['message_char']:,}"
+            f"in message {divergence['message']} ({divergence['role']}), at its character "
+            f"{divergence['message_char']:,}"
         )
     out.print(f"It parts from the nearest stored branch {where}.")
-    if parting["stored"] is not None:
-        out.print(f"  stored: {shown(parting['stored'], 120)}")
-        out.print(f"  asked:  {shown(parting['asked'], 120)}")
+    if divergence["stored"] is not None:
+        out.print(f"  stored: {shown(divergence['stored'], 120)}")
+        out.print(f"  asked:  {shown(divergence['asked'], 120)}")

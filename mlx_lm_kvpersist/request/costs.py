@@ -100,7 +100,7 @@ class ReusePolicy:
                 return 0, Reason.BELOW_THRESHOLD
             return n_tokens, None
         if n_tokens < MIN_TOKENS:
-            return 0, Reason.NOT_WORTH_IT
+            return 0, None  # a template's first words; nothing of the conversation is stored
         blocks = [node for node in match.path if node.start < n_tokens]
         if not spec.any_prefix:
             worth_it = self._worth_it(blocks, n_tokens, store, spec)

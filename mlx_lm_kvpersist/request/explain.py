@@ -10,7 +10,8 @@ from ..store.turn import Gone
 from .outcome import Reason
 
 MIN_ALIKE_CHARS = 64
-"""Fewer characters in common are a template's, not a conversation's."""
+MIN_ALIKE_TOKENS = 16
+"""Fewer characters or tokens in common are a template's, not a conversation's."""
 
 _MAX_ROOTS = 64
 
@@ -18,7 +19,7 @@ _MAX_ROOTS = 64
 def why_not_stored(
     prompt_ids: list[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> Reason:
-    """Return why what follows a match is not there: it went, or it is elsewhere, or never was."""
+    """Return why what follows a match is not stored: removed, elsewhere, or never saved."""
     whole = [node for node in match.path if node.stop <= match.n_tokens]
     whole = [node for node in whole if node.n_tokens == BLOCK_TOKENS]
     start = whole[-1].stop if whole else 0
@@ -27,15 +28,15 @@ def why_not_stored(
         parent = whole[-1].key if whole else root.key
         gone = store.gone(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
-            return Reason.EVICTED if gone is Gone.EVICTED else Reason.QUARANTINED
-    if match.n_tokens:
-        return Reason.PARTED
+            return Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED
+    if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
+        return Reason.DIVERGED
     if text:
         others = store.other_roots(root, _MAX_ROOTS)
         for other in sorted(others, key=lambda other: len(_differences(root, other))):
             if _is_alike(store, other, text):
                 return _differences(root, other)[0]
-    return Reason.PARTED if match.n_agreed >= MIN_ALIKE_CHARS else Reason.NOTHING_ALIKE
+    return Reason.NOTHING_ALIKE
 
 
 def _is_alike(store: BlockStore, root: Root, text: str) -> bool:

@@ -28,14 +28,15 @@ class RequestRecord:
     def to_json(self, *, with_text: bool) -> dict[str, Any]:
         """Return the record; without text where text must not leave the prompt."""
         outcome = self.outcome.to_json()
-        if not with_text and outcome["parting"]:
-            outcome["parting"] = {**outcome["parting"], "stored": None, "asked": None}
+        if not with_text and outcome["divergence"]:
+            outcome["divergence"].update(stored=None, asked=None)
         return {
             "id": self.id,
             "received": self.received,
             "session": self.session,
             "namespace": self.namespace,
             "model": self.model,
+            "sentence": self.outcome.sentence(self.session),
             **outcome,
         }
 

@@ -1,4 +1,4 @@
-"""Keep what was computed: split a sequence's caches into blocks and hand the new ones to the store.
+"""Save what was computed: cut a sequence's caches into blocks and hand the new ones to the store.
 
 Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
 out of the live cache, evaluate. Files and index are the writer's work.
@@ -6,7 +6,8 @@ out of the live cache, evaluate. Files and index are the writer's work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as ListLike
+from itertools import takewhile
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
@@ -27,99 +28,115 @@ from .checkpoints import (
 )
 from .model import LoadedModel
 from .replies import reply_to_remember
-from .state import RequestState
+from .state import RequestState, Sequence
+
+REPLY = "assistant"
+"""The server's cache type at the end of a reply. At the ends of earlier parts it is another."""
 
 
-def keep(
-    state: RequestState,
+def insert(
+    sequence: Sequence,
     tokens: list[int],
     caches: list[Any],
+    cache_type: str,
     store: BlockStore,
     model: LoadedModel,
 ) -> None:
     """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer.
 
-    At the end of a turn everything is written and the session moves. Before it, at the end of the
+    At the end of a reply everything is written and the session moves. Before it, at the end of the
     system prompt or of the user's message, full blocks are written and the rest stays in RAM: if
-    the client goes away, what it waited for so far is not lost. Where a model can only go on from
-    restore points, this is one: the block ends here, and all of it is written.
+    the client disconnects, what it waited for so far is not lost. Where a model can only go on
+    from checkpoints, this is one: the block ends here, and all of it is written.
     """
-    counted = n_cached_tokens(model.spec, caches)
-    n_tokens = len(tokens) if counted is None else min(len(tokens), counted)
-    if n_tokens == 0 or state.root is None:
+    spec = model.spec
+    n_cached = n_cached_tokens(spec, caches)
+    n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
+    if n_tokens == 0:
         return
-    if not model.spec.any_prefix and counted is not None and counted != n_tokens:
+    if not spec.any_prefix and n_cached is not None and n_cached != n_tokens:
         return  # what windows and states hold cannot be cut back to the tokens
-    ended = n_tokens > state.n_prompt
-    if ended:
-        state.said = list(tokens[state.n_prompt : n_tokens])
-    before = [] if model.spec.any_prefix else state.chain
-    if before and not ended and n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
-        return
-    chain = _chain(state.root, tokens[:n_tokens], before, model)
+    ended = cache_type == REPLY
+    if ended and n_tokens > sequence.n_prompt:
+        sequence.request.reply_ids = list(tokens[sequence.n_prompt : n_tokens])
+    before = sequence.chain
+    if spec.any_prefix:
+        # Only full blocks stay as they are: a longer one takes the place of the last.
+        before = list(takewhile(lambda node: node.n_tokens == BLOCK_TOKENS, before))
+    if not spec.any_prefix and before and not ended:
+        if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
+            return
+    chain = _chain(sequence.root, tokens[:n_tokens], before, model)
+    sequence.chain = chain
+    if spec.any_prefix:
+        _insert_blocks(sequence, list(chain), n_tokens, caches, store, model, ended=ended)
+    else:
+        _insert_checkpoint(sequence, chain, caches, store, model, ended=ended)
+
+
+def _new_blocks(
+    chain: ListLike[Node], caches: list[Any], store: BlockStore, model: LoadedModel
+) -> list[tuple[Node, Arrays]]:
+    """Return the blocks of a chain that are not stored, with evaluated copies of their KV."""
     new = [node for node in chain if node.key not in store]
     arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
-    blocks: list[tuple[Node, Arrays]] = list(zip(new, arrays, strict=True))
-    if model.spec.any_prefix:
-        _keep_plain(state, state.root, chain, blocks, n_tokens, store, ended=ended)
-    else:
-        state.chain = chain
-        _keep_point(state, state.root, chain, blocks, caches, store, model, ended=ended)
+    return list(zip(new, arrays, strict=True))
 
 
-def _keep_plain(
-    state: RequestState,
-    root: Root,
+def _insert_blocks(
+    sequence: Sequence,
     chain: list[Node],
-    blocks: list[tuple[Node, Arrays]],
     n_tokens: int,
-    store: BlockStore,
-    *,
-    ended: bool,
-) -> None:
-    if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
-        tail = chain.pop()
-        store.keep(block for block in blocks if block[0] is tail)
-        blocks = [block for block in blocks if block[0] is not tail]
-    replaced = _replaced_tails(chain, state, store)
-    leaf = None
-    if ended:
-        keys = tuple(node.key for node in chain)
-        leaf = Leaf(state.session, keys[-1], n_tokens, keys, tuple(replaced))
-    if chain:
-        store.keep_turn(Turn(root, tuple(chain), leaf), blocks)
-
-
-def _keep_point(
-    state: RequestState,
-    root: Root,
-    chain: list[Node],
-    blocks: list[tuple[Node, Arrays]],
     caches: list[Any],
     store: BlockStore,
     model: LoadedModel,
     *,
     ended: bool,
 ) -> None:
-    """Make the end of the chain a restore point, and let old ones go when the turn has ended."""
+    blocks = _new_blocks(chain, caches, store, model)
+    if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
+        tail = chain.pop()
+        store.keep(block for block in blocks if block[0] is tail)
+        blocks = [block for block in blocks if block[0] is not tail]
+    replaced = _replaced_tails(chain, sequence.n_reused, store)
+    leaf = None
+    if ended:
+        keys = tuple(node.key for node in chain)
+        leaf = Leaf(sequence.request.session, keys[-1], n_tokens, keys, tuple(replaced))
+    if chain:
+        store.keep_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
+
+
+def _insert_checkpoint(
+    sequence: Sequence,
+    chain: list[Node],
+    caches: list[Any],
+    store: BlockStore,
+    model: LoadedModel,
+    *,
+    ended: bool,
+) -> None:
+    """Make the end of the chain a checkpoint; at the end of a reply, give up old ones."""
+    blocks = _new_blocks(chain, caches, store, model)
     parts = _new_parts(chain, caches, store, model)
     new = [part for part, _ in parts]
     leaf, superseded = None, []
     if ended:
         keys = tuple(node.key for node in chain)
-        leaf = Leaf(state.session, keys[-1], chain[-1].stop, keys)
-        n_reused = state.outcome.n_reused if state.outcome else 0
-        superseded = superseded_parts(chain, n_reused, new, store, model.spec)
-    # All that the point needs, also what is stored: a turn that waits keeps it from going.
+        leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
+        superseded = superseded_parts(chain, sequence.n_reused, new, store, model.spec)
+    # All that the checkpoint needs, stored parts included: a waiting turn protects them.
     needed = parts_of_point(chain, new, store, model.spec)
-    turn = Turn(root, tuple(chain), leaf, parts=tuple(needed), superseded=tuple(superseded))
+    turn = Turn(
+        sequence.root, tuple(chain), leaf, parts=tuple(needed), superseded=tuple(superseded)
+    )
     store.keep_turn(turn, blocks, parts)
 
 
 def _new_parts(
-    chain: Sequence[Node], caches: list[Any], store: BlockStore, model: LoadedModel
+    chain: ListLike[Node], caches: list[Any], store: BlockStore, model: LoadedModel
 ) -> list[tuple[Part, Arrays]]:
-    """Return the parts that going on from the end of the chain needs, and that are not stored."""
+    """Return the parts that going on from the end of the chain needs and that are not stored."""
     spec, n_tokens = model.spec, chain[-1].stop
     stored = store.parts([node.key for node in chain])
     parts: list[tuple[Part, Arrays]] = []
@@ -145,8 +162,8 @@ def _new_parts(
     return parts
 
 
-def _chain(root: Root, ids: list[int], before: Sequence[Node], model: LoadedModel) -> list[Node]:
-    """Cut ids into the blocks of a chain below `root`, of which `before` are there."""
+def _chain(root: Root, ids: list[int], before: ListLike[Node], model: LoadedModel) -> list[Node]:
+    """Cut ids into the blocks of a chain below `root`, of which `before` are known."""
     chain = list(before)
     parent, pending = (chain[-1].key, chain[-1].pending) if chain else (root.key, b"")
     for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
@@ -164,14 +181,13 @@ def _chain(root: Root, ids: list[int], before: Sequence[Node], model: LoadedMode
 
 
 def _replaced_tails(
-    chain: list[Node], state: RequestState, store: BlockStore
+    chain: list[Node], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
     """Return partial blocks whose tokens all stand in a block of the chain, with that block.
 
     Only blocks behind what was reused can have such siblings: the ends of this conversation's
     earlier turns. One that is in RAM alone is dropped.
     """
-    n_reused = state.outcome.n_reused if state.outcome else 0
     replaced = []
     for node in chain:
         if node.stop <= n_reused:
@@ -184,10 +200,10 @@ def _replaced_tails(
 
 
 def remember_reply(state: RequestState, store: BlockStore, model: LoadedModel) -> None:
-    """Remember a reply once both are known, what was said and what was sent. Any thread."""
-    if state.said is None or state.sent is None or state.conversation is None:
+    """Remember a reply once its ids and what the client was sent are both known. Any thread."""
+    if state.reply_ids is None or state.sent is None or state.conversation is None:
         return
     assert state.root is not None
-    reply = reply_to_remember(state.conversation, state.said, state.sent, model)
+    reply = reply_to_remember(state.conversation, state.reply_ids, state.sent, model)
     if reply is not None:
         store.keep_turn(Turn(state.root, (), None, (reply,)), [])

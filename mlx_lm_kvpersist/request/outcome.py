@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
@@ -31,24 +33,29 @@ class Tier(Enum):
 
 
 class Reason(Enum):
-    """Why not more was reused."""
+    """Why not more was reused: a word for programs, and a sentence's end for people."""
 
-    NOTHING_ALIKE = "nothing stored begins like this"
-    PARTED = "the prompt parts from what is stored"
-    OTHER_MODEL = "stored for another model"
-    OTHER_PRECISION = "stored in another KV precision"
-    OTHER_NAMESPACE = "stored in another namespace or session"
-    EVICTED = "evicted to keep to the budget"
-    QUARANTINED = "in quarantine, a check failed"
-    BELOW_THRESHOLD = "less than --kvpersist-min-reuse"
-    NOT_WORTH_IT = "restoring would take longer than computing"
-    NO_POINT = "the model can go on only from an earlier restore point"
-    NOT_KEPT = "not kept"
+    NOTHING_ALIKE = "new", "nothing stored begins like this"
+    DIVERGED = "diverged", "the prompt diverges from what is stored"
+    OTHER_MODEL = "other-model", "stored for another model"
+    OTHER_PRECISION = "other-precision", "stored in another KV precision"
+    OTHER_NAMESPACE = "other-namespace", "stored in another namespace or session"
+    EVICTED = "evicted", "evicted to keep to the budget"
+    DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
+    BELOW_THRESHOLD = "below-threshold", "less than --kvpersist-min-reuse"
+    NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
+    NO_CHECKPOINT = "no-checkpoint", "the model can go on only from an earlier checkpoint"
+    STORE_FAILED = "store-failed", "the store could not be read, the log says why"
+    NOT_KEPT = "not-kept", "this request is served as the stock server does"
+
+    def __init__(self, word: str, text: str) -> None:
+        self.word = word
+        self.text = text
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where a prompt parts from the nearest stored branch.
+class Divergence:
+    """Where a prompt diverges from the nearest stored branch.
 
     `char` counts in the whole rendered prompt. `message` is the index of the message it falls
     into, `role` whose it is and `message_char` the character in its content; None between
@@ -74,7 +81,12 @@ class Outcome:
     restore_ms: float = 0.0
     reason: Reason | None = None
     detail: str = ""
-    parting: Parting | None = None
+    divergence: Divergence | None = None
+
+    @classmethod
+    def stock(cls, n_prompt: int, why: str) -> Outcome:
+        """Return the outcome of a request that the stock server serves in its own way."""
+        return cls(Kind.STOCK, n_prompt, reason=Reason.NOT_KEPT, detail=why)
 
     @property
     def tier(self) -> Tier:
@@ -84,14 +96,35 @@ class Outcome:
 
     @property
     def header(self) -> str:
-        """The value of the X-KVPersist response header: no text of anybody's."""
+        """The value of the X-KVPersist response header. It holds no text of the prompt."""
+        reason = f"; reason={self.reason.word}" if self.reason else ""
         return (
             f"outcome={self.kind.value}; tier={self.tier.value}; reused={self.n_reused}; "
-            f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}"
+            f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}{reason}"
         )
 
+    def sentence(self, session: str | None) -> str:
+        """Return what happened in one sentence for people; `session` is the conversation's name."""
+        why = self.detail or (self.reason.text if self.reason else "")
+        if self.kind is Kind.STOCK:
+            parts = [f"served as the stock server does: {why}"]
+        elif self.n_reused == 0:
+            parts = [f"computed all {self.n_prompt:,} tokens" + (f": {why}" if why else "")]
+        else:
+            source = "RAM"
+            if self.n_restored:
+                source = "disk" if self.n_restored >= self.n_reused else "RAM and disk"
+                source += f" in {self.restore_ms:,.0f} ms"
+            n_computed = self.n_prompt - self.n_reused
+            parts = [
+                f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
+                f"{n_computed:,} computed" + (f" ({why})" if why else ""),
+            ]
+        if session:
+            parts.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
+        return ", ".join(parts)
+
     def to_json(self) -> dict[str, Any]:
-        parting = self.parting
         return {
             "outcome": self.kind.value,
             "tier": self.tier.value,
@@ -99,15 +132,19 @@ class Outcome:
             "reused_tokens": self.n_reused,
             "restored_tokens": self.n_restored,
             "restore_ms": round(self.restore_ms, 2),
-            "reason": self.reason.value if self.reason else None,
+            "reason": self.reason.text if self.reason else None,
             "detail": self.detail or None,
-            "parting": vars(parting).copy() if parting else None,
+            "divergence": asdict(self.divergence) if self.divergence else None,
         }
 
 
-def parting_of(
-    text: str, n_agreed: int, stored_next: str, messages: list[dict[str, Any]], n_shown: int = 40
-) -> Parting:
+def divergence_at(
+    text: str,
+    n_agreed: int,
+    stored_next: str,
+    messages: Sequence[dict[str, Any]],
+    n_shown: int = 40,
+) -> Divergence:
     """Place a character of the rendered prompt in the messages that it was rendered from.
 
     Templates put content in as it is, so the messages are found in the text, one after another.
@@ -128,5 +165,5 @@ def parting_of(
         position = start + len(content)
         if n_agreed < position:
             char = n_agreed - start
-            return Parting(n_agreed, index, message.get("role"), char, stored_next, asked)
-    return Parting(n_agreed, None, None, None, stored_next, asked)
+            return Divergence(n_agreed, index, message.get("role"), char, stored_next, asked)
+    return Divergence(n_agreed, None, None, None, stored_next, asked)

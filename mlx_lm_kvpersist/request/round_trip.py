@@ -30,10 +30,11 @@ from ..errors import SelfTestFailed
 from ..host.prompt import Prompt
 from ..store.block_store import BlockStore, StoreLimits
 from .costs import ReusePolicy
-from .insert import keep
-from .lookup import look_up
+from .insert import REPLY, insert
+from .lookup import Lookup
 from .model import LoadedModel
-from .state import Kind, RequestState
+from .outcome import Kind
+from .state import RequestState, Sequence
 
 _VOCAB = 64
 _PROMPTS = {
@@ -212,8 +213,8 @@ def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
 def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
     """Store a sequence that has ended, and let go of all that is in memory."""
     assert sequence.caches is not None
-    state = RequestState(root=loaded.root(), n_prompt=len(_PROMPTS[sequence.name]))
-    keep(state, sequence.ids, sequence.caches, store, loaded)
+    taken = Sequence(RequestState(root=loaded.root()), len(_PROMPTS[sequence.name]))
+    insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
     sequence.caches = None
     store.drain()
     store.pool.clear()
@@ -225,15 +226,14 @@ def _restored(
     """Return a stored sequence's caches from disk, and let it go on with some more ids."""
     n_stored = len(sequence.ids)
     sequence.ids += _CONTINUATION
-    state = RequestState(root=loaded.root())
     prompt = Prompt(sequence.ids, [sequence.ids], ["user"])
-    look_up(state, prompt, store, loaded, ReusePolicy(canary))
-    caches, n_tokens = state.restored or ([], 0)
-    if state.outcome is None or state.outcome.kind is not Kind.EXTEND or n_tokens != n_stored:
+    reuse = Lookup(prompt, loaded.root(), store, loaded, ReusePolicy(canary)).restore()
+    outcome = reuse.outcome
+    if not reuse.caches or outcome.kind is not Kind.EXTEND or outcome.n_reused != n_stored:
         raise SelfTestFailed(
-            f"{n_tokens} of {n_stored} stored tokens were restored: {state.outcome}"
+            f"{outcome.n_reused} of {n_stored} stored tokens were restored: {outcome}"
         )
-    return caches
+    return reuse.caches
 
 
 def _reference(model: Any, ids: list[int], precision: KVPrecision | None) -> mx.array:

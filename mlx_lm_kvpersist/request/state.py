@@ -5,46 +5,63 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..host.prompt import Prompt
 from ..match.keys import Root
 from ..match.tree import Node
-from ..store.block_store import ReadAhead
-from .outcome import Kind, Outcome, Tier
+from .lookup import Lookup
+from .outcome import Outcome
 from .replies import Conversation, KnownReply
 
-__all__ = ["Kind", "Outcome", "RequestState", "Tier"]
+__all__ = ["RequestState", "Sequence"]
 
 
 @dataclass
 class RequestState:
-    """Travels with a request from the HTTP thread to the generation thread and back."""
+    """One request, from its HTTP thread to the generation thread and back.
+
+    `session` and `namespace` are set once, before the request is queued. `id` and `outcome` are
+    set when the request enters, before its reply begins.
+    """
 
     session: str | None = None
     namespace: str = ""
     id: str = ""
+    outcome: Outcome | None = None
     root: Root | None = None
-    n_prompt: int = 0
+    """Of the tree that the request's tenant may see, once its model is loaded."""
+    lookup: Lookup | None = field(default=None, repr=False)
+    """The lookup of a request that waits for its prefetch. Generation thread."""
     conversation: Conversation | None = field(default=None, repr=False)
     known_replies: list[KnownReply] = field(default_factory=list, repr=False)
     sent: dict[str, Any] | None = field(default=None, repr=False)
     """The reply as the client got it, once it is whole. HTTP thread."""
-    said: list[int] | None = field(default=None, repr=False)
-    """The reply's ids, once it has ended. Generation thread."""
-    outcome: Outcome | None = None
-    ready_s: float | None = None
-    """When the prompt was handed on to be prefilled (perf_counter); None once that is measured."""
-    respelled: tuple[Prompt, Prompt] | None = field(default=None, repr=False)
-    """The prompt as it was rendered and as it was respelled, where it was read ahead for."""
-    ahead: ReadAhead | None = field(default=None, repr=False)
-    restored: tuple[list[Any], int] | None = field(default=None, repr=False)
-    """Caches for the first so many tokens, until the server fetches them."""
-    chain: list[Node] = field(default_factory=list, repr=False)
-    """The blocks of its sequence so far, where they end at restore points."""
+    reply_ids: list[int] | None = field(default=None, repr=False)
+    """The reply as the model produced it, once it has ended. Generation thread."""
 
     @staticmethod
     def of(request: Any) -> RequestState:
-        """Return the state of a server's request, making it where there is none."""
+        """Return the state of a server's request, made where there is none."""
         state: RequestState | None = getattr(request, "kvpersist", None)
         if state is None:
             state = request.kvpersist = RequestState()
         return state
+
+
+@dataclass
+class Sequence:
+    """The tokens of a taken request while the server computes them. Generation thread.
+
+    Of its `n_prompt` prompt tokens the first `n_reused` were restored. `chain` holds the blocks
+    of its beginning that are known so far.
+    """
+
+    request: RequestState
+    n_prompt: int
+    n_reused: int = 0
+    chain: list[Node] = field(default_factory=list, repr=False)
+    entered_s: float | None = None
+    """When it was handed on to be prefilled (perf_counter); None once that is measured."""
+
+    @property
+    def root(self) -> Root:
+        assert self.request.root is not None
+        return self.request.root

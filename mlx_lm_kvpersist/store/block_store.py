@@ -57,6 +57,9 @@ class BlockStore:
         self.disk = DiskStore(folder, limits)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.counters = StoreCounters()
+        self.n_changes = 0
+        """Grows when blocks come, or are found to be gone or damaged: what was matched before may
+        be worth matching again."""
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
         self._lost: set[bytes] = set()
         """Blocks and parts that could not be read from disk; until they are gone, or anew."""
@@ -135,6 +138,7 @@ class BlockStore:
         """Any thread."""
         logger.warning("%s %s goes to quarantine: %s", kind, key.hex(), reason)
         self.counters.blocks_quarantined += 1
+        self.n_changes += 1
         self._lost.add(key)
         self.pool.drop(key)
         self._writer.submit(partial(self._take_away, key, reason))
@@ -142,11 +146,13 @@ class BlockStore:
     def _is_gone(self, key: bytes) -> None:
         """Forget what was found and could not be read. Any thread."""
         self.counters.blocks_gone += 1
+        self.n_changes += 1
         self._lost.add(key)
         self._writer.submit(partial(self._take_away, key))
 
     def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
         """Keep blocks in RAM, for as long as there is room."""
+        self.n_changes += 1
         for node, arrays in blocks:
             self.pool.put(in_ram(node, arrays))
 
@@ -160,6 +166,7 @@ class BlockStore:
 
         Until that is done, none of its blocks and parts leaves RAM.
         """
+        self.n_changes += 1
         known: tuple[Node | Part, ...] = (*turn.nodes, *turn.parts)
         pinned = self.pool.pin(what.key for what in known)
         added: list[tuple[Node | Part, Arrays]] = [*new, *new_parts]

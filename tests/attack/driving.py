@@ -15,12 +15,12 @@ from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.costs import ReusePolicy
-from mlx_lm_kvpersist.request.insert import keep, remember_reply
-from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.insert import REPLY, insert, remember_reply
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import Conversation
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_block
 from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
@@ -51,6 +51,14 @@ class Answer:
     outcome: Outcome
 
 
+def answered(loaded: LoadedModel, reuse: Reuse) -> Answer:
+    """Compute what was not restored of a prompt."""
+    n_reused = reuse.outcome.n_reused
+    caches = reuse.caches or loaded.spec.make_cache()
+    logits = forward(loaded, reuse.prompt.ids[n_reused:], caches)
+    return Answer(reuse.prompt.ids, caches, logits, reuse.outcome)
+
+
 @dataclass
 class Talk:
     """Drives store and model as the server does, without the server."""
@@ -70,14 +78,10 @@ class Talk:
 
     def ask(self, ids: list[int], *, canary: bool = True) -> Answer:
         """Look a prompt up and compute what is not restored."""
-        state = RequestState(root=self.loaded.root())
         prompt = Prompt(ids, [ids], ["user"])
-        prompt = look_up(state, prompt, self.store, self.loaded, ReusePolicy(canary))
-        assert state.outcome is not None
-        caches, n_reused = state.restored or (self.loaded.spec.make_cache(), 0)
-        assert n_reused == state.outcome.n_reused < len(prompt.ids)
-        logits = forward(self.loaded, prompt.ids[n_reused:], caches)
-        return Answer(prompt.ids, caches, logits, state.outcome)
+        root = self.loaded.root()
+        reuse = Lookup(prompt, root, self.store, self.loaded, ReusePolicy(canary)).restore()
+        return answered(self.loaded, reuse)
 
     def go_on(self, answer: Answer, n_tokens: int, session: str | None = None) -> list[int]:
         """Generate greedily behind an answer and keep the turn; return all ids."""
@@ -97,9 +101,8 @@ class Talk:
         conversation: Conversation | None = None,
     ) -> None:
         """Keep a turn whose prompt were the first `n_prompt` ids."""
-        state = RequestState(session, root=self.loaded.root(), n_prompt=n_prompt)
-        state.conversation = conversation
-        keep(state, ids, caches, self.store, self.loaded)
+        state = RequestState(session, root=self.loaded.root(), conversation=conversation)
+        insert(Sequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
             detokenizer.add_token(token_id)

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import Conversation, read_conversation, respell
 from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import Message, synthetic_text
 
-from .driving import LIMITS, Answer, Cold, forward, talk_with
+from .driving import LIMITS, Answer, Cold, answered, forward, talk_with
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(400, seed=5)}
 Change = Callable[[Path, random.Random], str]
@@ -62,10 +62,8 @@ def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answ
 
         text = respell(messages, known, template, loaded)
         ids = ids if text is None else loaded.encode(text)
-    prompt = look_up(state, Prompt(ids, [ids], ["user"]), store, loaded)
-    assert state.outcome is not None
-    caches, n_reused = state.restored or (loaded.spec.make_cache(), 0)
-    return Answer(prompt.ids, caches, forward(loaded, prompt.ids[n_reused:], caches), state.outcome)
+    prompt = Prompt(ids, [ids], ["user"])
+    return answered(loaded, Lookup(prompt, state.root, store, loaded).restore())
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.request.insert import keep
-from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.insert import insert
 from models_check.__main__ import _in_a_process
 from models_check.build import build
 from models_check.compare import compare
 from models_check.configs import available
 from models_check.stock import batches_right
+from models_check.stored import restored
 from models_check.sweep import FINE, Finding, sweep
 
 REPRESENTATIVE = [
@@ -57,26 +57,28 @@ def test_llama_is_kept_and_reused_everywhere() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_what_other_tokens_left_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep_others(state: Any, tokens: list[int], caches: Any, store: Any, loaded: Any) -> None:
+    def insert_others(
+        sequence: Any, tokens: list[int], caches: Any, cache_type: str, store: Any, loaded: Any
+    ) -> None:
         others = loaded.spec.make_cache()
         loaded.model(mx.array([tokens[::-1]]), cache=others)
-        keep(state, tokens, others, store, loaded)
+        insert(sequence, tokens, others, cache_type, store, loaded)
 
-    monkeypatch.setattr("models_check.stored.keep", keep_others)
+    monkeypatch.setattr("models_check.stored.insert", insert_others)
     finding = sweep(name)
     assert finding.result == "WRONG"
     assert "restored: logits" in finding.reason
 
 
 def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_up_and_roll(state: Any, *args: Any) -> Any:
-        prompt = look_up(state, *args)
-        for cache in state.restored[0] if state.restored else []:
+    def restored_and_rolled(*args: Any) -> Any:
+        reuse = restored(*args)
+        for cache in reuse.caches or []:
             if isinstance(cache, RotatingKVCache):
                 cache.keys = mx.roll(cache.keys, 1, 2)
-        return prompt
+        return reuse
 
-    monkeypatch.setattr("models_check.stored.look_up", look_up_and_roll)
+    monkeypatch.setattr("models_check.stored.restored", restored_and_rolled)
     finding = sweep("recurrent_gemma")
     assert finding.result == "WRONG"
     assert "restored: logits" in finding.reason
@@ -84,7 +86,7 @@ def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyP
 
 
 def test_a_store_that_finds_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models_check.stored.keep", lambda *_: None)
+    monkeypatch.setattr("models_check.stored.insert", lambda *_: None)
     finding = sweep("llama")
     assert finding.result == "WRONG"
     assert finding.reason.startswith("turn 2 reused nothing")
@@ -143,7 +145,7 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr("models_check.stored.look_up", fail)
+    monkeypatch.setattr("models_check.stored.restored", fail)
     finding = sweep("llama")
     assert (finding.result, finding.reason) == ("failed", "RuntimeError: no luck")
 

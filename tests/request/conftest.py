@@ -13,10 +13,11 @@ from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.insert import keep
-from mlx_lm_kvpersist.request.lookup import look_up
+from mlx_lm_kvpersist.request.insert import REPLY, insert
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.state import Outcome, RequestState
+from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.synthetic import make_tiny_model
 
@@ -58,17 +59,23 @@ class Conversations:
 
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:
         """Take a turn as the server does: look up, prefill, keep, reply, keep."""
-        state = RequestState(session=session, root=self.root, n_prompt=n_prompt)
         prompt = ids[:n_prompt]
-        fed = look_up(state, Prompt(prompt, [prompt], ["user"]), self.store, self.loaded).ids
-        assert fed == prompt
-        caches, n_reused = state.restored or (self.loaded.spec.make_cache(), 0)
+        reuse = self.look_up(prompt, session)
+        assert reuse.prompt.ids == prompt
+        caches, n_reused = reuse.caches or self.loaded.spec.make_cache(), reuse.outcome.n_reused
+        state = RequestState(session=session, root=self.root)
+        sequence = Sequence(state, n_prompt, n_reused, reuse.chain)
         if len(prompt) - 1 > n_reused:
             self.forward(prompt[n_reused:-1], caches)
-            keep(state, prompt[:-1], caches, self.store, self.loaded)
+            insert(sequence, prompt[:-1], caches, "user", self.store, self.loaded)
             n_reused = len(prompt) - 1
         self.forward(ids[n_reused:], caches)
-        keep(state, ids, caches, self.store, self.loaded)
+        cache_type = REPLY if len(ids) > n_prompt else "user"
+        insert(sequence, ids, caches, cache_type, self.store, self.loaded)
+
+    def look_up(self, ids: list[int], session: str | None = None) -> Reuse:
+        prompt = Prompt(ids, [ids], ["user"])
+        return Lookup(prompt, self.root, self.store, self.loaded, session=session).restore()
 
     def forget_hot_blocks(self) -> None:
         self.store.drain()
@@ -76,13 +83,10 @@ class Conversations:
 
     def ask(self, ids: list[int]) -> tuple[list[int], list[Any], Outcome]:
         """Look a prompt up; return the ids to feed, the restored caches and the outcome."""
-        state = RequestState(root=self.root)
-        prompt = look_up(state, Prompt(ids, [ids], ["user"]), self.store, self.loaded)
-        assert state.outcome is not None
-        caches, n_reused = state.restored or (self.loaded.spec.make_cache(), 0)
-        assert n_reused == state.outcome.n_reused
-        assert all(cache.size() == n_reused for cache in caches)
-        return prompt.ids, caches, state.outcome
+        reuse = self.look_up(ids)
+        caches = reuse.caches or self.loaded.spec.make_cache()
+        assert all(cache.size() == reuse.outcome.n_reused for cache in caches)
+        return reuse.prompt.ids, caches, reuse.outcome
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
     # Served alone, a prompt is handed over with its reply only, not at the system prompt's end.
     is_batched = hasattr(stored.spec.template[0], "merge")
     assert row.n_cached == (40 if is_batched else len(wholes[0]))
-    assert stored.outcomes[-1].reason is Reason.NO_POINT
+    assert stored.outcomes[-1].reason is Reason.NO_CHECKPOINT
     assert_right(stored, ids, row)
 
 
@@ -267,7 +267,7 @@ def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
     ids = [*wholes[-1], *random_ids(7, 9)]
     row = stored.row([ids], 1, None)
     assert 0 < row.n_cached < len(wholes[-1])
-    assert stored.outcomes[-1].reason is Reason.QUARANTINED
+    assert stored.outcomes[-1].reason is Reason.DAMAGED
     assert_right(stored, ids, row)
 
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.request.costs import MIN_TOKENS
-from mlx_lm_kvpersist.request.insert import keep
+from mlx_lm_kvpersist.request.insert import REPLY, insert
 from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
 from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
-from mlx_lm_kvpersist.request.state import Kind, RequestState, Tier
+from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_metadata
 from mlx_lm_kvpersist.synthetic import synthetic_text
@@ -237,13 +238,51 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         talk = Conversations(loaded, store)
         caches = spec.make_cache()
         mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
-        keep(RequestState(root=talk.root, n_prompt=10), ids, caches, store, loaded)
+        sequence = Sequence(RequestState(root=talk.root), 10)
+        insert(sequence, ids, caches, REPLY, store, loaded)
         talk.forget_hot_blocks()
         last = max(tmp_path.glob("blocks/*/*"), key=lambda x: int(read_metadata(x)["start"]))
         last.unlink()
         _, _, outcome = talk.ask([*ids, 5, 6, 7])
         assert outcome.kind is Kind.MISS
         assert store.counters.blocks_gone == 1 and store.counters.blocks_quarantined == 3
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a18_after_a_failed_check_an_intact_block_is_found(
+    talk: Conversations, damaged: int
+) -> None:
+    """Two blocks hold what the prompt needs; whichever is damaged, the other one is used."""
+    ids = sampled_turn(talk.loaded, 1040)
+    for end in ([5, 6, 7], [8, 9, 10]):
+        talk.remember([*ids[:1000], *end], n_prompt=900)
+    talk.store.drain()
+    third = talk.store.children(talk.root.key)[0]
+    for _ in range(2):
+        third = talk.store.children(third.key)[0]
+    siblings = sorted(talk.store.children(third.key), key=lambda node: node.key)
+    assert [node.n_tokens for node in siblings] == [235, 235]
+    victim = siblings[damaged].key
+    talk.store.pool.drop(victim)
+    path = block_path(talk.store.folder, victim)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    outcome = talk.ask(ids)[2]
+    assert outcome.n_reused >= 998
+    found_damage = talk.store.counters.blocks_quarantined == 1
+    assert (outcome.reason is Reason.DAMAGED) == found_damage
+    assert ("reason=damaged" in outcome.header) == found_damage
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_c4_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Conversations) -> None:
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    other = [*ids[:6], *(i + 1 if i < 400 else i - 1 for i in ids[6:250])]
+    outcome = talk.ask(other)[2]
+    assert (outcome.n_reused, outcome.reason) == (0, Reason.NOTHING_ALIKE)
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)

@@ -8,13 +8,13 @@ import pytest
 
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.insert import remember_reply
-from mlx_lm_kvpersist.request.lookup import respelled_prompt
 from mlx_lm_kvpersist.request.replies import (
     KnownReply,
     read_conversation,
     reply_to_remember,
     respell,
 )
+from mlx_lm_kvpersist.request.segments import with_text
 from mlx_lm_kvpersist.request.state import RequestState
 
 from .conftest import Conversations
@@ -44,7 +44,7 @@ def say(talk: Conversations, ids: list[int], sent: Message, ended: bool = True) 
     """Have `ids` said in reply to the question, and `sent` received."""
     conversation, _ = read_conversation([QUESTION], talk.root, talk.store)
     said = [*ids, talk.loaded.tokenizer.eos_token_id] if ended else ids
-    state = RequestState(root=talk.root, conversation=conversation, said=said, sent=sent)
+    state = RequestState(root=talk.root, conversation=conversation, reply_ids=said, sent=sent)
     remember_reply(state, talk.store, talk.loaded)
     talk.store.drain()
 
@@ -177,7 +177,7 @@ def test_segments_survive_another_spelling(talk: Conversations) -> None:
     prompt = Prompt(ids, [system, reply + question[:-1], question[-1:]], ["system", "user", "tail"])
     text = talk.loaded.text.decode(ids)
     other = text.replace("yes", "  yes", 1).removeprefix(" ")
-    made = respelled_prompt(prompt, other, talk.loaded)
+    made = with_text(prompt, other, talk.loaded)
     assert made.segment_types == prompt.segment_types
     assert [token for segment in made.segments for token in segment] == made.ids
     assert made.segments[-1] == prompt.segments[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -151,7 +152,27 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     assert diverged.kvpersist["outcome"] == "DIVERGE"
     assert 0 < diverged.cached_tokens < diverged.prompt_tokens
     log = server.log
-    assert log.count("outcome=") == 5
+    sentences = re.findall(r"kvpersist: (.*) \(kvp-\w+-\d+\)$", log, re.MULTILINE)
+    assert len(sentences) == 5
+    sentences = sentences[2:]  # those since the restart
+    assert re.fullmatch(
+        rf"reused {warm.cached_tokens:,} of {warm.prompt_tokens:,} tokens from disk in \d+ ms, "
+        '1 computed, session "s"',
+        sentences[0],
+    )
+    assert sentences[1].startswith(f"reused {anonymous.cached_tokens:,} of")
+    assert "from RAM, " in sentences[1] and "session" not in sentences[1]
+    assert "computed (the prompt diverges from what is stored)" in sentences[2]
+
+
+def test_c3_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    for _ in range(2):
+        server.chat([SYSTEM, {"role": "user", "content": "One?"}])
+    assert server.log.count("kvpersist: reused") == 1
+    assert "Prompt Cache:" not in server.log
 
 
 def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: Path) -> None:

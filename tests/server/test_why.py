@@ -43,10 +43,14 @@ def test_where_a_prompt_parts(
     assert newest["id"] == other.headers["x-kvpersist-request"]
     assert (newest["outcome"], newest["session"]) == ("DIVERGE", "s")
     assert newest["reused_tokens"] == other.cached_tokens
-    parting = newest["parting"]
-    assert (parting["message"], parting["role"], parting["message_char"]) == (1, "user", 20)
-    assert parting["stored"].startswith("tower see at noon?")
-    assert parting["asked"].startswith("gate see at noon?")
+    divergence = newest["divergence"]
+    assert (divergence["message"], divergence["role"], divergence["message_char"]) == (
+        1,
+        "user",
+        20,
+    )
+    assert divergence["stored"].startswith("tower see at noon?")
+    assert divergence["asked"].startswith("gate see at noon?")
     # The same through the command line.
     options = ["--port", str(server.port)]
     assert main(["why", *options, newest["id"]]) == 0

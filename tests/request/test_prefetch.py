@@ -130,7 +130,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(lookup, "MIN_AHEAD_BYTES", 0)
+    monkeypatch.setattr(lookup, "MIN_PREFETCH_BYTES", 0)
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
