@@ -22,4 +22,4 @@ def test_normalisations() -> None:
 
 
 def test_reasons() -> None:
-    assert [reason.value for reason in Reason if f"| {reason.value} |" not in PAGE] == []
+    assert [r for r in Reason if f"| `{r.word}` | {r.text} |" not in PAGE] == []
