@@ -12,6 +12,7 @@ from typing import Literal
 import mlx.core as mx
 import platformdirs
 
+from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
 from .cache.attention import STRATEGIES, Strategy
 from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
@@ -43,6 +44,7 @@ class Config:
     min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     precision: PrecisionChoice = field(default_factory=PrecisionChoice)
+    admin_key: str | None = field(default=None, repr=False)
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see kv/attention.py) that every layer takes if it can."""
 
@@ -177,6 +179,13 @@ def add_options(parser: ArgumentParser) -> None:
         action="store_true",
         help="Share nothing between requests with different API keys",
     )
+    group.add_argument(
+        "--kvpersist-admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"A file with the key that /v1/kvpersist/* takes as Bearer (default: {KEY_VARIABLE} "
+        "of the environment, or no key and only programs of this machine)",
+    )
 
 
 def from_args(args: Namespace) -> Config:
@@ -215,6 +224,7 @@ def from_args(args: Namespace) -> Config:
         normalise=args.kvpersist_normalise,
         session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,
+        admin_key=_admin_key(args.kvpersist_admin_key_file),
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,
         attention=args.kvpersist_attention,
@@ -238,6 +248,19 @@ def _precision(args: Namespace) -> PrecisionChoice:
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
     return PrecisionChoice(*KV_BITS[bits or "4"], group_size)
+
+
+def _admin_key(file: Path | None) -> str | None:
+    """Return the operator's key. Raises ConfigError where a file was named and holds none."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = file.expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--kvpersist-admin-key-file {file} cannot be read: {error}") from error
+    if not key:
+        raise ConfigError(f"--kvpersist-admin-key-file {file} is empty, expected a key")
+    return key
 
 
 def default_folder() -> Path:

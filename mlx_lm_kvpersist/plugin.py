@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
-from .api.session_keys import namespace, session_key
+from .api.session_keys import namespace, session_key, unshared
 from .cache.batch import BatchQuantizedKVCache
 from .cache.calibration import with_plans
 from .cache.fingerprint import content_hash, model_fingerprint
@@ -189,6 +189,8 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.session = session_key(headers, body, self._config.session_header)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
+        if self._config.isolate_sessions and state.session is None:
+            state.namespace = unshared(state.namespace)
         normalise(request.messages, request.tools, self._config.normalise)
 
     @hookimpl
@@ -337,9 +339,10 @@ class KVPersistPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
+        key = self._config.admin_key if self._config else None
         return [
-            Route("GET", REQUESTS_PATH, json_view(self._requests)),
-            Route("GET", STATS_PATH, json_view(self._stats)),
+            Route("GET", REQUESTS_PATH, json_view(self._requests, key)),
+            Route("GET", STATS_PATH, json_view(self._stats, key)),
         ]
 
     def _requests(self) -> list[dict[str, Any]]:

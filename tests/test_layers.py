@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store", "units"},
     "config": {"api", "cache", "errors", "store", "units"},
     "host": {"_startup", "errors"},
-    "api": {"errors"},
+    "api": {"errors", "match"},
     "request": {"cache", "errors", "host", "match", "store", "units"},
     "store": {"config", "errors", "match", "units"},
     "cache": {"errors", "units"},

@@ -1,35 +1,79 @@
-"""What an operator may ask of a running server, from its own machine only."""
+"""What an operator may ask of a running server: from its own machine, or with a key."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
 from collections.abc import Callable
+from email.message import Message
 from typing import Any
+from urllib.parse import urlsplit
 
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"
+KEY_VARIABLE = "KVPERSIST_ADMIN_KEY"
 
 
-def json_view(answer: Callable[[], Any]) -> Callable[[Any], None]:
-    """Return a route's handler that sends what `answer` returns.
+def json_view(answer: Callable[[], Any], key: str | None = None) -> Callable[[Any], None]:
+    """Return a route's handler that sends what `answer` returns, to operators only.
 
-    It tells no one but processes of this machine: what it shows was said in private.
+    What it shows was said in private. key: who sends it may ask from anywhere, others may not
+    ask; without a key, programs of the server's own machine may.
     """
 
     def handle(handler: Any) -> None:
-        if not ipaddress.ip_address(handler.client_address[0].partition("%")[0]).is_loopback:
-            send(handler, 403, {"error": "only to be asked from the server's own machine"})
-            return
-        send(handler, 200, answer())
+        refusal = why_refused(handler.client_address[0], handler.headers, key)
+        content = {"error": refusal} if refusal else answer()
+        body = json.dumps(content).encode()
+        handler.send_response(403 if refusal else 200)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
 
     return handle
 
 
-def send(handler: Any, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)
+def why_refused(address: str, headers: Message, key: str | None) -> str:
+    """Return why a request may not be answered; "" when it may.
+
+    A proxy on this machine has its address, and so has a browser whose page has had its own
+    name resolved to this machine. Both show in the headers.
+    """
+    if key is not None:
+        # http.server reads headers as Latin-1.
+        sent = headers.get("Authorization", "").encode("latin-1", "replace")
+        right = hmac.compare_digest(sent, f"Bearer {key}".encode())
+        return "" if right else f"expected the header Authorization: Bearer <{KEY_VARIABLE}>"
+    origin = headers.get("Origin")
+    forwarded = [
+        name
+        for name in headers
+        if name.lower() in ("forwarded", "via", "x-real-ip")
+        or name.lower().startswith("x-forwarded-")
+    ]
+    if not is_loopback(address):
+        found = f"the request comes from {address}"
+    elif forwarded:
+        found = f"the request came through a proxy ({forwarded[0]})"
+    elif not is_loopback(headers.get("Host", "")):
+        found = "the header Host names another machine"
+    elif origin is not None and not is_loopback(origin.partition("://")[2]):
+        found = "the header Origin names another site"
+    else:
+        return ""
+    return f"only for programs of the server's own machine, and {found}; or set {KEY_VARIABLE}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address or a name, with or without a port, is this machine's own."""
+    is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
+    try:
+        name = host.partition("%")[0] if is_bare_ipv6 else urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", "localhost."):
+            return True
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

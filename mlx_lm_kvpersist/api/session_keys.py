@@ -1,4 +1,4 @@
-"""Where clients put the name of a conversation, and which tenant a request belongs to.
+"""Where clients put the name of a conversation, and which namespace a request belongs to.
 
 A key is a hint about what belongs together. What is reused is decided by the text alone, so a
 wrong key costs nothing and a missing one little. Names of people (`user`, `safety_identifier`, a
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
-from hashlib import sha256
+from hashlib import blake2b
 from typing import Any
+
+from ..match.keys import short_name
 
 NAMESPACE_HEADER = "X-KVPersist-Namespace"
 
@@ -101,20 +104,29 @@ def session_key(
     for source in sources:
         key = source.find(headers, body)
         if key:
-            return key
+            return short_name(key)
     return None
 
 
 def namespace(headers: Message, *, by_key: bool) -> str:
-    """Return the tenant of a request: the one it names, else with `by_key` a hash of its API key.
+    """Return the namespace of a request: the one that it names, with `by_key` a digest.
 
-    Nothing is shared between namespaces; most requests are in the nameless one.
+    Nothing is shared between namespaces; most requests are in the nameless one. The digest is of
+    API key and name together, so that knowing it, as the operator's lists show it, opens nothing.
     """
-    named: str | None = headers.get(NAMESPACE_HEADER)
-    if named or not by_key:
-        return named or ""
-    key = headers.get("x-api-key") or headers.get("Authorization") or ""
-    return f"key-{sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}"
+    named = headers.get(NAMESPACE_HEADER) or ""
+    if not by_key:
+        return short_name(named)
+    digest = blake2b(digest_size=16, person=b"kvpersist-by-key")
+    for part in (headers.get("x-api-key") or headers.get("Authorization") or "", named):
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return f"key-{digest.hexdigest()}"
+
+
+def unshared(namespace: str) -> str:
+    """Return a namespace that no other request is in: with isolation, for one without a session."""
+    return short_name(f"{namespace}/{secrets.token_hex(16)}")
 
 
 def _metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from ..api.admin import REQUESTS_PATH
+from ..api.admin import KEY_VARIABLE, REQUESTS_PATH
 from ..errors import KVPersistError
 from .output import console, local_time, print_json, print_table, shown
 
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
 def _ask(host: str, port: int) -> list[dict[str, Any]]:
     connection = HTTPConnection(host, port, timeout=10)
     try:
-        connection.request("GET", REQUESTS_PATH)
+        key = os.environ.get(KEY_VARIABLE)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request("GET", REQUESTS_PATH, headers=headers)
         response = connection.getresponse()
         body = response.read()
     except (OSError, HTTPException) as error:
@@ -42,6 +45,8 @@ def _ask(host: str, port: int) -> list[dict[str, Any]]:
         ) from error
     finally:
         connection.close()
+    if response.status == 403:
+        raise KVPersistError(f"{host}:{port} refused: {json.loads(body)['error']}")
     if response.status != 200:
         raise KVPersistError(
             f"{host}:{port} answered {response.status} to {REQUESTS_PATH}; "

@@ -14,6 +14,20 @@ KEY_BYTES = 16
 """128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
 
 
+MAX_NAME_BYTES = 256
+
+
+def short_name(name: str) -> str:
+    """Return a client's name for something; a digest of it if it is long or not valid Unicode.
+
+    Names stand in the index, and clients can make as many as they like.
+    """
+    encoded = name.encode("utf-8", "surrogatepass")
+    if len(encoded) <= MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
+        return name
+    return f"digest-{blake2b(encoded, digest_size=16, person=b'kvpersist-name-1').hexdigest()}"
+
+
 @dataclass(frozen=True)
 class Root:
     """What a tree of blocks is for. Nothing is shared between roots.

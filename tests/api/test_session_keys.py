@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.session_keys import namespace, session_key
+from mlx_lm_kvpersist.api.session_keys import namespace, session_key, unshared
 
 UUID = "0f3a2b1c-9d8e-4f70-8a6b-5c4d3e2f1a0b"
 
@@ -92,11 +92,37 @@ def test_a_header_of_the_operators_choice_comes_first() -> None:
     assert session_key(headers({"X-Session-ID": "1"}), {}, first_header="X-Tenant-Chat") == "1"
 
 
-def test_namespaces() -> None:
+def test_a_namespace_is_what_the_client_names() -> None:
     assert namespace(headers({}), by_key=False) == ""
     assert namespace(headers({"Authorization": "Bearer a"}), by_key=False) == ""
-    assert namespace(headers({"X-KVPersist-Namespace": "team"}), by_key=True) == "team"
-    sent = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
-    by_key = {namespace(headers(values), by_key=True) for values in sent}
-    assert len(by_key) == 4
-    assert all("Bearer" not in name and name.startswith("key-") for name in by_key)
+    assert namespace(headers({"X-KVPersist-Namespace": "team"}), by_key=False) == "team"
+
+
+def test_a3_a_namespace_by_key_opens_for_its_key_only() -> None:
+    keys = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
+    names = ["", "team", "key", "a"]
+    found = {
+        namespace(headers({**key, "X-KVPersist-Namespace": name}), by_key=True)
+        for key in keys
+        for name in names
+    }
+    assert len(found) == len(keys) * len(names)
+    for shown in found:
+        assert "Bearer" not in shown
+        for key in keys:
+            sent = {**key, "X-KVPersist-Namespace": shown}
+            assert namespace(headers(sent), by_key=True) not in found
+
+
+def test_a14_long_names_are_hashed_at_the_edge() -> None:
+    for name in ("x" * 257, "x" * 8_000_000, "é" * 200, "\ud800"):
+        key = session_key(headers({}), {"session_id": name})
+        assert key is not None and len(key.encode()) <= 256 and key.startswith("digest-")
+        assert key != session_key(headers({}), {"session_id": name + "y"})
+    assert session_key(headers({"X-Session-ID": "x" * 256}), {}) == "x" * 256
+    long = namespace(headers({"X-KVPersist-Namespace": "n" * 300}), by_key=False)
+    assert len(long) < 64
+
+
+def test_a13_unnamed_requests_share_no_namespace() -> None:
+    assert len({unshared("team") for _ in range(100)}) == 100

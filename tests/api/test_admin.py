@@ -1,0 +1,67 @@
+"""Who may ask the operator's routes."""
+
+from __future__ import annotations
+
+from email.message import Message
+
+import pytest
+
+from mlx_lm_kvpersist.api.admin import is_loopback, why_refused
+
+
+def headers(values: dict[str, str]) -> Message:
+    message = Message()
+    for name, value in values.items():
+        message[name] = value
+    return message
+
+
+LOCAL = {"Host": "127.0.0.1:8080"}
+
+
+@pytest.mark.parametrize(
+    ("address", "sent", "says"),
+    [
+        ("127.0.0.1", LOCAL, ""),
+        ("::1", {"Host": "[::1]:8080"}, ""),
+        ("::ffff:127.0.0.1", {"Host": "localhost"}, ""),
+        ("127.0.0.1", {**LOCAL, "Origin": "http://localhost:3000"}, ""),
+        ("192.168.1.2", LOCAL, "comes from 192.168.1.2"),
+        ("fe80::1%eth0", LOCAL, "comes from fe80::1%eth0"),
+        ("127.0.0.1", {"Host": "evil.example:8080"}, "Host names another machine"),
+        ("127.0.0.1", {"Host": "127.0.0.1.evil.example"}, "Host names another machine"),
+        ("127.0.0.1", {}, "Host names another machine"),
+        ("127.0.0.1", {"Host": "[::1"}, "Host names another machine"),
+        ("127.0.0.1", {**LOCAL, "X-Forwarded-For": "127.0.0.1"}, "proxy (X-Forwarded-For)"),
+        ("127.0.0.1", {**LOCAL, "x-forwarded-proto": "https"}, "proxy (x-forwarded-proto)"),
+        ("127.0.0.1", {**LOCAL, "Forwarded": "for=127.0.0.1"}, "proxy (Forwarded)"),
+        ("127.0.0.1", {**LOCAL, "Via": "1.1 proxy"}, "proxy (Via)"),
+        ("127.0.0.1", {**LOCAL, "Origin": "https://evil.example"}, "Origin names another site"),
+        ("127.0.0.1", {**LOCAL, "Origin": "null"}, "Origin names another site"),
+    ],
+)
+def test_a15_only_programs_of_this_machine(address: str, sent: dict[str, str], says: str) -> None:
+    refusal = why_refused(address, headers(sent), None)
+    assert bool(refusal) is bool(says)
+    assert says in refusal
+
+
+@pytest.mark.parametrize(
+    ("authorization", "is_right"),
+    [
+        ("Bearer gehêim", False),
+        ("Bearer secret", True),
+        ("Bearer secret ", False),
+        ("secret", False),
+        ("", False),
+    ],
+)
+def test_a15_with_a_key_the_key_decides(authorization: str, is_right: bool) -> None:
+    for address in ("127.0.0.1", "203.0.113.9"):
+        sent = headers({"Host": "public.example", "Authorization": authorization})
+        assert (why_refused(address, sent, "secret") == "") is is_right
+
+
+def test_loopback_names() -> None:
+    assert is_loopback("127.5.5.5") and is_loopback("localhost:1") and is_loopback("[::1]")
+    assert not is_loopback("0.0.0.0") and not is_loopback("localhost.evil") and not is_loopback("")

@@ -1,0 +1,95 @@
+"""What one client cannot learn of another, on a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.testing import Reply, ServerProcess
+from tests.support import StartServer, synthetic_text
+
+from .stored import wait_for_commit
+
+SYSTEM = {"role": "system", "content": synthetic_text(150, seed=8)}
+REQUESTS = "/v1/kvpersist/requests"
+
+
+def n_total(reply: Reply) -> int:
+    return reply.prompt_tokens + reply.completion_tokens
+
+
+def newest(server: ServerProcess) -> dict[str, Any]:
+    records: list[dict[str, Any]] = json.loads(server.request("GET", REQUESTS)[2])
+    return records[0]
+
+
+def test_a3_the_shown_namespace_of_another_key_opens_nothing(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-namespace-by-key")
+    talk = [SYSTEM, {"role": "user", "content": "What did I store?"}]
+    own = {"Authorization": "Bearer one"}
+    first = server.chat(talk, "mine", headers=own, max_tokens=5)
+    wait_for_commit(start_server.store, "mine", n_total(first))
+    shown = newest(server)["namespace"]
+    for key in ({"Authorization": "Bearer two"}, {}, own):
+        reply = server.chat(talk, headers={**key, "X-KVPersist-Namespace": shown}, max_tokens=5)
+        assert (reply.cached_tokens, newest(server)["namespace"] != shown) == (0, True)
+    assert server.chat(talk, headers=own, max_tokens=5).cached_tokens == first.prompt_tokens - 1
+    # Two keys that name the same namespace do not share it.
+    named = {"X-KVPersist-Namespace": "team"}
+    for name in ("three", "four"):
+        reply = server.chat(talk, headers={"x-api-key": name, **named}, max_tokens=5)
+        assert reply.cached_tokens == 0
+
+
+def test_a13_anonymous_requests_share_nothing_with_isolation(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-isolation", "session")
+    talk = [SYSTEM, {"role": "user", "content": "Who else asks?"}]
+    named = server.chat(talk, "named", max_tokens=5)
+    wait_for_commit(start_server.store, "named", n_total(named))
+    for _ in range(3):
+        assert server.chat(talk, max_tokens=5).cached_tokens == 0
+    assert server.chat(talk, "named", max_tokens=5).cached_tokens == named.prompt_tokens - 1
+    assert server.chat(talk, "other", max_tokens=5).cached_tokens == 0
+
+
+def test_a14_names_are_short_and_safe_in_the_log(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    talk = [SYSTEM, {"role": "user", "content": "How long is my name?"}]
+    for session, sent in (
+        ("\x1b[2J\x9b31m", {"X-KVPersist-Namespace": "\x1b]0;title\x07"}),
+        ("n" * 5_000, {"X-KVPersist-Namespace": "m" * 5_000}),
+    ):
+        server.chat(talk, session, headers=sent, max_tokens=2)
+        record = newest(server)
+        assert len(record["session"]) <= 256 and len(record["namespace"]) <= 256
+    reply = server.chat(talk, max_tokens=2, session_id="\ud800" * 100_000)
+    wait_for_commit(start_server.store, newest(server)["session"], n_total(reply))
+    assert newest(server)["session"].startswith("digest-")
+    assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in server.log if char != "\n")
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("path", [REQUESTS, "/v1/kvpersist/stats"])
+def test_a15_operators_ask_from_this_machine_or_with_the_key(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, path: str
+) -> None:
+    open_server = start_server.with_plugin(tiny_model)
+    assert open_server.request("GET", path)[0] == 200
+    for sent in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
+        status, _, body = open_server.request("GET", path, headers=sent)
+        assert status == 403 and "only for programs" in json.loads(body)["error"]
+    file = tmp_path / "key"
+    file.write_text("secret\n", encoding="utf-8")
+    locked = start_server.with_plugin(tiny_model, "--kvpersist-admin-key-file", str(file))
+    assert locked.request("GET", path)[0] == 403
+    right = {"Host": "public.example", "Authorization": "Bearer secret"}
+    assert locked.request("GET", path, headers=right)[0] == 200
