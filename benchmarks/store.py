@@ -391,7 +391,7 @@ def _zeros(spec: ModelCacheSpec, n_tokens: int) -> dict[str, mx.array]:
 def open_store(
     folder: Path, max_ram_bytes: int, *, fsync: bool = False, verify: bool = True
 ) -> BlockStore:
-    limits = StoreLimits(max_ram_bytes, _HUGE, max_queue_bytes=_HUGE, fsync=fsync, verify=verify)
+    limits = StoreLimits(max_ram_bytes, _HUGE, fsync=fsync, verify=verify)
     return BlockStore(folder, limits)
 
 

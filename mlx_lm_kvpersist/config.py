@@ -18,7 +18,7 @@ from .cache.attention import STRATEGIES, Strategy
 from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
-from .units import parse_budget, parse_size
+from .units import parse_budget, parse_folder, parse_size
 
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
@@ -79,7 +79,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-dir",
-        type=Path,
+        type=parse_folder,
         metavar="FOLDER",
         help="Where conversations are kept (default: the user's cache folder)",
     )
@@ -200,7 +200,7 @@ def from_args(args: Namespace) -> Config:
             "same blocks; leave out --plugin kvpersist, or serve from one process"
         )
     precision = _precision(args)
-    folder = (args.kvpersist_dir or default_folder()).expanduser().absolute()
+    folder = args.kvpersist_dir or default_folder()
     ram = args.kvpersist_ram
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
@@ -214,7 +214,6 @@ def from_args(args: Namespace) -> Config:
             max_disk_bytes=disk,
             min_free_bytes=args.kvpersist_min_free,
             max_hourly_bytes=args.kvpersist_max_writes_per_hour,
-            max_queue_bytes=max(ram // 2, 256 << 20),
             fsync=args.kvpersist_fsync,
             verify=args.kvpersist_verify != "off",
         ),
@@ -264,8 +263,17 @@ def _admin_key(file: Path | None) -> str | None:
 
 
 def default_folder() -> Path:
-    """Return where conversations are kept unless --kvpersist-dir says otherwise."""
-    return Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
+    """Return where conversations are kept unless --kvpersist-dir says otherwise.
+
+    Raises ConfigError where the environment names a folder that depends on the current one.
+    """
+    folder = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist"))
+    if not folder.is_absolute():
+        raise ConfigError(
+            f"the user's cache folder is {str(folder.parent)!r}, no absolute path; set "
+            "XDG_CACHE_HOME or HOME to one, or name a folder with --kvpersist-dir"
+        )
+    return folder
 
 
 def device_memory_bytes() -> int:

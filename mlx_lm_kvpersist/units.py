@@ -1,11 +1,12 @@
-"""Sizes in bytes: how options read them, and how messages show them (powers of 1024)."""
+"""How options read sizes and folders, and how messages show sizes (powers of 1024)."""
 
 from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
+from pathlib import Path
 
-__all__ = ["parse_budget", "parse_size", "show_bytes"]
+__all__ = ["parse_budget", "parse_folder", "parse_size", "show_bytes"]
 
 _UNITS = "KMGT"
 _MIN_BUDGET_BYTES = 1 << 20
@@ -37,6 +38,19 @@ def parse_budget(text: str) -> int:
     if 0 < n_bytes < _MIN_BUDGET_BYTES:
         raise ArgumentTypeError(f"{text!r} is too little; write 1M or more, such as 8G")
     return n_bytes
+
+
+def parse_folder(text: str) -> Path:
+    """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
+    try:
+        folder = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ArgumentTypeError(f"{text!r}: {error}") from error
+    if not text.strip():
+        raise ArgumentTypeError(
+            f"{text!r} names no folder (is a variable unset?); name one, or leave the option out"
+        )
+    return folder.absolute()
 
 
 def show_bytes(n_bytes: float) -> str:

@@ -324,6 +324,7 @@ def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
     try:
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": _FORMAT, "measured_ms": measured_ms}
+        temporary.touch(0o600)
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, cache_file)
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from .._startup import requested_plugins, serve
 from ..errors import KVPersistError
-from ..units import parse_size
+from ..units import parse_folder, parse_size
 
 PROG = "mlx-lm-kvpersist"
 _WHICH = "a session's id, the beginning of an id, or a session's name"
@@ -127,7 +127,7 @@ def _folder() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--kvpersist-dir",
-        type=Path,
+        type=parse_folder,
         metavar="FOLDER",
         help="the store (default: the user's cache folder, as for the server)",
     )

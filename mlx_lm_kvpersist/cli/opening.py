@@ -20,14 +20,14 @@ from ..config import (
 from ..errors import StoreError
 from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
+from ..store.folder import check_store
 from ..store.index import Index
 from ..store.index_file import is_damage
 
 
 def folder_of(args: argparse.Namespace) -> Path:
     """Return the folder that the options name. It need not exist."""
-    folder: Path = args.kvpersist_dir or default_folder()
-    return folder.expanduser().absolute()
+    return args.kvpersist_dir or default_folder()
 
 
 def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
@@ -41,13 +41,13 @@ def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
 
 
 def check_exists(folder: Path) -> None:
-    """Raise StoreError unless `folder` holds a store, with an index or without."""
+    """Raise StoreError unless `folder` holds a store, with an index or without.
+
+    Nothing is touched, whatever it holds.
+    """
     if not folder.is_dir():
         raise StoreError(f"there is no store at {folder}; choose another with --kvpersist-dir")
-    if not any((folder / name).exists() for name in ("index.sqlite", "blocks")):
-        raise StoreError(
-            f"{folder} holds no store (no index, no blocks); choose another with --kvpersist-dir"
-        )
+    check_store(folder)
 
 
 @contextmanager

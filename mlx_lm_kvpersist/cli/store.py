@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..store.budget import StoreLimits, free_bytes, tree_bytes
+from ..store.budget import StoreLimits, free_bytes
 from ..store.disk import DiskStore
 from ..store.dry_run import Rehearsal
+from ..store.folder import own_bytes
 from ..store.index import Session
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
@@ -45,7 +46,7 @@ def stats(args: argparse.Namespace) -> int:
             path.stat().st_size for path in folder.glob("index.sqlite*") if path.exists()
         )
     folders = ("blocks", "parts", "sessions", "quarantine")
-    kinds = {name: tree_bytes(folder / name) for name in folders}
+    kinds = {name: own_bytes(folder, name) for name in folders}
     kinds["index"] = index_bytes
     limits = limits_of(args, folder)
     n_models = len({model["fingerprint"] for model in models})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 from ..errors import StoreError
 from ..match.keys import Root
 from ..match.tree import Node
-from .budget import StoreLimits
+from ..units import show_bytes
+from .budget import Space, StoreLimits
 from .disk import DiskStore
 from .files import Arrays
 from .index import Index, Session
@@ -62,11 +64,12 @@ class BlockStore:
         be worth matching again."""
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
         self._lost: set[bytes] = set()
-        """Blocks and parts that could not be read from disk; until they are gone, or anew."""
+        """Blocks and parts on disk that are damaged, or may be missing; until they are removed or
+        written anew. What could not be read for another reason is not among them."""
         self._reader = BlockReader(
             folder, self.pool, verify=limits.verify, gone=self._is_gone, bad=self._quarantine
         )
-        self._writer = Writer(limits.max_queue_bytes)
+        self._writer = Writer(limits.max_ram_bytes // 2)
         self._writer.submit(self._sweep)
 
     @property
@@ -144,7 +147,7 @@ class BlockStore:
         self._writer.submit(partial(self._take_away, key, reason))
 
     def _is_gone(self, key: bytes) -> None:
-        """Forget what was found and could not be read. Any thread."""
+        """Forget what was found and is not there. Any thread."""
         self.counters.blocks_gone += 1
         self.n_changes += 1
         self._lost.add(key)
@@ -274,7 +277,7 @@ class BlockStore:
             "queue": {
                 "tasks": self._writer.n_tasks,
                 "bytes": self._writer.n_bytes,
-                "max_bytes": self.limits.max_queue_bytes,
+                "max_bytes": self._writer.max_bytes,
             },
             "turns_saved": self.counters.turns_saved,
             "turns_not_saved": self.counters.turns_not_saved,
@@ -282,23 +285,35 @@ class BlockStore:
             "failures": sorted(self.counters.failures),
         }
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Write what is waiting, then close the index."""
-        readers_ended = self._reader.close(timeout_s)
-        if not self._writer.close(timeout_s):
-            logger.warning("not everything could be written within %.0f s", timeout_s)
-            return
-        if not readers_ended:
-            logger.warning("a file was still being read after %.0f s", timeout_s)
-        self.disk.close()
-        self.pool.clear()
+    def space(self) -> Space:
+        """Return what the store on disk uses and may use."""
+        return self.disk.space()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what is waiting, for at most `timeout_s` seconds, then close the index."""
+        deadline_s = time.monotonic() + timeout_s
+        n_turns, n_bytes = self._writer.close(timeout_s)
+        if n_turns:
+            logger.warning(
+                "%d turns (%s) could not be written within %.0f s; they are computed again when "
+                "they are needed",
+                n_turns,
+                show_bytes(n_bytes),
+                timeout_s,
+            )
+        readers_ended = self._reader.close(max(0.0, deadline_s - time.monotonic()))
+        if readers_ended and not self._writer.is_alive():
+            self.disk.close()
+            self.pool.clear()
 
     # Writer thread.
 
     def _save(self, turn: Turn, pinned: list[bytes]) -> None:
         try:
             keep = self._writer.waiting_keys()
-            saved = self.disk.save(turn, self._arrays_of, keep, self._writer.rest)
+            saved = self.disk.save(
+                turn, self._arrays_of, keep, self._writer.rest, self._lost.copy()
+            )
         except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
             self._failed("save a turn", error)
             self._abandon(turn, pinned)
@@ -343,15 +358,18 @@ class BlockStore:
 
     def _take_away(self, key: bytes, reason: str | None = None) -> None:
         """Forget a block or part that is not on disk; for a reason, move it to quarantine."""
+        if key not in self._lost:
+            return  # written anew since
         try:
             if reason is None:
-                self.disk.forget(key)
+                self.disk.forget_missing(key)
             else:
                 self.disk.quarantine(key, reason)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, StoreError, sqlite3.Error) as error:
             self._failed("take a block out of the store", error)
-        else:
-            self._lost.discard(key)
+            if reason is not None:
+                return  # it stays damaged
+        self._lost.discard(key)
 
     def _touch(self, key: bytes, parts: tuple[Part, ...]) -> None:
         try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..units import show_bytes
 
 _HOUR_S = 3600.0
 
@@ -23,11 +24,29 @@ class StoreLimits:
     """Free space to leave on the volume."""
     max_hourly_bytes: int | None = None
     """Most to write within an hour; None for no limit."""
-    max_queue_bytes: int = 1 << 30
-    """Most that may wait to be written."""
     fsync: bool = False
     verify: bool = True
     """Whether to check the checksum of what is read."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a store uses and may use, in bytes."""
+
+    folder: Path
+    used_bytes: int
+    max_bytes: int
+    free_bytes: int
+    """Free space of the volume."""
+    min_free_bytes: int
+
+    def __str__(self) -> str:
+        used, most = show_bytes(self.used_bytes), show_bytes(self.max_bytes)
+        text = f"{self.folder} ({used} of {most}, {show_bytes(self.free_bytes)} free"
+        if self.free_bytes < self.min_free_bytes:
+            floor = show_bytes(self.min_free_bytes)
+            text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
+        return f"{text})"
 
 
 class WriteMeter:
@@ -53,21 +72,3 @@ class WriteMeter:
 def free_bytes(folder: Path) -> int:
     """Return the free space of the volume that holds `folder`."""
     return shutil.disk_usage(folder).free
-
-
-def tree_bytes(folder: Path) -> int:
-    """Return the size of all files below `folder`; what goes away meanwhile does not count."""
-    total = 0
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        return 0
-    for entry in entries:
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                total += tree_bytes(Path(entry.path))
-            else:
-                total += entry.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            continue
-    return total

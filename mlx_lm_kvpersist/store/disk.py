@@ -5,6 +5,8 @@
     parts/ab/         the same for parts of blocks, which may go before their blocks do
     sessions/         what only a session knows (its name, its pin), a JSON file each
     quarantine/       what failed a check, each file with the reason
+    writing/          what is being written, before it is moved to blocks/ and parts/
+    kvpersist-store   says that the folder is a store
     lock              held while anything of this changes
 
 Everything here is synchronous; the writer thread and the command line call it.
@@ -19,22 +21,24 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
 from ..match.keys import Root
 from ..match.tree import Node
-from .budget import StoreLimits, WriteMeter, free_bytes, tree_bytes
-from .files import Arrays, block_path, file_bytes, key_of, make_private, write_block
+from ..units import show_bytes
+from .budget import Space, StoreLimits, WriteMeter, free_bytes
+from .files import Arrays, block_path, file_bytes, key_of, metadata_of, write_block
+from .folder import INDEX_FILES, move, own_bytes, own_files, remove, sync, take_into_use
 from .index import Forgotten, Index, Session
 from .index_file import is_damage
 from .lock import StoreLock
 from .part import Part
-from .part_files import part_file_bytes, part_path, path_of, write_part
+from .part_files import metadata_of_part, part_path, path_of, write_part
 from .quarantine import Quarantine
 from .rebuild import rebuild_index
 from .session_notes import session_path, write_session
+from .staging import Staging, staged_bytes, sweep_staged
 from .turn import Gone, NewFile, Turn
 
 logger = logging.getLogger(__name__)
@@ -54,11 +58,11 @@ class DiskStore:
         self.folder = folder
         self.limits = limits
         self.written = WriteMeter()
-        self.aside = Quarantine(folder / "quarantine")
+        self.aside = Quarantine(folder)
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
         self.lock = StoreLock(folder / "lock")
         try:
-            make_private(folder)
+            take_into_use(folder)
             with self.lock.held():
                 self.index = self._open_index()
         except (OSError, sqlite3.Error) as error:
@@ -93,19 +97,24 @@ class DiskStore:
         arrays_of: Callable[[bytes], Arrays | None],
         keep: Collection[bytes] = (),
         after_file: Callable[[float], None] = lambda seconds: None,
+        damaged: Collection[bytes] = (),
     ) -> Turn | None:
         """Write a turn's missing blocks and parts and commit it: whole, or not at all.
 
-        What is in `keep`, on which turns to come are built, does not go to make room for it.
-        `after_file` is told what each file took, and may take its time.
+        What is in `keep`, on which turns to come are built, does not go to make room for it. Files
+        of `damaged` blocks and parts are replaced. `after_file` is told what each file took, and
+        may take its time: the store's lock is not held meanwhile.
         Return the turn as it was committed: parts that are gone, or whose block is not there, are
         left out, and then it supersedes nothing. None when one of its blocks, which another
         process had stored, has been removed or replaced since. Raises StoreError when it is too
         big for what the store may use, and OSError or RuntimeError when the disk refuses.
         """
-        with self.lock.held():
-            self._follow_folder()
-            missing = [node for node in turn.nodes if not self._is_there(node)]
+
+        def is_there(what: Node | Part) -> bool:
+            return what.key not in damaged and self._is_there(what)
+
+        def plan() -> tuple[Turn, list[NewFile]] | None:
+            missing = [node for node in turn.nodes if not is_there(node)]
             arrays = [arrays_of(node.key) for node in missing]
             todo = [
                 self._new_file(node, turn.root, block)
@@ -114,15 +123,20 @@ class DiskStore:
             ]
             if len(todo) < len(missing):
                 return None
-            parts, new = self._parts_at_hand(turn, arrays_of)
-            if len(parts) < len(turn.parts):
-                turn = replace(turn, parts=tuple(parts), superseded=())
+            parts, new = self._parts_at_hand(turn, arrays_of, is_there)
             todo += [self._new_file(part, turn.root, arrays) for part, arrays in new]
-            self._commit(turn, todo, keep, after_file)
-            return turn
+            if len(parts) < len(turn.parts):
+                return replace(turn, parts=tuple(parts), superseded=()), todo
+            return turn, todo
+
+        done = self._write(plan, keep, after_file)
+        return done and done[0]
 
     def _parts_at_hand(
-        self, turn: Turn, arrays_of: Callable[[bytes], Arrays | None]
+        self,
+        turn: Turn,
+        arrays_of: Callable[[bytes], Arrays | None],
+        is_there: Callable[[Part], bool],
     ) -> tuple[list[Part], list[tuple[Part, Arrays]]]:
         """Return the parts of a turn that can be committed, and those of them to be written."""
         blocks = {node.key for node in turn.nodes}
@@ -131,7 +145,7 @@ class DiskStore:
         for part in turn.parts:
             if part.block not in blocks and not self._is_block_there(part.block):
                 continue
-            if not self._is_there(part):
+            if not is_there(part):
                 arrays = arrays_of(part.key)
                 if arrays is None:
                     continue
@@ -141,22 +155,72 @@ class DiskStore:
 
     def _new_file(self, what: Node | Part, root: Root, arrays: Arrays) -> NewFile:
         fsync = self.limits.fsync
+
+        def write(path: Path) -> int:
+            if isinstance(what, Part):
+                return write_part(path, what, root, arrays, fsync=fsync)
+            return write_block(path, what, root, arrays, fsync=fsync)
+
         if isinstance(what, Part):
-            write = partial(write_part, self.folder, what, root, arrays, fsync=fsync)
-            return NewFile(what, part_file_bytes(what, root, arrays), write)
-        write = partial(write_block, self.folder, what, root, arrays, fsync=fsync)
-        return NewFile(what, file_bytes(what, arrays), write)
+            metadata = metadata_of_part(what, root)
+        else:
+            metadata = metadata_of(what, root)
+        return NewFile(what, file_bytes(metadata, arrays), write)
 
     def adopt(
-        self, turn: Turn, files: Sequence[NewFile]
+        self, turn: Callable[[], Turn], files: Sequence[NewFile]
     ) -> tuple[Session | None, list[Node | Part]]:
         """Commit a turn that comes with files of its own, whole or not at all.
 
-        Return its session and what was missing, and so written. Raises what `save` does.
+        `turn` is called with the lock held. Return the turn's session and what was missing, and so
+        written. Raises what `save` does.
         """
-        with self.lock.held():
-            todo = [file for file in files if not self._is_there(file.what)]
-            return self._commit(turn, todo), [file.what for file in todo]
+        done = self._write(
+            lambda: (turn(), [file for file in files if not self._is_there(file.what)])
+        )
+        assert done is not None  # what is missing comes with the turn
+        _, session, written = done
+        return session, written
+
+    def _write(
+        self,
+        plan: Callable[[], tuple[Turn, list[NewFile]] | None],
+        keep: Collection[bytes] = (),
+        after_file: Callable[[float], None] = lambda seconds: None,
+    ) -> tuple[Turn, Session | None, list[Node | Part]] | None:
+        """Write the files that a turn lacks, then commit it; None when there is no plan for it.
+
+        The lock is held to plan, make room and commit, and not while files are written. What
+        another process changed meanwhile is found by planning again.
+        """
+        with Staging(self.folder) as staging:
+            while True:
+                with self.lock.held():
+                    self._follow_folder()
+                    planned = plan()
+                    if planned is None:
+                        return None
+                    turn, files = planned
+                    todo = [file for file in files if file.what.key not in staging.sizes]
+                    if not todo:
+                        session = self._commit(turn, files, staging)
+                        return turn, session, [file.what for file in files]
+                    needed = sum(file.n_bytes for file in todo)
+                    self._check_wear(needed)
+                    self._make_room_for(needed, {*keep, *turn.keys()})
+                    staging.announce(needed)
+                for file in todo:
+                    started = time.perf_counter()
+                    self.written.add(staging.write(file.what.key, file.write))
+                    after_file(time.perf_counter() - started)
+
+    def _make_room_for(self, n_bytes: int, keep: Collection[bytes]) -> None:
+        if not self.make_room(n_bytes, keep):
+            raise StoreError(
+                f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
+                f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
+                f"({show_bytes(self.limits.min_free_bytes)})"
+            )
 
     def _is_there(self, what: Node | Part) -> bool:
         """Say whether a block or a part has its row and its file, neither alone."""
@@ -168,53 +232,34 @@ class DiskStore:
     def _is_block_there(self, key: bytes) -> bool:
         return key in self.index and block_path(self.folder, key).exists()
 
-    def _commit(
-        self,
-        turn: Turn,
-        todo: Sequence[NewFile],
-        keep: Collection[bytes] = (),
-        after_file: Callable[[float], None] = lambda seconds: None,
-    ) -> Session | None:
-        """Make room, write files, then the index; take the files back when any of it fails."""
-        needed = sum(file.n_bytes for file in todo)
-        self._check_wear(needed)
-        own = turn.keys()
-        if not self.make_room(needed, keep={*keep, *own}):
-            raise StoreError(
-                f"a turn of {needed / 1e6:.1f} MB does not fit into --kvpersist-disk "
-                f"({self.limits.max_disk_bytes / 1e6:.1f} MB) and --kvpersist-min-free "
-                f"({self.limits.min_free_bytes / 1e6:.1f} MB)"
-            )
-        blocks: list[tuple[Node, int]] = []
-        parts: list[tuple[Part, int]] = []
+    def _commit(self, turn: Turn, files: Sequence[NewFile], staging: Staging) -> Session | None:
+        """Move the files of a turn into place, then change the index: all of it or nothing."""
+        paths = [path_of(self.folder, file.what) for file in files]
         try:
-            for file in todo:
-                started = time.perf_counter()
-                size = file.write()
-                if isinstance(file.what, Part):
-                    parts.append((file.what, size))
-                else:
-                    blocks.append((file.what, size))
-                self.written.add(size)
-                after_file(time.perf_counter() - started)
+            for file, path in zip(files, paths, strict=True):
+                move(self.folder, staging.path(file.what.key), path)
+            if self.limits.fsync:
+                for folder in {path.parent for path in paths}:
+                    sync(folder)
+            sizes = [(file.what, staging.sizes[file.what.key]) for file in files]
             session = self._session_of(turn)
             removed = self.index.commit_turn(
                 turn.root,
-                blocks,
+                [(what, size) for what, size in sizes if isinstance(what, Node)],
                 session,
                 turn.leaf,
                 turn.replies,
                 chain=turn.nodes,
-                new_parts=parts,
+                new_parts=[(what, size) for what, size in sizes if isinstance(what, Part)],
                 parts=turn.parts,
-                superseded={part.key for part in turn.superseded} - own,
+                superseded={part.key for part in turn.superseded} - turn.keys(),
             )
         except BaseException:
-            for file in todo[: len(blocks) + len(parts)]:
-                path_of(self.folder, file.what).unlink(missing_ok=True)
+            for path in paths:
+                remove(self.folder, path)
             raise
         for key in removed:
-            part_path(self.folder, key).unlink(missing_ok=True)
+            remove(self.folder, part_path(self.folder, key))
         for replaced, successor in turn.leaf.replaced if turn.leaf else ():
             self.forget(replaced)
             for moved in self.index.sessions_at(successor):
@@ -238,14 +283,14 @@ class DiskStore:
         write_session(self.folder, session, fsync=self.limits.fsync)
 
     def _remove_note(self, session_id: str) -> None:
-        session_path(self.folder, session_id).unlink(missing_ok=True)
+        remove(self.folder, session_path(self.folder, session_id))
 
     def _follow_folder(self) -> None:
         """Take a folder that was removed under us into use again."""
         if self.index.is_current():
             return
         logger.warning("the store %s was removed; it is made anew", self.folder)
-        make_private(self.folder)
+        take_into_use(self.folder)
         # Not closed: another thread may be reading, and SQLite would crash under it. The last
         # one who holds the old index lets go of its connections.
         self.index = self._open_index()
@@ -253,12 +298,19 @@ class DiskStore:
     # Budgets.
 
     def used_bytes(self) -> int:
-        """Return the size of all files in the folder."""
-        others = sum(tree_bytes(self.folder / name) for name in ("sessions", "quarantine"))
-        for suffix in ("", "-wal", "-shm"):
-            path = self.folder / f"index.sqlite{suffix}"
-            others += path.stat().st_size if path.exists() else 0
-        return self.index.n_bytes() + others
+        """Return the size of the store's files, and of those that are announced."""
+        others = own_bytes(self.folder, *INDEX_FILES, "sessions", "quarantine")
+        return self.index.n_bytes() + others + staged_bytes(self.folder)[0]
+
+    def space(self) -> Space:
+        """Return what the store uses and may use."""
+        return Space(
+            self.folder,
+            self.used_bytes(),
+            self.limits.max_disk_bytes,
+            free_bytes(self.folder),
+            self.limits.min_free_bytes,
+        )
 
     @property
     def reserve_bytes(self) -> int:
@@ -315,13 +367,15 @@ class DiskStore:
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
         if not self.limits.min_free_bytes:
             return over_budget
-        return max(over_budget, self.limits.min_free_bytes + n_bytes - free_bytes(self.folder))
+        announced, written = staged_bytes(self.folder)
+        free = free_bytes(self.folder) - (announced - written)
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - free)
 
     def _check_wear(self, n_bytes: int) -> None:
         limit = self.limits.max_hourly_bytes
         if limit is not None and self.written.last_hour_bytes() + n_bytes > limit:
             raise StoreError(
-                f"--kvpersist-max-writes-per-hour ({limit / 1e6:.1f} MB) is used up; "
+                f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
                 "turns stay in memory for now"
             )
 
@@ -342,10 +396,16 @@ class DiskStore:
             went = self.index.forget(key)
             for session_id in went.sessions:
                 self._remove_note(session_id)
-            block_path(self.folder, key).unlink(missing_ok=True)
+            remove(self.folder, block_path(self.folder, key))
             for part in {key, *went.parts}:
-                part_path(self.folder, part).unlink(missing_ok=True)
+                remove(self.folder, part_path(self.folder, part))
             return went
+
+    def forget_missing(self, key: bytes) -> None:
+        """Forget a block or part, unless its file is there after all."""
+        with self.lock.held():
+            if not any(path(self.folder, key).exists() for path in (block_path, part_path)):
+                self.forget(key)
 
     def quarantine(self, key: bytes, reason: str) -> None:
         """Move a block or part that failed a check aside. What needs it is no longer reached."""
@@ -384,20 +444,19 @@ class DiskStore:
     def sweep(self) -> int:
         """Bring files and index in line after a crash; return how many of either were removed.
 
-        A file without a row was renamed by a turn that was never committed; a row without a file
+        A file without a row was moved by a turn that was never committed; a row without a file
         lost it; a block without its parent, or a part without its block, can never be reached.
         """
         with self.lock.held():
-            n_swept = 0
+            n_swept = sweep_staged(self.folder)
             for name, keys in (("blocks", self.index.keys), ("parts", self.index.part_keys)):
                 known, present = keys(), set[bytes]()
-                for path in (self.folder / name).glob("*/*"):
+                for path in own_files(self.folder, name):
                     key = key_of(path)
                     if key is not None and key in known:
                         present.add(key)
                     else:
-                        path.unlink(missing_ok=True)
-                        n_swept += 1
+                        n_swept += remove(self.folder, path)
                 for key in known - present:
                     self.forget(key)
                     n_swept += 1
@@ -406,8 +465,7 @@ class DiskStore:
                     self.forget(key)
                     n_swept += 1
             sessions = {f"{session.id}.json" for session in self.index.sessions()}
-            for path in (self.folder / "sessions").glob("*"):
+            for path in own_files(self.folder, "sessions"):
                 if path.name not in sessions:
-                    path.unlink(missing_ok=True)
-                    n_swept += 1
+                    n_swept += remove(self.folder, path)
             return n_swept

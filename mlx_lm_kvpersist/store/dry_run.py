@@ -22,7 +22,7 @@ class Rehearsal(DiskStore):
         # Not DiskStore's own: that takes the folder into use.
         self.folder = folder
         self.limits = limits
-        self.aside = Quarantine(folder / "quarantine")
+        self.aside = Quarantine(folder)
         self.lock = StoreLock(scratch / "lock")
         self.n_freed_bytes = 0
         self.n_blocks = 0

@@ -1,4 +1,4 @@
-"""Block files: one safetensors file a block, named by its key, never overwritten.
+"""Block files: one safetensors file a block, named by its key.
 
 A file holds the block's KV arrays and, in its metadata, everything that the index knows of it, so
 that the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays
@@ -9,8 +9,8 @@ every token has no arrays, and a file of metadata alone. Files of parts are writ
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,8 @@ import xxhash
 from ..errors import BlockCorrupt, StoreFormatError
 from ..match.keys import Root, block_key
 from ..match.tree import Node
+from .folder import new_file, sync
+from .header import read_metadata
 
 FORMAT = 1
 """Written into every file of a block or part; a reader refuses what is newer."""
@@ -37,39 +39,26 @@ def block_path(folder: Path, key: bytes) -> Path:
 
 def key_of(path: Path) -> bytes | None:
     """Return the key that a block's or part's file is named by; None for a temporary name."""
-    try:
-        return bytes.fromhex(path.name.removesuffix(".safetensors"))
-    except ValueError:
-        return None
+    name = path.name.removesuffix(".safetensors")
+    return None if name.startswith(".") else bytes.fromhex(name)
 
 
-def write_block(folder: Path, node: Node, root: Root, arrays: Arrays, *, fsync: bool) -> int:
-    """Publish a block: a reader sees all of it or nothing. Return the file's size in bytes.
-
-    The arrays must have been evaluated. Raises OSError or RuntimeError when the disk refuses.
-    """
-    return write_file(block_path(folder, node.key), arrays, metadata_of(node, root), fsync=fsync)
+def write_block(path: Path, node: Node, root: Root, arrays: Arrays, *, fsync: bool) -> int:
+    """Write a block's file and return its size in bytes; see `write_file`."""
+    return write_file(path, arrays, metadata_of(node, root), fsync=fsync)
 
 
 def write_file(path: Path, arrays: Arrays, metadata: dict[str, str], *, fsync: bool) -> int:
-    """Publish arrays with their metadata and the checksum; as `write_block` for any file."""
-    if path.exists():
-        return path.stat().st_size
-    make_private(path.parent)
+    """Write arrays with their metadata and the checksum to a new file; return its size in bytes.
+
+    The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
+    when there is such a file, and OSError or RuntimeError when the disk refuses.
+    """
+    new_file(path).close()
     metadata = {**metadata, "checksum": checksum(arrays, metadata)}
-    # mlx appends .safetensors to any other name, so the temporary name ends in it too.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp.safetensors")
-    try:
-        os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
-        mx.save_safetensors(str(temporary), dict(arrays), metadata)
-        if fsync:
-            sync(temporary)
-        os.replace(temporary, path)
-        if fsync:
-            sync(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    mx.save_safetensors(str(path), dict(arrays), metadata)
+    if fsync:
+        sync(path)
     return path.stat().st_size
 
 
@@ -87,9 +76,10 @@ def metadata_of(node: Node, root: Root) -> dict[str, str]:
     }
 
 
-def file_bytes(node: Node, arrays: Arrays) -> int:
-    """Return the most that a block's file can take, in bytes, before it is written."""
-    return arrays_bytes(arrays) + 2 * len(node.packed_ids) + 12 * len(node.text) + 4096
+def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
+    """Return the most that a block's or part's file can take, in bytes, before it is written."""
+    n_bytes = sum(len(json.dumps(value)) for value in metadata.values())
+    return arrays_bytes(arrays) + n_bytes + 1024
 
 
 def arrays_bytes(arrays: Arrays) -> int:
@@ -102,8 +92,7 @@ def read_block(
 ) -> tuple[Node, Root, dict[str, mx.array]]:
     """Return a block's node, its root and its evaluated arrays; `verify` checks the checksum.
 
-    Raises FileNotFoundError when there is no such block and BlockCorrupt when the file is not what
-    its name, its metadata or its checksum promise.
+    Raises what `read_file` does, and BlockCorrupt when it is another block's.
     """
     path = block_path(folder, key)
     (node, root), arrays = read_file(path, node_of, verify=verify)
@@ -117,25 +106,20 @@ def read_file(
 ) -> tuple[About, dict[str, mx.array]]:
     """Return what `about` makes of a file's metadata, and its evaluated arrays.
 
-    Raises what `about` does, FileNotFoundError when there is no such file, and BlockCorrupt when
-    it is not whole.
+    Raises what `about` does, BlockCorrupt when it is not whole, FileNotFoundError when there is no
+    such file, and OSError or MemoryError when it cannot be read now, which says nothing about it.
     """
-    if not path.exists():
-        raise FileNotFoundError(path)
+    metadata = read_metadata(path)
+    described = about(metadata)
     try:
-        loaded: Any = mx.load(str(path), return_metadata=True)
-        arrays: dict[str, mx.array] = loaded[0]
-        metadata: dict[str, str] = loaded[1]
+        arrays: Any = mx.load(str(path))
         mx.eval(arrays)
-        described = about(metadata)
-        is_whole = not verify or metadata.get("checksum") == checksum(arrays, metadata)
-    except StoreFormatError:
-        raise
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:
+        # Its header is sound and its size right: it is the machine that cannot read it now.
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
-        raise BlockCorrupt(f"{path.name}: cannot be read: {error}") from error
-    if not is_whole:
+        raise OSError(errno.EIO, f"{path.name}: {error}") from error
+    if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
     return described, arrays
 
@@ -188,40 +172,3 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
         if name != "checksum":
             digest.update(f"{name}={metadata[name]}\0".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder and its missing parents; what is new is for its owner alone."""
-    missing: list[Path] = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(mode=0o700, exist_ok=True)
-        path.chmod(0o700)
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a safetensors file without reading its arrays.
-
-    Source of the format: https://github.com/huggingface/safetensors (8 bytes of length, JSON).
-    """
-    with path.open("rb") as file:
-        n_bytes = int.from_bytes(file.read(8), "little")
-        if n_bytes > path.stat().st_size:
-            raise BlockCorrupt(f"{path.name}: its header is cut off")
-        try:
-            header: dict[str, Any] = json.loads(file.read(n_bytes))
-            metadata: dict[str, Any] = header.get("__metadata__", {})
-        except (ValueError, AttributeError) as error:
-            raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
-        return metadata

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
-from .files import make_private
+from .folder import take_into_use
 
 
 class StoreLock:
@@ -30,8 +30,9 @@ class StoreLock:
         """Wait for the lock and hold it. May be nested."""
         with self._threads:
             if self._depth == 0:
-                make_private(self._path.parent)
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+                if not self._path.parent.exists():
+                    take_into_use(self._path.parent)
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
                 except BaseException:

@@ -1,4 +1,4 @@
-"""Part files: one safetensors file a part, named by its key, never overwritten.
+"""Part files: one safetensors file a part, named by its key.
 
 They are written and read as block files are (`files`), but stand apart from them, so that a part
 can go while its block stays. Their metadata say which block they belong to.
@@ -14,12 +14,11 @@ import mlx.core as mx
 from ..errors import BlockCorrupt
 from ..match.keys import Root
 from ..match.tree import Node
-from .files import FORMAT, Arrays, arrays_bytes, block_path, check_format, read_file, write_file
+from .files import FORMAT, Arrays, block_path, check_format, read_file, write_file
 from .part import Part
 
 __all__ = [
     "metadata_of_part",
-    "part_file_bytes",
     "part_of",
     "part_path",
     "path_of",
@@ -41,12 +40,8 @@ def path_of(folder: Path, what: Node | Part) -> Path:
     return block_path(folder, what.key)
 
 
-def write_part(folder: Path, part: Part, root: Root, arrays: Arrays, *, fsync: bool) -> int:
-    """Publish a part: a reader sees all of it or nothing. Return the file's size in bytes.
-
-    The arrays must have been evaluated. Raises OSError or RuntimeError when the disk refuses.
-    """
-    path = part_path(folder, part.key)
+def write_part(path: Path, part: Part, root: Root, arrays: Arrays, *, fsync: bool) -> int:
+    """Write a part's file and return its size in bytes; see `write_file`."""
     return write_file(path, arrays, metadata_of_part(part, root), fsync=fsync)
 
 
@@ -62,19 +57,12 @@ def metadata_of_part(part: Part, root: Root) -> dict[str, str]:
     }
 
 
-def part_file_bytes(part: Part, root: Root, arrays: Arrays) -> int:
-    """Return the most that a part's file can take, in bytes, before it is written."""
-    # JSON within JSON: a character may take two.
-    return arrays_bytes(arrays) + 2 * (len(root.to_json()) + len(part.kind)) + 1024
-
-
 def read_part(
     folder: Path, key: bytes, *, verify: bool = True
 ) -> tuple[Part, Root, dict[str, mx.array]]:
     """Return a part, its root and its evaluated arrays; `verify` checks the checksum.
 
-    Raises FileNotFoundError when there is no such part and BlockCorrupt when the file is not what
-    its name, its metadata or its checksum promise.
+    Raises what `read_file` does, and BlockCorrupt when it is another part's.
     """
     path = part_path(folder, key)
     (part, root), arrays = read_file(path, part_of, verify=verify)

@@ -1,53 +1,46 @@
-"""What failed a check: kept aside with the reason, for people to look at, until room is needed."""
+"""Files that failed a check: kept with the reason, for people to look at, until room is needed."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
-from .files import make_private
+from ..errors import StoreError
+from .folder import make_private, move, new_file, own_files, remove
 
 logger = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """A folder of files, each with a note beside it. The caller holds the store's lock."""
+    """The quarantine of a store, each file with a note beside it. The caller holds its lock."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._folder = folder
 
     def files(self) -> list[Path]:
-        """Return everything in it, the oldest first."""
-        return sorted(self.folder.glob("*"), key=lambda path: path.stat().st_mtime)
+        """Return the store's files in it."""
+        return list(own_files(self._folder, "quarantine"))
 
     def empty(self) -> None:
         for path in self.files():
-            path.unlink(missing_ok=True)
+            remove(self._folder, path)
 
     def take(self, path: Path, key: bytes, reason: str) -> None:
         """Move the file of a block or part here, if it is there."""
         if not path.exists():
             return
-        target = self.folder / f"{key.hex()}-{time.time_ns()}.safetensors"
+        target = self._folder / "quarantine" / f"{key.hex()}-{time.time_ns()}.safetensors"
+        note = target.with_suffix(".json")
         try:
-            _move_aside(path, target, {"key": key.hex(), "reason": reason})
-        except OSError as error:
+            make_private(target.parent)
+            with new_file(note) as file:
+                about = {"key": key.hex(), "reason": reason, "time": time.time()}
+                file.write(json.dumps(about).encode())
+            move(self._folder, path, target)
+        except (OSError, StoreError) as error:
             # Better no evidence than a block that stays in the way of a whole one.
-            logger.warning("%s is removed, not kept aside: %s", path.name, error)
-            path.unlink(missing_ok=True)
-
-
-def _move_aside(path: Path, target: Path, about: dict[str, str]) -> None:
-    """Move a file, and put beside it what is to be known of it."""
-    make_private(target.parent)
-    note = target.with_suffix(".json")
-    try:
-        with os.fdopen(os.open(note, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            json.dump({**about, "time": time.time()}, file)
-        os.replace(path, target)
-    except BaseException:
-        note.unlink(missing_ok=True)
-        raise
+            logger.warning("%s is not kept aside: %s", path.name, error)
+            remove(self._folder, note)
+            remove(self._folder, path)

@@ -65,6 +65,7 @@ class BlockReader:
         self._verify = verify
         self._gone = gone
         self._bad = bad
+        self._can_read = True
         self._ahead = AheadReader(pool)
         self._workers = Workers("kvpersist-reader", _N_THREADS)
 
@@ -128,6 +129,18 @@ class BlockReader:
         except StoreError as error:
             self._bad(_kind(what), what.key, str(error))
             return None
+        except (OSError, MemoryError) as error:
+            # It says nothing of the file: the next read tries again.
+            if self._can_read:
+                logger.warning(
+                    "%s %s cannot be read now: %s",
+                    _kind(what),
+                    what.key.hex(),
+                    error or "no memory",
+                )
+            self._can_read = False
+            return None
+        self._can_read = True
         entry = in_ram(what, arrays)
         entry.on_disk = True
         entry.read_s = time.perf_counter() - started

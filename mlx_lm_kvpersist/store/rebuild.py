@@ -17,7 +17,9 @@ from typing import TypeVar
 from ..errors import BlockCorrupt, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
-from .files import make_private, node_of, read_metadata
+from .files import key_of, node_of
+from .folder import make_private, move, own_files, remove
+from .header import read_metadata
 from .index import Index
 from .index_file import is_damage
 from .part import Part
@@ -52,12 +54,12 @@ def rebuild_index(
             for suffix in _SUFFIXES:  # a log left behind would be read into the new index
                 path = folder / f"index.sqlite{suffix}"
                 if path.exists():
-                    path.rename(aside / f"index-{time.time_ns()}.sqlite{suffix}")
-            os.replace(fresh_path, folder / "index.sqlite")
+                    move(folder, path, aside / f"index-{time.time_ns()}.sqlite{suffix}")
+            move(folder, fresh_path, folder / "index.sqlite")
     finally:
         fresh.close()
         for suffix in _SUFFIXES:
-            Path(f"{fresh_path}{suffix}").unlink(missing_ok=True)
+            remove(folder, Path(f"{fresh_path}{suffix}"))
     return n_blocks
 
 
@@ -86,11 +88,13 @@ def rebuild(
 ) -> int:
     """Add every readable block and part of the folder, and every session, to an empty index.
 
-    One transaction. `progress` is told how many of how many files have been read. Returns the
-    number of blocks. The caller holds the store's lock.
+    One transaction. What is damaged is left out. A file that cannot be read now ends it with
+    OSError, because what is left out is swept. `progress` is told how many of how many files have
+    been read. Returns the number of blocks. The caller holds the store's lock.
     """
     blocks, parts = (
-        sorted((folder / name).glob("*/[!.]*.safetensors")) for name in ("blocks", "parts")
+        sorted(path for path in own_files(folder, name) if key_of(path) is not None)
+        for name in ("blocks", "parts")
     )
     n_files = len(blocks) + len(parts)
     with index.transaction():
@@ -106,10 +110,12 @@ def rebuild(
                 if known is not None and known[1] == root.key:
                     index.add_parts([(part, found.st_size)], found.st_mtime)
             progress(len(blocks) + number + 1, n_files)
-        for path in sorted((folder / "sessions").glob("*.json")):
+        for path in sorted(own_files(folder, "sessions")):
+            if path.suffix != ".json":
+                continue
             try:
                 session = read_session(path)
-            except (ValueError, TypeError, KeyError, OSError) as error:
+            except (ValueError, TypeError, KeyError) as error:
                 logger.warning("not taken into the index: %s: %s", path.name, error)
                 continue
             if session.leaf in index:
@@ -133,6 +139,6 @@ def _read(
         return what, root, path.stat()
     except StoreFormatError as error:
         raise StoreFormatError(f"{path}: {error}") from error
-    except (BlockCorrupt, OSError, ValueError, TypeError, AttributeError) as error:
+    except (BlockCorrupt, FileNotFoundError, ValueError, TypeError, AttributeError) as error:
         logger.warning("not taken into the index: %s: %s", path.name, error)
         return None

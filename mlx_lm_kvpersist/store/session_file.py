@@ -21,10 +21,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import xxhash
@@ -33,75 +32,27 @@ from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from ..match.keys import Root
 from ..match.tree import Node
 from .files import checksum, node_of
+from .header import DTYPE_BYTES, LENGTH_BYTES, OwnHeader, open_regular, own_header, read_header
 from .part import Part
 from .part_files import part_of
 
 __all__ = [
-    "LENGTH_BYTES",
-    "MAX_HEADER_BYTES",
-    "OwnHeader",
     "Progress",
     "SessionFile",
     "file_header",
     "no_progress",
-    "own_header",
-    "read_header",
 ]
 
 SESSION_FORMAT = 2
 """A reader refuses what is newer. What has no parts is written as 1, for those who know none."""
 
 _FORMAT_KEY = "kvpersist-session"
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads (huggingface/safetensors, MAX_HEADER_SIZE)."""
-_DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-
 Progress = Callable[[int, int], None]
 What = TypeVar("What", Node, Part)
 
 
 def no_progress(done: int, total: int) -> None:
     """Say nothing of how far a transfer is."""
-
-
-@dataclass(frozen=True)
-class OwnHeader:
-    """The header of a block's or part's own file, as text, and what it says."""
-
-    text: str
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """Name, dtype and shape, in the order of their bytes."""
-    n_data_bytes: int
-
-    @property
-    def n_file_bytes(self) -> int:
-        return LENGTH_BYTES + len(self.text.encode()) + self.n_data_bytes
-
-
-def own_header(text: str) -> OwnHeader:
-    """Read the header of a block or part.
-
-    Raises ValueError unless its arrays lie one after the other.
-    """
-    content: dict[str, Any] = json.loads(text)
-    content.pop("__metadata__")
-    placed = []
-    for name, entry in content.items():
-        shape = tuple(entry["shape"])
-        if any(type(n) is not int or n < 0 for n in shape):
-            raise ValueError(f"{name} has the shape {shape}")
-        n_bytes = math.prod(shape) * _DTYPE_BYTES[entry["dtype"]]
-        placed.append((entry["data_offsets"], n_bytes, name, entry["dtype"], shape))
-    end = 0
-    for offsets, n_bytes, name, _, _ in sorted(placed):
-        if offsets != [end, end + n_bytes]:
-            raise ValueError(f"{name} takes {n_bytes} bytes and stands at {offsets}, not {end}")
-        end += n_bytes
-    return OwnHeader(text, tuple(tuple(item[2:]) for item in sorted(placed)), end)
 
 
 def _own_headers(metadata: Mapping[str, str], kind: str) -> list[OwnHeader]:
@@ -124,22 +75,13 @@ def file_header(
     for field, prefix, header in numbered:
         metadata[field] = header.text
         for name, dtype, shape in header.tensors:
-            end = position + math.prod(shape) * _DTYPE_BYTES[dtype]
+            end = position + math.prod(shape) * DTYPE_BYTES[dtype]
             entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
             content[f"{prefix}.{name}"] = entry
             position = end
     unsigned = json.dumps(content, separators=(",", ":"))
     metadata["checksum"] = xxhash.xxh3_128_hexdigest(unsigned.encode())
     return json.dumps(content, separators=(",", ":")).encode()
-
-
-def read_header(source: BinaryIO) -> bytes:
-    """Read length and header of a safetensors file; what follows are its arrays."""
-    n_bytes = int.from_bytes(source.read(LENGTH_BYTES), "little")
-    header = source.read(n_bytes) if n_bytes <= MAX_HEADER_BYTES else b""
-    if n_bytes != len(header):
-        raise ValueError("its header is cut off")
-    return header
 
 
 class SessionFile:
@@ -151,7 +93,7 @@ class SessionFile:
 
     def __init__(self, path: Path, progress: Progress = no_progress) -> None:
         self.path = path
-        self._file = path.open("rb")
+        self._file = open_regular(path, follow=True)
         try:
             self._read(progress)
         except StoreFormatError:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
-from .files import make_private, sync
+from .folder import make_private, whole_file
 from .index import Session
 
 
@@ -20,20 +19,11 @@ def write_session(folder: Path, session: Session, *, fsync: bool) -> None:
     """Keep what a rebuilt index could not know of a session; nothing if there is nothing."""
     if session.name is None and not session.pinned:
         return
+    content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
     path = session_path(folder, session.id)
     make_private(path.parent)
-    content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(content, file)
-        if fsync:
-            sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path, fsync=fsync) as file:
+        file.write(json.dumps(content).encode())
 
 
 def read_session(path: Path) -> Session:

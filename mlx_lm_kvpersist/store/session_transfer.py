@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,21 +13,13 @@ from ..errors import BlockCorrupt, StoreError
 from ..match.keys import Root
 from ..match.tree import Node
 from .disk import DiskStore
-from .files import make_private, read_block, sync
+from .files import read_block
+from .folder import new_file, sync, whole_file
+from .header import LENGTH_BYTES, MAX_HEADER_BYTES, OwnHeader, open_regular, own_header, read_header
 from .index import Index, Leaf, Session
 from .part import Part
 from .part_files import path_of, read_part
-from .session_file import (
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    OwnHeader,
-    Progress,
-    SessionFile,
-    file_header,
-    no_progress,
-    own_header,
-    read_header,
-)
+from .session_file import Progress, SessionFile, file_header, no_progress
 from .turn import NewFile, Turn
 
 __all__ = ["Imported", "export_session", "import_session"]
@@ -66,23 +57,17 @@ def export_session(
     header = file_header(about, headers[: len(chain)], headers[len(chain) :])
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")
-    temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
+        with whole_file(target, fsync=True) as file:
             file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             for number, (path, own) in enumerate(exported):
-                with path.open("rb") as source:
+                with open_regular(path) as source:
                     if read_header(source) != own.text.encode():
                         raise StoreError(f"{path.name} was replaced meanwhile; try again")
                     shutil.copyfileobj(source, file, 1 << 20)
                 progress(len(exported) + number + 1, 2 * len(exported))
-        sync(temporary)
-        os.replace(temporary, target)
     except FileNotFoundError as error:
         raise StoreError(f"session {session.id} cannot be exported: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return target.stat().st_size
 
 
@@ -92,7 +77,7 @@ def _checked_header(folder: Path, item: Node | Part) -> OwnHeader:
         read_part(folder, item.key)
     else:
         read_block(folder, item.key)
-    with path_of(folder, item).open("rb") as source:
+    with open_regular(path_of(folder, item)) as source:
         return own_header(read_header(source).decode())
 
 
@@ -130,14 +115,18 @@ def import_session(disk: DiskStore, source: SessionFile) -> Imported:
         NewFile(
             item,
             source.n_own_bytes(number),
-            partial(_publish, disk, item, partial(source.own_file, number)),
+            partial(_write, partial(source.own_file, number), fsync=disk.limits.fsync),
         )
         for number, item in enumerate(source.items)
     ]
-    with disk.lock.held():
+    there: Session | None = None
+
+    def turn() -> Turn:
+        nonlocal there
         there = _session_through(disk.index, source.root, leaf)
-        turn = Turn(source.root, source.nodes, leaf, parts=source.parts)
-        session, written = disk.adopt(replace(turn, leaf=None) if there else turn, files)
+        return Turn(source.root, source.nodes, None if there else leaf, parts=source.parts)
+
+    session, written = disk.adopt(turn, files)
     session = there or session
     assert session is not None  # a turn with a leaf has one
     n_blocks, n_parts = len(source.nodes), len(source.parts)
@@ -154,20 +143,10 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _publish(disk: DiskStore, item: Node | Part, content_of: Callable[[], bytes]) -> int:
-    """Make the file of a block or part appear: a reader sees all of it or nothing."""
-    path = path_of(disk.folder, item)
-    if path.exists():
-        return path.stat().st_size
-    make_private(path.parent)
-    temporary = path.with_name(f".{item.key.hex()}.{os.getpid()}.tmp.safetensors")
-    try:
-        descriptor = os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content_of())
-        if disk.limits.fsync:
-            sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path.stat().st_size
+def _write(content_of: Callable[[], bytes], path: Path, *, fsync: bool) -> int:
+    """Write the file of a block or part; return its size in bytes."""
+    with new_file(path) as file:
+        n_bytes = file.write(content_of())
+    if fsync:
+        sync(path)
+    return n_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from ..match.keys import Root
 from ..match.tree import Node
@@ -42,11 +43,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A block or part whose file `write` makes, of at most `n_bytes`; it returns its size."""
+    """A block or part whose file `write` makes at a path, of at most `n_bytes`.
+
+    `write` returns the file's size in bytes.
+    """
 
     what: Node | Part
     n_bytes: int
-    write: Callable[[], int]
+    write: Callable[[Path], int]
 
 
 class Gone(Enum):

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..errors import StoreError
 from .disk import DiskStore
 from .files import block_path, key_of, read_block
+from .folder import own_files, remove
 from .index import Index, Session
 from .lock import StoreLock
 from .part_files import part_path, read_part
@@ -28,6 +29,8 @@ class Fault(str, Enum):
 
     CORRUPT = "corrupt"
     """A block's or part's file is not what its name, metadata or checksum promise."""
+    UNREADABLE = "unreadable"
+    """A block's or part's file cannot be read now, which says nothing about what it holds."""
     MISSING = "missing"
     """A block or part of the index has no file."""
     UNREACHABLE = "unreachable"
@@ -61,9 +64,9 @@ def find_problems(
         found.append(check(folder, index, key))
         progress(number + 1, len(keys) + len(parts))
     for name in ("blocks", "parts"):
-        for path in sorted((folder / name).glob("*/*")):
+        for path in sorted(own_files(folder, name)):
             found.append(_check_file(folder, index, path))
-    for path in sorted((folder / "sessions").glob("*")):
+    for path in sorted(own_files(folder, "sessions")):
         found.append(_check_session_file(index, path))
     for session in index.sessions():
         found.append(_check_session(folder, index, session.id))
@@ -90,7 +93,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
             elif problem.fault in (Fault.MISSING, Fault.UNREACHABLE):
                 disk.forget(bytes.fromhex(problem.subject))
             elif problem.fault is Fault.ORPHAN:
-                Path(problem.subject).unlink(missing_ok=True)
+                remove(disk.folder, Path(problem.subject))
         if any(problem.fault is Fault.MISMATCH for problem in now):
             rebuild_index(disk.folder)
         disk.sweep()
@@ -118,6 +121,8 @@ def _check_block(folder: Path, index: Index, key: bytes) -> Problem | None:
         return problem(Fault.MISSING, f"{path.name} is not there")
     except StoreError as error:
         return problem(Fault.CORRUPT, str(error))
+    except (OSError, MemoryError) as error:
+        return problem(Fault.UNREADABLE, f"{path.name}: {error}")
     if (node, root.key, size) != (known, root_key, n_bytes):
         return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
     if node.parent == root.key:
@@ -150,6 +155,8 @@ def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
         return problem(Fault.MISSING, f"{path.name} is not there")
     except StoreError as error:
         return problem(Fault.CORRUPT, str(error))
+    except (OSError, MemoryError) as error:
+        return problem(Fault.UNREADABLE, f"{path.name}: {error}")
     block = index.block(part.block)
     if block is not None and block[1] != root.key:
         return problem(Fault.CORRUPT, f"its block {part.block.hex()} belongs to another model")

@@ -10,7 +10,8 @@ import pytest
 
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Tier
-from mlx_lm_kvpersist.store.files import node_of, read_metadata
+from mlx_lm_kvpersist.store.files import node_of
+from mlx_lm_kvpersist.store.header import read_metadata
 from mlx_lm_kvpersist.testing import ServerProcess
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import Message, synthetic_text

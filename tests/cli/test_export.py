@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.store import session_file, session_transfer
+from mlx_lm_kvpersist.store import header, session_file, session_transfer
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
 from mlx_lm_kvpersist.store.files import checksum
 from mlx_lm_kvpersist.store.index import Leaf
@@ -353,10 +353,10 @@ def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
         metadata["checksum"] = checksum(arrays, metadata)
         mx.save_safetensors(str(scratch), arrays, metadata)
         with scratch.open("rb") as own:
-            parts.append(session_file.own_header(session_file.read_header(own).decode()))
+            parts.append(header.own_header(header.read_header(own).decode()))
             bodies.append(own.read())
-    header = session_file.file_header(about, blocks, parts)
-    exported.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(bodies))
+    whole = session_file.file_header(about, blocks, parts)
+    exported.write_bytes(len(whole).to_bytes(8, "little") + whole + b"".join(bodies))
 
 
 def made(part: Part, **changed: str) -> Made:

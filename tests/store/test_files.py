@@ -14,9 +14,10 @@ from mlx_lm_kvpersist.store.files import (
     checksum,
     node_of,
     read_block,
-    read_metadata,
     write_block,
 )
+from mlx_lm_kvpersist.store.header import read_metadata
+from mlx_lm_kvpersist.store.staging import Staging
 
 from .conftest import ROOT, arrays_of, chain
 
@@ -34,7 +35,7 @@ NODE = Node(
 def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
     mx.eval(arrays)
-    size = write_block(tmp_path, NODE, ROOT, arrays, fsync=True)
+    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=True)
     path = block_path(tmp_path, NODE.key)
     assert size == path.stat().st_size
     node, root, loaded = read_block(tmp_path, NODE.key)
@@ -49,7 +50,9 @@ def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        write_block(tmp_path / "store", NODE, ROOT, arrays_of(NODE), fsync=False)
+        write_block(
+            block_path(tmp_path / "store", NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False
+        )
     finally:
         os.umask(old)
     for path in (tmp_path / "store").rglob("*"):
@@ -58,26 +61,28 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_block_is_never_overwritten(tmp_path: Path) -> None:
-    write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
     path = block_path(tmp_path, NODE.key)
     before = path.read_bytes(), path.stat().st_ino
-    write_block(tmp_path, NODE, ROOT, {"other": mx.zeros(3)}, fsync=False)
+    with pytest.raises(FileExistsError):
+        write_block(path, NODE, ROOT, {"other": mx.zeros(3)}, fsync=False)
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def write(path: Path) -> int:
+        write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no space"):
-        write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    with pytest.raises(OSError, match="no space"), Staging(tmp_path) as staging:
+        staging.announce(100)
+        staging.write(NODE.key, write)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     arrays = arrays_of(NODE)
-    write_block(tmp_path, NODE, ROOT, arrays, fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=False)
     path = block_path(tmp_path, NODE.key)
     content = path.read_bytes()
     for position in range(0, len(content), max(1, len(content) // 200)):
@@ -95,7 +100,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_missing", [1, 100, 400, None])
 def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> None:
-    size = write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
     os.truncate(block_path(tmp_path, NODE.key), 0 if n_missing is None else size - n_missing)
     with pytest.raises(BlockCorrupt):
         read_block(tmp_path, NODE.key)
@@ -103,7 +108,7 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> N
 
 def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
     other = chain([9, 9])[0]
-    write_block(tmp_path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
     path = block_path(tmp_path, other.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     block_path(tmp_path, NODE.key).rename(path)

@@ -10,11 +10,11 @@ import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
 from mlx_lm_kvpersist.match.keys import Root
-from mlx_lm_kvpersist.store.files import FORMAT, checksum, read_metadata
+from mlx_lm_kvpersist.store.files import FORMAT, checksum, file_bytes
+from mlx_lm_kvpersist.store.header import read_metadata
 from mlx_lm_kvpersist.store.part import Part
 from mlx_lm_kvpersist.store.part_files import (
     metadata_of_part,
-    part_file_bytes,
     part_of,
     part_path,
     read_part,
@@ -27,7 +27,7 @@ PART = state(chain([1, 2, 3])[0])
 
 
 def write(folder: Path, part: Part = PART, root: Root = ROOT) -> Path:
-    write_part(folder, part, root, arrays_of_part(part), fsync=False)
+    write_part(part_path(folder, part.key), part, root, arrays_of_part(part), fsync=False)
     return part_path(folder, part.key)
 
 
@@ -44,7 +44,7 @@ def test_a_key_covers_block_kind_and_tokens() -> None:
 
 def test_reads_what_was_written(tmp_path: Path) -> None:
     arrays = arrays_of_part(PART)
-    size = write_part(tmp_path, PART, ROOT, arrays, fsync=True)
+    size = write_part(part_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=True)
     path = part_path(tmp_path, PART.key)
     assert path == tmp_path / "parts" / PART.key.hex()[:2] / f"{PART.key.hex()}.safetensors"
     assert size == path.stat().st_size
@@ -61,7 +61,8 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
 def test_a_part_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = path.read_bytes(), path.stat().st_ino
-    write_part(tmp_path, PART, ROOT, {"other": mx.zeros(3)}, fsync=False)
+    with pytest.raises(FileExistsError):
+        write_part(path, PART, ROOT, {"other": mx.zeros(3)}, fsync=False)
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
@@ -74,7 +75,7 @@ def test_states_come_in_any_form(tmp_path: Path) -> None:
         "scalar": mx.array(7, mx.int64),
     }
     mx.eval(arrays)
-    write_part(tmp_path, PART, ROOT, arrays, fsync=False)
+    write_part(part_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=False)
     _, _, loaded = read_part(tmp_path, PART.key)
     for name, array in arrays.items():
         assert loaded[name].shape == array.shape and mx.array_equal(loaded[name], array), name
@@ -88,8 +89,8 @@ def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
     names = [f"{'layer' * 10}.{n}" for n in range(n_arrays)]
     arrays = {name: mx.zeros((1, 2, 3, 4, 5)) for name in names}
     mx.eval(arrays)
-    size = write_part(tmp_path, PART, root, arrays, fsync=False)
-    assert size <= part_file_bytes(PART, root, arrays)
+    size = write_part(part_path(tmp_path, PART.key), PART, root, arrays, fsync=False)
+    assert size <= file_bytes(metadata_of_part(PART, root), arrays)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:

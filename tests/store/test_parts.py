@@ -615,7 +615,7 @@ def test_a_part_of_another_model(store: BlockStore) -> None:
     store.pool.clear()
     part_path(store.folder, part.key).unlink()
     other = Root("another", ROOT.precision)
-    write_part(store.folder, part, other, arrays_of_part(part), fsync=False)
+    write_part(part_path(store.folder, part.key), part, other, arrays_of_part(part), fsync=False)
     assert store.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()

@@ -160,7 +160,13 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
     store.close()
     part_path(store.folder, lost.key).unlink()
     (elsewhere,) = chain([9])
-    write_part(store.folder, state(elsewhere), ROOT, arrays_of_part(kept), fsync=False)
+    write_part(
+        part_path(store.folder, state(elsewhere).key),
+        state(elsewhere),
+        ROOT,
+        arrays_of_part(kept),
+        fsync=False,
+    )
     path = part_path(store.folder, kept.key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
@@ -184,10 +190,18 @@ def test_parts_outlive_the_index(store: BlockStore) -> None:
     for path in store.folder.glob("index.sqlite*"):
         path.unlink()
     (elsewhere,) = chain([9])
-    write_part(store.folder, state(elsewhere), ROOT, arrays_of_part(parts[0]), fsync=False)
+    write_part(
+        part_path(store.folder, state(elsewhere).key),
+        state(elsewhere),
+        ROOT,
+        arrays_of_part(parts[0]),
+        fsync=False,
+    )
     other = Root("another", ROOT.precision)
     foreign = window(nodes[1])
-    write_part(store.folder, foreign, other, arrays_of_part(foreign), fsync=False)
+    write_part(
+        part_path(store.folder, foreign.key), foreign, other, arrays_of_part(foreign), fsync=False
+    )
     bad = part_path(store.folder, state(nodes[0]).key)
     bad.parent.mkdir(exist_ok=True)
     bad.write_bytes(part_path(store.folder, parts[0].key).read_bytes())

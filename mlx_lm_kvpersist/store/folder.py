@@ -1,0 +1,218 @@
+"""The folder of a store, and the only module that moves or removes files.
+
+A file is the store's own if its name has exactly a form that the store makes, if it is a regular
+file, and if no link leads to it from the store's folder. Nothing else is moved, removed or counted,
+whatever folder the store is given. The folder itself may be reached through a link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import StoreError
+
+__all__ = [
+    "INDEX_FILES",
+    "MARKER",
+    "check_store",
+    "make_private",
+    "move",
+    "new_file",
+    "own_bytes",
+    "own_files",
+    "remove",
+    "sync",
+    "take_into_use",
+    "whole_file",
+]
+
+logger = logging.getLogger(__name__)
+
+MARKER = "kvpersist-store"
+"""A file that says: this folder is a store. Its content is for people."""
+INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
+_FOLDERS = ("blocks", "parts", "sessions", "quarantine", "writing")
+_FORMS = re.compile(
+    r"(?:blocks|parts)/([0-9a-f]{2})/(?:\1[0-9a-f]{30}|\.\1[0-9a-f]{30}\.\d+\.tmp)\.safetensors"
+    r"|sessions/[0-9a-f]{8}\.(?:json|[0-9a-f]+\.tmp)"
+    r"|quarantine/[0-9a-f]{32}-\d+\.(?:safetensors|json)"
+    r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
+    r"|writing/[0-9a-f]{8}(?:\.lock|-[0-9a-f]{32}\.safetensors)"
+    r"|index\.sqlite(?:-wal|-shm)?"
+)
+_LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotlight-V100"} | {
+    ".TemporaryItems",
+    "lost+found",
+}
+"""What an operating system puts into every folder or volume: a folder with these is empty."""
+_SQLITE = b"SQLite format 3\0"
+_APPLICATION_ID = b"kvp"
+"""The first bytes of what `index_file` writes at byte 68 of an SQLite file."""
+
+
+def take_into_use(folder: Path) -> None:
+    """Make a store's folder where there is none, or check that it is one, and mark it.
+
+    Raises StoreError, before anything is touched, where it holds something else.
+    """
+    make_private(folder)
+    if set(os.listdir(folder)) - _LEFT_BY_SYSTEMS:
+        check_store(folder)
+    try:
+        with new_file(folder / MARKER) as file:
+            file.write(
+                b"This folder is a store of mlx-lm-kvpersist, which removes its own files.\n"
+            )
+    except FileExistsError:
+        pass
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        logger.warning("others may look into the store %s (mode %o): chmod 700 it", folder, mode)
+
+
+def check_store(folder: Path) -> None:
+    """Raise StoreError unless a folder is a store's: marked, or with an index of a store's."""
+    for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
+        if (folder / name).is_symlink():
+            raise StoreError(
+                f"{folder / name} is a link, and a store follows none; put there what it leads to"
+            )
+    if not ((folder / MARKER).is_file() or any(map(_is_index, folder.glob("index.sqlite*")))):
+        raise StoreError(
+            f"{folder} holds no store; choose a store or an empty folder with --kvpersist-dir, or, "
+            f"if this is a store that lost its index, make an empty file {MARKER} in it"
+        )
+
+
+def _is_index(path: Path) -> bool:
+    """Say whether an SQLite file, or its log, is of a store's index. Nothing is opened as one."""
+    if path.name not in INDEX_FILES or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        content = file.read(1 << 20)
+    pages = (match.start() for match in re.finditer(_SQLITE, content))
+    return any(content[page + 68 : page + 71] == _APPLICATION_ID for page in pages)
+
+
+def own_files(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the store's own files in one of its folders, in no order.
+
+    Raises OSError where a folder that is there cannot be read: no file may seem to be missing.
+    """
+    try:
+        entries = list(os.scandir(folder / name))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if "/" not in name and re.fullmatch("[0-9a-f]{2}", entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                yield from own_files(folder, f"{name}/{entry.name}")
+        elif _is_own(folder, path := Path(entry.path)):
+            yield path
+
+
+def own_bytes(folder: Path, *names: str) -> int:
+    """Return the size of the store's own files in some of its folders, or of these files."""
+    total = 0
+    for name in names:
+        paths = own_files(folder, name) if name in _FOLDERS else iter([folder / name])
+        for path in paths:
+            try:
+                total += path.lstat().st_size
+            except FileNotFoundError:  # removed since
+                continue
+    return total
+
+
+def remove(folder: Path, path: Path) -> bool:
+    """Remove a file of the store's own; say whether it was one, and there."""
+    if not _is_own(folder, path):
+        return False
+    path.unlink(missing_ok=True)
+    return True
+
+
+def move(folder: Path, source: Path, target: Path) -> None:
+    """Move a file of the store's own to where it may stand, in place of what is there.
+
+    Raises FileNotFoundError where it is not there, and StoreError where either is not the store's.
+    """
+    if not _is_own(folder, source):
+        source.lstat()
+        raise StoreError(f"{source} is no file of the store's; move it away")
+    make_private(target.parent)
+    if not _may_stand(folder, target) or (target.exists() and not _is_own(folder, target)):
+        raise StoreError(f"{target} is no file of the store's; move it away")
+    os.replace(source, target)
+
+
+def _is_own(folder: Path, path: Path) -> bool:
+    try:
+        return _may_stand(folder, path) and stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _may_stand(folder: Path, path: Path) -> bool:
+    """Say whether a path has the form of a store's file, and leads through no link."""
+    relative = path.relative_to(folder) if path.is_relative_to(folder) else Path()
+    if not _FORMS.fullmatch(relative.as_posix()):
+        return False
+    return not any((folder / parent).is_symlink() for parent in list(relative.parents)[:-1])
+
+
+# Making files.
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder and its missing parents; what is new is for its owner alone."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+        path.chmod(0o700)
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Make a file and its folder, for their owner alone; raises FileExistsError if it is there."""
+    make_private(path.parent)
+    return _created(path)
+
+
+def _created(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b")
+
+
+@contextmanager
+def whole_file(path: Path, *, fsync: bool) -> Iterator[BinaryIO]:
+    """Open a file that appears at `path` when all of it has been written; else nothing is left."""
+    temporary = path.with_name(f"{path.stem[:100]}.{uuid.uuid4().hex[:8]}.tmp")
+    with _created(temporary) as file:
+        try:
+            yield file
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,461 @@
+"""The store harms no file that is not its own, whatever folder it is given."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+
+from mlx_lm_kvpersist import config
+from mlx_lm_kvpersist.cache.calibration import _keep
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.errors import ConfigError, StoreError
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.part_files import part_path
+from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
+from tests.test_config import options, parsed
+
+from .conftest import ROOT, chain, save_turn, state
+
+PACKAGE = Path(__file__).parents[2] / "mlx_lm_kvpersist"
+FOREIGN = (
+    "notes.txt",
+    "sessions/diary.json",
+    "sessions/00c0ffee.json.bak",
+    "sessions/deep/00c0ffee.json",
+    "blocks/photo.jpg",
+    "blocks/ab/photo.jpg",
+    "blocks/ab/thesis.safetensors",
+    f"blocks/ab/{'cd' * 16}.safetensors",
+    f"blocks/ab/{'ab' * 16}.safetensors.old",
+    f"blocks/zz/{'ab' * 16}.safetensors",
+    "parts/cd/weights.safetensors",
+    f"parts/cd/deep/{'cd' * 16}.safetensors",
+    "quarantine/evidence.json",
+    "quarantine/old.safetensors",
+    "writing/novel.txt",
+    "index.sqlite.bak",
+)
+
+
+def fill(folder: Path, names: tuple[str, ...] = FOREIGN) -> dict[Path, bytes]:
+    """Put files of somebody else's into a folder; return them with their content."""
+    files = {folder / name: os.urandom(50_000) for name in names}
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return files
+
+
+def check_untouched(files: dict[Path, bytes]) -> None:
+    for path, content in files.items():
+        assert path.is_file() and path.read_bytes() == content, path
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return inode and size of all that a folder holds."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_size)
+        for path in folder.rglob("*")
+        if not path.is_dir()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store of two sessions with parts, closed."""
+    store = BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))
+    for number in (1, 2):
+        nodes = chain([9], [number])
+        save_turn(store, nodes, f"s{number}", [state(nodes[1])])
+    store.close()
+    return tmp_path / "store"
+
+
+def command(*argv: str | Path) -> int:
+    return cli.main(list(map(str, argv)))
+
+
+# A folder of somebody else's.
+
+
+@pytest.mark.parametrize("names", [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",)], ids=len)
+def test_a1_a_folder_of_somebody_elses_is_refused_untouched(
+    tmp_path: Path, limits: StoreLimits, names: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "home"
+    files = fill(folder, names)
+    before = everything(folder)
+    with pytest.raises(StoreError, match="holds no store") as refused:
+        BlockStore(folder, limits)
+    assert "\n" not in str(refused.value)
+    assert everything(folder) == before
+    check_untouched(files)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("sessions", "list"),
+        ("store", "stats"),
+        ("store", "verify"),
+        ("store", "verify", "--fix"),
+        ("store", "rebuild"),
+        ("store", "gc", "--kvpersist-disk", "0"),
+    ],
+    ids=" ".join,
+)
+def test_a1_every_command_refuses_a_folder_of_somebody_elses(
+    tmp_path: Path, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "home")
+    before = everything(tmp_path / "home")
+    assert command(*argv, "--kvpersist-dir", tmp_path / "home") == 1
+    said = capsys.readouterr().err
+    assert "holds no store" in said and said.count("\n") == 1
+    assert everything(tmp_path / "home") == before
+
+
+def test_a1_import_refuses_a_folder_of_somebody_elses(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported = tmp_path / "exported"
+    assert command("sessions", "export", "--kvpersist-dir", folder, "s1", exported) == 0
+    fill(tmp_path / "home")
+    before = everything(tmp_path / "home")
+    at = ("--kvpersist-dir", tmp_path / "home")
+    for create in ((), ("--create",)):
+        assert command("sessions", "import", *at, exported, *create) == 1
+        assert "holds no store" in capsys.readouterr().err
+    assert everything(tmp_path / "home") == before
+
+
+def test_a1_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
+    """Their index.sqlite may have blocks, even in WAL mode."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    db = sqlite3.connect(folder / "index.sqlite")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("CREATE TABLE blocks (key BLOB PRIMARY KEY)")
+    db.commit()
+    before = everything(folder)
+    with pytest.raises(StoreError, match="holds no store"):
+        BlockStore(folder, limits)
+    assert everything(folder) == before
+    db.close()
+
+
+# An empty name.
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a1_an_empty_name_is_refused_by_server_and_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    files = fill(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runs: list[Callable[[], Any]] = [lambda: options().parse_args(["--kvpersist-dir", name])]
+    commands = (
+        *("sessions list", "sessions show x", "sessions rm x", "sessions pin x"),
+        *("sessions unpin x", "sessions export x f", "sessions import f", "store stats"),
+        *("sessions import f --create", "store verify --fix", "store rebuild", "store gc"),
+    )
+    for argv in commands:
+        runs.append(partial(command, *argv.split(), "--kvpersist-dir", name))
+    for run in runs:
+        with pytest.raises(SystemExit) as refused:
+            run()
+        assert refused.value.code == 2
+        assert "names no folder" in capsys.readouterr().err
+    check_untouched(files)
+
+
+@pytest.mark.parametrize(("name", "value"), [("XDG_CACHE_HOME", "cache"), ("HOME", "")])
+def test_a1_the_environment_names_no_folder_of_the_current_one(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    if name == "HOME":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        assert config.default_folder().is_absolute()
+    else:
+        monkeypatch.setattr(platformdirs, "user_cache_dir", lambda app: f"cache/{app}")
+        with pytest.raises(ConfigError, match="no absolute path"):
+            config.from_args(parsed())
+    assert not list(tmp_path.iterdir())
+
+
+# Foreign files in a store.
+
+
+def evict_everything(folder: Path) -> None:
+    command("store", "gc", "--kvpersist-disk", "0", "--kvpersist-dir", folder)
+
+
+def verify_and_fix(folder: Path) -> None:
+    disk = DiskStore(folder, StoreLimits(0, 1 << 40))
+    one = next(iter(disk.index.keys()))
+    block_path(folder, one).write_bytes(b"damaged")
+    block_path(folder, sorted(disk.index.keys())[-1]).unlink()
+    problems = find_problems(folder, disk.index)
+    assert problems
+    fix_problems(disk, problems)
+    assert not find_problems(folder, disk.index)
+    disk.close()
+
+
+def rebuild(folder: Path) -> None:
+    assert command("store", "rebuild", "--kvpersist-dir", folder) == 0
+
+
+def rebuild_without_index(folder: Path) -> None:
+    for path in folder.glob("index.sqlite*"):
+        if path.suffix != ".bak":
+            path.unlink()
+    BlockStore(folder, StoreLimits(0, 1 << 40)).close()
+
+
+def open_and_sweep(folder: Path) -> None:
+    disk = DiskStore(folder, StoreLimits(0, 1 << 40))
+    block_path(folder, next(iter(disk.index.keys()))).unlink()
+    assert disk.sweep() > 0
+    disk.close()
+
+
+def import_a_session(folder: Path) -> None:
+    exported = folder.parent / "exported"
+    at = ("--kvpersist-dir", folder)
+    assert command("sessions", "export", *at, "s1", exported) == 0
+    assert command("sessions", "rm", *at, "s1") == 0
+    room = ("--kvpersist-min-free", "0")
+    assert command("sessions", "import", *at, exported, *room) == 0
+
+
+WORK = [
+    open_and_sweep,
+    evict_everything,
+    verify_and_fix,
+    rebuild,
+    rebuild_without_index,
+    import_a_session,
+]
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+def test_a1_foreign_files_in_a_store_stay(folder: Path, work: Callable[[Path], None]) -> None:
+    files = fill(folder)
+    work(folder)
+    check_untouched(files)
+
+
+def test_a1_foreign_files_are_not_counted(folder: Path) -> None:
+    disk = DiskStore(folder, StoreLimits(0, 1 << 40))
+    used = disk.used_bytes()
+    fill(folder)
+    assert disk.used_bytes() == used
+    disk.close()
+
+
+# Links.
+
+
+@pytest.mark.parametrize("name", ["blocks", "parts", "sessions", "quarantine", "index.sqlite"])
+def test_a1_a_link_in_place_of_a_folder_or_the_index_is_refused(
+    folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "quarantine").mkdir(exist_ok=True)
+    elsewhere = tmp_path / "elsewhere"
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to(elsewhere)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match="is a link"):
+        DiskStore(folder, StoreLimits(0, 1 << 20))
+    for argv in (("store", "verify", "--fix"), ("store", "gc"), ("store", "rebuild")):
+        assert command(*argv, "--kvpersist-dir", folder) == 1
+        assert "is a link" in capsys.readouterr().err
+    check_untouched(files)
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
+def test_a1_links_inside_are_not_followed(
+    folder: Path, tmp_path: Path, work: Callable[[Path], None]
+) -> None:
+    """Links to folders and files outside, by names of the store's own form."""
+    outside: dict[Path, bytes] = {}
+    for number, name in enumerate(("blocks", "parts")):
+        there = tmp_path / f"outside{number}"
+        outside |= fill(there, (f"{'00' * 16}.safetensors", f".{'00' * 16}.7.tmp.safetensors"))
+        (folder / name / "00").symlink_to(there)
+        one = fill(tmp_path, (f"file{number}",))
+        outside |= one
+        (folder / name / "01").mkdir()
+        (folder / name / "01" / f"{'01' * 16}.safetensors").symlink_to(next(iter(one)))
+    outside |= fill(tmp_path, ("a session",))
+    (folder / "sessions" / "00c0ffee.json").symlink_to(tmp_path / "a session")
+    used = DiskStore(folder, StoreLimits(0, 1 << 40)).used_bytes()
+    assert used < 50_000 + sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
+    work(folder)
+    check_untouched(outside)
+    assert (folder / "blocks" / "00").is_symlink()
+    assert (folder / "blocks" / "01" / f"{'01' * 16}.safetensors").is_symlink()
+    assert (folder / "sessions" / "00c0ffee.json").is_symlink()
+
+
+def test_a1_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    key = chain([9])[0].key
+    block_path(folder, key).rename(secret)
+    block_path(folder, key).symlink_to(secret)
+    content = secret.read_bytes()
+    verify_with_fix = ("store", "verify", "--fix", "--kvpersist-dir", folder)
+    assert command(*verify_with_fix) == 0
+    assert block_path(folder, key).is_symlink() and secret.read_bytes() == content
+    disk = DiskStore(folder, StoreLimits(0, 1 << 40))
+    assert key not in disk.index
+    disk.close()
+
+
+def test_a1_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    store = BlockStore(link, StoreLimits(4 << 20, 4 << 20))
+    nodes = chain([9], [3])
+    save_turn(store, nodes, "s3")
+    assert store.index.n_blocks() == 4 and store.counters.turns_saved == 1
+    store.disk.quarantine(nodes[1].key, "a test")
+    assert store.disk.sweep() == 0 and store.index.n_blocks() == 3
+    assert len(list((folder / "quarantine").iterdir())) == 2
+    store.close()
+
+
+# Marker.
+
+
+def test_a1_a_store_without_a_marker_is_adopted_whole(folder: Path) -> None:
+    (folder / "kvpersist-store").unlink()
+    before = everything(folder)
+    store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
+    store.drain()
+    assert store.index.n_blocks() == 3 and store.index.n_parts() == 2
+    store.close()
+    after = everything(folder)
+    assert "kvpersist-store" in after
+    assert {name for name in before if name.startswith(("blocks", "parts", "sess"))} <= set(after)
+
+
+def test_a1_a_store_whose_index_is_only_in_its_log_is_adopted(folder: Path) -> None:
+    """What a young store looks like after kill -9."""
+    store = DiskStore(folder.parent / "young", StoreLimits(0, 1 << 40))
+    young = folder.parent / "killed"
+    young.mkdir(mode=0o700)
+    for path in store.folder.glob("index.sqlite*"):
+        (young / path.name).write_bytes(path.read_bytes())
+    store.close()
+    DiskStore(young, StoreLimits(0, 1 << 40)).close()
+
+
+def test_a1_an_empty_folder_is_taken(tmp_path: Path, limits: StoreLimits) -> None:
+    for name in (".DS_Store", "lost+found"):
+        (tmp_path / name).touch()
+    BlockStore(tmp_path, limits).close()
+    assert (tmp_path / "kvpersist-store").read_text().startswith("This folder is a store")
+
+
+# One module.
+
+REMOVERS = {"unlink", "rename", "renames", "rmdir", "rmtree", "removedirs", "move", "truncate"}
+
+
+def removals(path: Path) -> Iterator[str]:
+    """Yield the calls of a module that remove, move or replace files."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil"):
+            yield from (name.name for name in node.names)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, node.func.value
+        of_os = isinstance(owner, ast.Name) and owner.id in ("os", "shutil")
+        by_path = name == "replace" and len(node.args) == 1 and not node.keywords
+        if name in REMOVERS or by_path or (of_os and name in ("replace", "remove")):
+            yield f"{path.name}:{node.lineno} {ast.unparse(node.func)}"
+
+
+def test_a1_one_module_removes_and_moves_files() -> None:
+    found = {path.name: list(removals(path)) for path in (PACKAGE / "store").glob("*.py")}
+    assert len(found.pop("folder.py")) == 4
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+# Pipes and devices.
+
+
+def test_a16_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
+    node = chain([9])[0]
+    for path in (block_path(folder, node.key), part_path(folder, state(chain([9], [1])[1]).key)):
+        path.unlink()
+        os.mkfifo(path)
+    store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
+    store.drain()
+    assert store.load(node, ROOT) is None
+    store.drain()
+    assert node not in store.children(node.parent)
+    store.close()
+
+
+def test_a16_import_of_a_pipe_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        assert command("sessions", "import", "--kvpersist-dir", folder, path) == 1
+        assert "no regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("claimed", [10 << 30, (1 << 64) - 1, 50_000])
+def test_a16_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -> None:
+    key = chain([9])[0].key
+    path = block_path(folder, key)
+    path.write_bytes(claimed.to_bytes(8, "little") + path.read_bytes()[8:50_000])
+    store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
+    store.drain()
+    assert store.load(chain([9])[0], ROOT) is None
+    assert store.counters.blocks_quarantined == 1
+    store.close()
+
+
+def test_a16_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    DiskStore(folder, StoreLimits(0, 1 << 40)).close()
+    assert not caplog.records
+    folder.chmod(0o755)
+    DiskStore(folder, StoreLimits(0, 1 << 40)).close()
+    assert [r.getMessage() for r in caplog.records if "chmod 700" in r.getMessage()] == [
+        f"others may look into the store {folder} (mode 755): chmod 700 it"
+    ]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_a16_what_attention_takes_is_for_the_owner_alone(tmp_path: Path) -> None:
+
+    old = os.umask(0o022)
+    try:
+        _keep(tmp_path / "attention.json", {})
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "attention.json").stat().st_mode) == 0o600
