@@ -50,6 +50,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._reasoning: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
 
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            logger.debug("a client went away")  # socketserver would print a traceback
+
     def parse_request(self) -> bool:
         self._begin_request()
         parsed: bool = super().parse_request()
@@ -86,10 +92,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
-        except ConnectionError:
-            logger.info("a client went away before its reply ended")
-        except TimeoutError:
-            raise  # http.server logs it, and closes the connection
+        except (ConnectionError, TimeoutError):
+            raise
         except (RecursionError, UnicodeDecodeError) as error:
             # Stock catches only json's own error while it reads a body.
             self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))

@@ -1,0 +1,133 @@
+"""The HTTP side of a real server: what it lists, and clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import StartServer, wait_until
+
+USER = [{"role": "user", "content": "Hello?"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("http")
+    start = StartServer(folder)
+    try:
+        yield start.with_plugin(tiny_model, env={"HF_HUB_CACHE": str(folder / "no-such-cache")})
+    finally:
+        start.close()
+
+
+def test_c8_the_loaded_model_is_listed_where_nothing_was_downloaded(
+    server: ServerProcess, tiny_model: Path
+) -> None:
+    for path in ("/v1/models", f"/v1/models/{tiny_model}"):
+        status, _, body = server.request("GET", path)
+        assert status == 200
+        assert [model["id"] for model in json.loads(body)["data"]] == [str(tiny_model.resolve())]
+
+
+@pytest.mark.parametrize(
+    ("path", "asks", "kind"),
+    [
+        (CHAT, {"messages": USER}, "chat.completion.chunk"),
+        ("/v1/completions", {"prompt": "Hello?"}, "text_completion"),
+    ],
+)
+def test_c8_every_chunk_of_a_stream_has_one_type(
+    server: ServerProcess, path: str, asks: dict[str, object], kind: str
+) -> None:
+    body = {**asks, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = [json.loads(data) for _, data in server.events(path, body) if data != "[DONE]"]
+    assert {chunk["object"] for chunk in chunks} == {kind}
+    assert "usage" in chunks[-1]
+
+
+def n_open(server: ServerProcess) -> tuple[int, int]:
+    """Return how many descriptors and threads the server's process has."""
+    process = Path("/proc") / str(server.pid)
+    return len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
+
+
+def send(server: ServerProcess, sent: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port or 0), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def post(body: bytes, length: int | None = None) -> bytes:
+    n = len(body) if length is None else length
+    return b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), n, body)
+
+
+def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess) -> None:
+    paths = ("/health", "/v1/kvpersist/stats", "/v1/kvpersist/requests", "/v1/models", "/nothing")
+    streamed = json.dumps({"messages": USER, "max_tokens": 50, "stream": True}).encode()
+
+    def poll(n: int) -> None:
+        server.request("GET", paths[n % len(paths)])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(poll, range(20)))
+    server.chat(USER, max_tokens=2)
+    before = n_open(server)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(poll, range(300)))
+    half_sent = (
+        b"",
+        b"GET /health",
+        b"GET /health HTTP/1.1\r\nX-A: b",
+        post(b'{"messages"', 1000),
+        post(streamed),
+        post(b"{}"),
+        post(b"\xff\xfe"),
+        b"GET /health HTTP/1.1\r\n" + b"X-A: %s\r\n" % (b"b" * 100_000),
+        b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 1000 + b"\r\n",
+        b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * 100_000),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"POST /v1/kvpersist/stats HTTP/1.1\r\n\r\n",
+    )
+    for n in range(120):
+        try:
+            connection = send(server, half_sent[n % len(half_sent)])
+        except ConnectionError:
+            continue  # the server has seen enough of an oversized header
+        if n % 3 == 0:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+    wait_until(lambda: n_open(server)[0] <= before[0], f"{before} descriptors again", 30)
+    wait_until(lambda: n_open(server)[1] <= before[1], f"{before} threads again", 30)
+    assert server.chat(USER, max_tokens=2).completion_tokens > 0
+    assert "Traceback" not in server.log
+
+
+def test_a_client_that_sends_nothing_is_disconnected(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "impatient.py"
+    launcher.write_text(
+        "import sys\n"
+        "from mlx_lm_kvpersist.host import http_server\n"
+        "http_server.PluginAPIHandler.timeout = 1.0\n"
+        "from mlx_lm_kvpersist._startup import serve\n"
+        "serve(sys.argv[1:])\n",
+        encoding="utf-8",
+    )
+    impatient = start_server.with_plugin(tiny_model, launcher=(str(launcher),))
+    for sent in (b"", b"GET /hea", post(b'{"messages"', 1000)):
+        start = time.monotonic()
+        with send(impatient, sent) as connection:
+            assert connection.recv(1) == b""
+        assert time.monotonic() - start < 20
+    assert impatient.chat(USER, max_tokens=2).completion_tokens > 0
