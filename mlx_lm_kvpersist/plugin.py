@@ -312,6 +312,9 @@ class KVPersistPlugin:
             n_computed = len(tokens) - sequence.n_reused
             self._policy.costs.learn_prefill(n_computed, time.perf_counter() - sequence.entered_s)
             sequence.entered_s = None
+        assert self._config is not None
+        if self._config.isolate_sessions and sequence.request.session is None:
+            return  # no other request could find it
         try:
             insert(sequence, tokens, prompt_cache, cache_type, self._store, self._loaded)
         except Exception:

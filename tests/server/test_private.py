@@ -26,6 +26,11 @@ def newest(server: ServerProcess) -> dict[str, Any]:
     return records[0]
 
 
+def stored_bytes(store: Path) -> int:
+    """Return the size of all block files."""
+    return sum(path.stat().st_size for path in (store / "blocks").rglob("*.safetensors"))
+
+
 def test_a3_the_shown_namespace_of_another_key_opens_nothing(
     start_server: StartServer, tiny_model: Path
 ) -> None:
@@ -53,10 +58,14 @@ def test_a13_anonymous_requests_share_nothing_with_isolation(
     talk = [SYSTEM, {"role": "user", "content": "Who else asks?"}]
     named = server.chat(talk, "named", max_tokens=5)
     wait_for_commit(start_server.store, "named", n_total(named))
+    size = stored_bytes(start_server.store)
     for _ in range(3):
         assert server.chat(talk, max_tokens=5).cached_tokens == 0
+    # What nobody could find is not written.
     assert server.chat(talk, "named", max_tokens=5).cached_tokens == named.prompt_tokens - 1
     assert server.chat(talk, "other", max_tokens=5).cached_tokens == 0
+    server.terminate()
+    assert stored_bytes(start_server.store) < 3 * size
 
 
 def test_a14_names_are_short_and_safe_in_the_log(
