@@ -15,6 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match import tree
+from mlx_lm_kvpersist.match.keys import block_key
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request import insert as insert_module
 from mlx_lm_kvpersist.request.costs import MIN_TOKENS
 from mlx_lm_kvpersist.request.insert import REPLY, insert
 from mlx_lm_kvpersist.request.model import LoadedModel
@@ -284,6 +288,38 @@ def test_c4_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Convers
     other = [*ids[:6], *(i + 1 if i < 400 else i - 1 for i in ids[6:250])]
     outcome = talk.ask(other)[2]
     assert (outcome.n_reused, outcome.reason) == (0, Reason.NOTHING_ALIKE)
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sampled_turn(talk.loaded, 12 * 256)
+    talk.remember(ids, n_prompt=11 * 256)
+    decoded, hashed = [0], [0]
+
+    def counting(method: Any) -> Any:
+        def counted(self: TokenText, ids: Any, *more: Any) -> Any:
+            taken = list(ids)
+            decoded[0] += len(taken)
+            return method(self, taken, *more)
+
+        return counted
+
+    for name in ("decode", "feed", "ends", "n_bytes_ends"):
+        monkeypatch.setattr(TokenText, name, counting(getattr(TokenText, name)))
+
+    def counted_key(parent: bytes, packed: bytes) -> bytes:
+        hashed[0] += 1
+        return block_key(parent, packed)
+
+    for module in (insert_module, tree):
+        monkeypatch.setattr(module, "block_key", counted_key)
+    new = sampled_turn(talk.loaded, 80)
+    talk.remember([*ids, *new], n_prompt=len(ids) + 40)
+    # The last two blocks besides: where the match ends, and where the next turn begins.
+    assert decoded[0] <= len(ids) + 40 + 4 * 256, decoded
+    assert hashed[0] <= 12 + 4, hashed
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
