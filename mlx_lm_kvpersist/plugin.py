@@ -33,13 +33,12 @@ from .match.keys import Root
 from .match.text import TokenText
 from .request.costs import ReusePolicy
 from .request.history import History, RequestRecord
-from .request.insert import insert, remember_reply
+from .request.insert import insert
 from .request.lookup import Lookup, Reuse
 from .request.model import LoadedModel
 from .request.outcome import Kind, Outcome, Reason
-from .request.replies import read_conversation, respell
+from .request.replies import remember, respell
 from .request.round_trip import check_round_trip
-from .request.segments import with_text
 from .request.state import RequestState, Sequence
 from .store.block_store import BlockStore
 
@@ -52,7 +51,6 @@ class KVPersistPlugin:
     def __init__(self) -> None:
         self._config: config.Config | None = None
         self._refusal = ""
-        self._template_args: dict[str, Any] = {}
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
         self._model_ref: Callable[[], Any] = lambda: None
@@ -69,7 +67,6 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
-        self._template_args = getattr(args, "chat_template_args", {})
         self._store = BlockStore(self._config.folder, self._config.limits)
         logger.info(
             "kvpersist: %d blocks in %s (%.2f of %.2f GB)",
@@ -198,19 +195,6 @@ class KVPersistPlugin:
         if self._store is not None:
             self._store.set_gentle(serving)
 
-    @hookimpl
-    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
-        state, loaded, store = RequestState.of(request), self._loaded, self._store
-        if loaded is None or store is None or request.request_type != "chat":
-            return
-        state.root = self._root(state, loaded)
-        try:
-            state.conversation, state.known_replies = read_conversation(
-                request.messages, state.root, store
-            )
-        except Exception:
-            logger.exception("kvpersist: replies could not be looked up")
-
     def _root(self, state: RequestState, loaded: LoadedModel) -> Root:
         assert self._config is not None
         session = (state.session or "") if self._config.isolate_sessions else ""
@@ -223,24 +207,23 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None:
             return None
         state = RequestState.of(request)
-        state.lookup = self._look_up(request, args, prompt, self._loaded, self._store)
+        state.lookup = self._look_up(request, prompt, self._loaded, self._store)
         return state.lookup.is_fetched if state.lookup.prefetch() else None
 
     def _look_up(
-        self, request: Any, args: Any, prompt: Prompt, loaded: LoadedModel, store: BlockStore
+        self, request: Any, prompt: Prompt, loaded: LoadedModel, store: BlockStore
     ) -> Lookup:
         state = RequestState.of(request)
-        state.root = self._root(state, loaded)
-        spelled = self._respelled(state, prompt, request, args, loaded)
+        state.root, state.messages = self._root(state, loaded), request.messages or []
         return Lookup(
-            spelled,
+            respell(prompt, state.messages, state.root, store, loaded),
             state.root,
             store,
             loaded,
             self._policy,
             rendered=prompt,
             session=state.session,
-            messages=request.messages,
+            messages=state.messages,
         )
 
     @hookimpl
@@ -254,7 +237,7 @@ class KVPersistPlugin:
             return None
         try:
             if lookup is None or lookup.rendered is not prompt or lookup.model is not loaded:
-                lookup = self._look_up(request, args, prompt, loaded, store)
+                lookup = self._look_up(request, prompt, loaded, store)
             reuse = lookup.restore()
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
@@ -265,32 +248,6 @@ class KVPersistPlugin:
             state, len(reuse.prompt.ids), reuse.outcome.n_reused, reuse.chain, time.perf_counter()
         )
         return Prepared(reuse.prompt, reuse.caches, reuse.outcome.n_reused, sequence)
-
-    def _respelled(
-        self, state: RequestState, prompt: Prompt, request: Any, args: Any, loaded: LoadedModel
-    ) -> Prompt:
-        """Return the prompt with its earlier replies spelled as the model did."""
-        if not state.known_replies or not loaded.tokenizer.has_chat_template:
-            return prompt
-        template_args = {**self._template_args, **(args.chat_template_kwargs or {})}
-
-        def render(messages: list[dict[str, Any]]) -> str:
-            rendered: str = loaded.tokenizer.apply_chat_template(
-                messages,
-                tools=request.tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                **template_args,
-            )
-            return rendered
-
-        try:
-            text = respell(request.messages, state.known_replies, render, loaded)
-        except Exception as error:
-            # Templates may refuse a message that they would not have refused as it was.
-            logger.debug("kvpersist: replies stay as they were sent: %s", error)
-            text = None
-        return prompt if text is None else with_text(prompt, text, loaded)
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Write the request's one line, and keep it for those who ask why."""
@@ -319,7 +276,7 @@ class KVPersistPlugin:
             insert(sequence, tokens, prompt_cache, cache_type, self._store, self._loaded)
         except Exception:
             logger.exception("kvpersist: a turn could not be saved")
-        remember_reply(sequence.request, self._store, self._loaded)
+        self._remember(sequence.request)
 
     @hookimpl
     def reply_sent(
@@ -327,8 +284,13 @@ class KVPersistPlugin:
     ) -> None:
         state = RequestState.of(request)
         state.sent = {"content": content, "reasoning": reasoning, "tool_calls": tool_calls}
-        if self._loaded is not None and self._store is not None:
-            remember_reply(state, self._store, self._loaded)
+        self._remember(state)
+
+    def _remember(self, state: RequestState) -> None:
+        """Remember a reply once its ids and what the client was sent are both known. Any thread."""
+        loaded, store = self._loaded, self._store
+        if loaded and store and state.root and state.produced and state.sent:
+            remember(state.messages, *state.produced, state.sent, state.root, store, loaded)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:

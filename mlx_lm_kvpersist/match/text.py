@@ -67,9 +67,13 @@ class TokenText:
         """Return the byte offset at which each token ends."""
         return list(accumulate(len(self.piece(i)) for i in ids))
 
+    def to_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of a sequence."""
+        return b"".join(map(self._pieces.__getitem__, ids))
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a whole sequence; what is incomplete at its end is replaced."""
-        return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
+        return self.to_bytes(ids).decode("utf-8", "replace")
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""

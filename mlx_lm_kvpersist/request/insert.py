@@ -27,8 +27,7 @@ from .checkpoints import (
     window_part,
 )
 from .model import LoadedModel
-from .replies import reply_to_remember
-from .state import RequestState, Sequence
+from .state import Sequence
 
 REPLY = "assistant"
 """The server's cache type at the end of a reply. At the ends of earlier parts it is another."""
@@ -58,7 +57,8 @@ def insert(
         return  # what windows and states hold cannot be cut back to the tokens
     ended = cache_type == REPLY
     if ended and n_tokens > sequence.n_prompt:
-        sequence.request.reply_ids = list(tokens[sequence.n_prompt : n_tokens])
+        prompt, reply = tokens[: sequence.n_prompt], tokens[sequence.n_prompt : n_tokens]
+        sequence.request.produced = (prompt, reply)
     before = sequence.chain
     if spec.any_prefix:
         # Only full blocks stay as they are: a longer one takes the place of the last.
@@ -197,13 +197,3 @@ def _replaced_tails(
                 store.drop_unwritten(sibling.key)
                 replaced.append((sibling.key, node.key))
     return replaced
-
-
-def remember_reply(state: RequestState, store: BlockStore, model: LoadedModel) -> None:
-    """Remember a reply once its ids and what the client was sent are both known. Any thread."""
-    if state.reply_ids is None or state.sent is None or state.conversation is None:
-        return
-    assert state.root is not None
-    reply = reply_to_remember(state.conversation, state.reply_ids, state.sent, model)
-    if reply is not None:
-        store.keep_turn(Turn(state.root, (), None, (reply,)), [])

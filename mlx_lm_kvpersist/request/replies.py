@@ -1,164 +1,195 @@
-"""Replies come back in other words: put the model's own in their place.
+"""A reply that a client sends back is fed as the ids that the model produced.
 
-What a client sends back is not always what the model said. The server's streaming detokenizer
-drops a space at the start of a reply; tool calls are parsed, and serialised anew by the client;
-templates trim. Then the rendered text parts from the stored one inside of the reply. So a reply
-that cannot be told from its text is remembered under the conversation that led to it. When it
-comes back, equal in text and its tool calls equal as JSON, the prompt is rendered with a mark in
-its place, and the mark is replaced by the text that the model's ids decode to.
+The rule: the prompt that the model reads is, byte for byte, what the template renders from the
+conversation. There is one exception. A reply may be fed as the model's own ids, if
+
+1. the client sent back the content and the tool calls that it was sent for these ids;
+2. the prompt before the reply reads, byte for byte, as it did when the model produced the ids;
+3. what the template renders from there to the next end token is the same reply: the same text
+   but for white space and Unicode normalisation, reasoning included, and the same tool calls;
+4. the reply's ids begin and end with the white space that is rendered there, so that none which
+   the template writes is lost or doubled.
+
+Everything else stays as rendered. Rendering and ids differ because the server's detokenizer drops
+a leading space, the server parses tool calls and the template serialises them anew, templates
+trim, and tokenizers normalise. Where they cannot differ, nothing is remembered: text matching
+finds the ids.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import unicodedata
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ..host.prompt import Prompt
 from ..match.keys import Root, pack_ids, unpack_ids
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
+from ..store.turn import Turn
 from .model import LoadedModel
+from .segments import with_ids
 
-Messages = list[dict[str, Any]]
-
-
-class Conversation:
-    """A hash over the messages so far, whatever form their client chose for them."""
-
-    def __init__(self) -> None:
-        self._digest = blake2b(digest_size=16, person=b"kvpersist-talk-1")
-
-    def add(self, message: dict[str, Any]) -> None:
-        plain = [message.get("role"), *_content_of(message)]
-        encoded = json.dumps(plain, default=str).encode()
-        self._digest.update(len(encoded).to_bytes(8, "little") + encoded)
-
-    def with_reply(self, message: dict[str, Any]) -> bytes:
-        """Return the key of this reply at this point of the conversation."""
-        digest = self._digest.copy()
-        digest.update(json.dumps(_content_of(message), default=str).encode())
-        return digest.digest()
+Message = dict[str, Any]
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class KnownReply:
-    """A message, by its index, that repeats a reply; `ids` are the reply's, its end token not."""
+class _Reply:
+    """The ids of a reply, its end token not; size and digest of the prompt that it answered."""
 
-    index: int
     ids: list[int]
+    n_prompt_bytes: int
+    prompt_digest: bytes
+
+    def to_bytes(self) -> bytes:
+        return self.prompt_digest + self.n_prompt_bytes.to_bytes(8, "little") + pack_ids(self.ids)
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> _Reply:
+        start = _DIGEST_BYTES + 8
+        n_prompt_bytes = int.from_bytes(packed[_DIGEST_BYTES:start], "little")
+        return cls(unpack_ids(packed[start:]), n_prompt_bytes, packed[:_DIGEST_BYTES])
 
 
-def read_conversation(
-    messages: Messages, root: Root, store: BlockStore
-) -> tuple[Conversation, list[KnownReply]]:
-    """Return the conversation's hash, and the messages that repeat a remembered reply."""
-    conversation = Conversation()
-    known = []
-    for index, message in enumerate(messages):
-        if message.get("role") == "assistant":
-            packed = store.reply_ids(root.key, conversation.with_reply(message))
-            if packed is not None:
-                known.append(KnownReply(index, unpack_ids(packed)))
-        conversation.add(message)
-    return conversation, known
+def remember(
+    messages: Sequence[Message],
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    sent: Message,
+    root: Root,
+    store: BlockStore,
+    model: LoadedModel,
+) -> None:
+    """Remember a whole reply, unless text matching will find it. Any thread.
 
-
-def reply_to_remember(
-    conversation: Conversation, ids: list[int], message: dict[str, Any], model: LoadedModel
-) -> StoredReply | None:
-    """Return a reply to remember, or None when its message says what its ids mean, or more.
-
-    `message` is the reply as the client got it. A reply that a stop word ended, or that had
-    reasoning, is not the whole of its ids.
+    `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
+    client was `sent` content, reasoning and tool calls.
     """
-    if model.text is None or message.get("reasoning") or not ids:
-        return None
-    ended = ids[-1] in model.tokenizer.eos_token_ids
-    ids = ids[:-1] if ended else ids
-    if not model.text.covers(ids):
-        return None
-    content = message.get("content") or ""
-    if message.get("tool_calls"):
-        if not ended:
-            return None
-    else:
-        said = model.text.decode(ids)
-        # A template may trim what stands at its ends.
-        if content == said == said.strip() or content not in _streamed(ids, model):
-            return None
-    return StoredReply(conversation.with_reply(message), pack_ids(ids))
+    if model.text is None or not reply or not messages:
+        return
+    if not model.text.covers((*prompt, *reply)):
+        return
+    ended = reply[-1] in model.tokenizer.eos_token_ids
+    ids = list(reply[:-1] if ended else reply)
+    text, content = model.text.decode(ids), sent.get("content") or ""
+    if not ended and (sent.get("tool_calls") or not text.endswith(content)):
+        return  # a stop word was cut off
+    if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
+        return
+    before = model.text.to_bytes(prompt)
+    made = _Reply(ids, len(before), blake2b(before, digest_size=_DIGEST_BYTES).digest())
+    *_, key = _reply_keys([*messages, {**sent, "role": "assistant"}])
+    store.keep_turn(Turn(root, (), None, (StoredReply(key, made.to_bytes()),)), [])
 
 
 def respell(
-    messages: Messages,
-    known: Sequence[KnownReply],
-    render: Callable[[Messages], str],
+    prompt: Prompt,
+    messages: Sequence[Message],
+    root: Root,
+    store: BlockStore,
     model: LoadedModel,
-) -> str | None:
-    """Render messages with the known replies as the model said them.
+) -> Prompt:
+    """Return the prompt that `messages` were rendered to, its replies fed as the model's own ids.
 
-    None when the template does more with a reply than to put it in its place: when what comes
-    before, between and after the replies would not stay as it is.
+    Replies to which the rule does not apply stay as they were rendered.
     """
-    if model.text is None or not all(model.text.covers(reply.ids) for reply in known):
-        return None
-    marks = {reply.index: f"\ue000reply-{reply.index}\ue001" for reply in known}
-    marked = [
-        {"role": message["role"], "content": marks[i]} if i in marks else message
-        for i, message in enumerate(messages)
-    ]
-    rest = render(marked)
-    pieces = []
-    for mark in marks.values():
-        piece, found, rest = rest.partition(mark)
-        if not found:
-            return None
-        pieces.append(piece)
-    pieces.append(rest)
-    if not _stand_in_order(pieces, render(messages)):
-        return None
-    spelled = [model.text.decode(reply.ids) for reply in known]
-    return "".join(piece + reply for piece, reply in zip(pieces, [*spelled, ""], strict=True))
+    tokens = model.text
+    if tokens is None:
+        return prompt
+    stored = [store.reply_ids(root.key, key) for key in _reply_keys(messages)]
+    replies = [_Reply.from_bytes(packed) for packed in stored if packed is not None]
+    if not replies or not tokens.covers(prompt.ids):
+        return prompt
+    ends = [0, *tokens.n_bytes_ends(prompt.ids)]
+    turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
+    turn_ends.append(len(prompt.ids))
+    before = blake2b(digest_size=_DIGEST_BYTES)
+    n_bytes = 0  # hashed by `before`
+    ids: list[int] = []
+    n_read = 0  # of the prompt's tokens; `ids` stand for them
+    boundaries: dict[int, int] = {}
+
+    def copy_up_to(stop: int) -> None:
+        boundaries.update((i, len(ids) + i - n_read) for i in range(n_read, stop + 1))
+        ids.extend(prompt.ids[n_read:stop])
+
+    for reply in replies:
+        start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
+        stop = turn_ends[bisect_left(turn_ends, start)] if start < len(ends) else start
+        up_to = before.copy()
+        up_to.update(tokens.to_bytes(prompt.ids[n_read:start]))
+        if up_to.digest() != reply.prompt_digest or not _is_same(
+            tokens.decode(prompt.ids[start:stop]), tokens.decode(reply.ids), model.tokenizer
+        ):
+            continue
+        copy_up_to(start)
+        ids += reply.ids
+        n_read = stop
+        own = tokens.to_bytes(reply.ids)
+        up_to.update(own)
+        before, n_bytes = up_to, reply.n_prompt_bytes + len(own)
+    copy_up_to(len(prompt.ids))
+    return with_ids(prompt, ids, boundaries)
 
 
-def _stand_in_order(pieces: Sequence[str], text: str) -> bool:
-    """Say whether `text` is the pieces, in order, with something in between."""
-    first, *middle, last = pieces
-    if not text.startswith(first) or not text.endswith(last):
+def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
+    """Tell whether a template rendered this reply, and no white space that is not the reply's."""
+    lead, tail = _blank_ends(rendered)
+    own_lead, own_tail = _blank_ends(own)
+    if not own_lead.endswith(lead) or not own_tail.startswith(tail):
         return False
-    position, end = len(first), len(text) - len(last)
-    for piece in middle:
-        position = text.find(piece, position, end)
-        if position < 0:
-            return False
-        position += len(piece)
-    return position <= end
+    one, other = (unicodedata.normalize("NFC", text) for text in (rendered, own))
+    return list(_parts(one, tokenizer)) == list(_parts(other, tokenizer))
 
 
-def _streamed(ids: list[int], model: LoadedModel) -> set[str]:
-    """Return what the server's streaming detokenizer makes of ids.
+def _blank_ends(text: str) -> tuple[str, str]:
+    return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
-    At the end of a reply it holds back what is incomplete, which mlx-lm 0.31.3 then never sends.
+
+def _parts(text: str, tokenizer: Any) -> Iterator[str]:
+    """Yield a reply's text without white space and its tool calls, in a form that equal ones share.
+
+    The server's own parser reads the calls. One that it cannot read is text.
     """
-    detokenizer = model.tokenizer.detokenizer
-    for token_id in ids:
-        detokenizer.add_token(token_id)
-    texts = {detokenizer.text}
-    detokenizer.finalize()
-    return texts | {detokenizer.text}
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    content, *calls = text.split(start) if start else [text]
+    yield "".join(content.split())
+    for call in calls:
+        arguments, _, content = call.partition(end) if end else (call, "", "")
+        try:
+            yield json.dumps(tokenizer.tool_parser(arguments, None), sort_keys=True, default=str)
+        except Exception:
+            yield arguments
+        yield "".join(content.split())
 
 
-def _content_of(message: dict[str, Any]) -> list[Any]:
+def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
+    """Yield the key of each assistant message: a hash over the messages up to it.
+
+    It does not matter which form a client chose for them, and whether it sends reasoning back.
+    """
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
+    for message in messages:
+        plain = [message.get("role"), *_content_of(message)]
+        encoded = json.dumps(plain, default=str).encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        if message.get("role") == "assistant":
+            yield digest.digest()
+
+
+def _content_of(message: Message) -> list[Any]:
     """Return a message's text and tool calls, in a form that equal ones share."""
     content = message.get("content")
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" for part in content
     ):
         content = "".join(str(part.get("text")) for part in content)
-    calls = [_call_of(call) for call in message.get("tool_calls") or ()]
-    return [content or "", calls]
+    return [content or "", [_call_of(call) for call in message.get("tool_calls") or ()]]
 
 
 def _call_of(call: Any) -> list[Any]:

@@ -9,7 +9,6 @@ from ..match.keys import Root
 from ..match.tree import Node
 from .lookup import Lookup
 from .outcome import Outcome
-from .replies import Conversation, KnownReply
 
 __all__ = ["RequestState", "Sequence"]
 
@@ -28,14 +27,14 @@ class RequestState:
     outcome: Outcome | None = None
     root: Root | None = None
     """Of the tree that the request's tenant may see, once its model is loaded."""
+    messages: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Those that the prompt was rendered from."""
     lookup: Lookup | None = field(default=None, repr=False)
     """The lookup of a request that waits for its prefetch. Generation thread."""
-    conversation: Conversation | None = field(default=None, repr=False)
-    known_replies: list[KnownReply] = field(default_factory=list, repr=False)
     sent: dict[str, Any] | None = field(default=None, repr=False)
     """The reply as the client got it, once it is whole. HTTP thread."""
-    reply_ids: list[int] | None = field(default=None, repr=False)
-    """The reply as the model produced it, once it has ended. Generation thread."""
+    produced: tuple[list[int], list[int]] | None = field(default=None, repr=False)
+    """The ids of the prompt and of the reply, once it has ended. Generation thread."""
 
     @staticmethod
     def of(request: Any) -> RequestState:

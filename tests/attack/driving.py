@@ -15,15 +15,15 @@ from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.costs import ReusePolicy
-from mlx_lm_kvpersist.request.insert import REPLY, insert, remember_reply
+from mlx_lm_kvpersist.request.insert import REPLY, insert
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.replies import Conversation
+from mlx_lm_kvpersist.request.replies import remember
 from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_block
-from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
+from mlx_lm_kvpersist.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
 """Of logits of size 10, as in tests/serve: what the order of summation makes of 4-bit KV."""
@@ -98,17 +98,24 @@ class Talk:
         caches: list[Any],
         n_prompt: int,
         session: str | None = None,
-        conversation: Conversation | None = None,
+        messages: list[Message] | None = None,
     ) -> None:
-        """Keep a turn whose prompt were the first `n_prompt` ids."""
-        state = RequestState(session, root=self.loaded.root(), conversation=conversation)
+        """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
+        state = RequestState(session, root=self.loaded.root())
         insert(Sequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
             detokenizer.add_token(token_id)
         detokenizer.finalize()
-        state.sent = {"content": detokenizer.text}
-        remember_reply(state, self.store, self.loaded)
+        remember(
+            messages or [],
+            ids[:n_prompt],
+            ids[n_prompt:],
+            {"content": detokenizer.text},
+            self.loaded.root(),
+            self.store,
+            self.loaded,
+        )
 
     def forget_hot_blocks(self) -> None:
         self.store.drain()

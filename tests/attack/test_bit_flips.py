@@ -17,8 +17,7 @@ import pytest
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.replies import Conversation, read_conversation, respell
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.replies import respell
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import Message, synthetic_text
 
@@ -46,24 +45,10 @@ def render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
 
 def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answer:
     """Answer a chat as the plugin does, but let every exception through."""
-    state = RequestState(root=loaded.root())
-    messages = copy.deepcopy(messages)
-    assert state.root is not None
-    state.conversation, known = read_conversation(messages, state.root, store)
+    messages, root = copy.deepcopy(messages), loaded.root()
     ids = render(loaded, messages)
-    if known:
-
-        def template(changed: list[Message]) -> str:
-            return str(
-                loaded.tokenizer.apply_chat_template(
-                    changed, add_generation_prompt=True, tokenize=False
-                )
-            )
-
-        text = respell(messages, known, template, loaded)
-        ids = ids if text is None else loaded.encode(text)
-    prompt = Prompt(ids, [ids], ["user"])
-    return answered(loaded, Lookup(prompt, state.root, store, loaded).restore())
+    prompt = respell(Prompt(ids, [ids], ["user"]), messages, root, store, loaded)
+    return answered(loaded, Lookup(prompt, root, store, loaded).restore())
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +61,11 @@ def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> P
             question: Message = {"role": "user", "content": f"{n} {synthetic_text(90, seed=n)}"}
             messages = [SYSTEM, question]
             answer = ask(loaded, talk.store, messages)
-            conversation = Conversation()
-            for message in messages:
-                conversation.add(message)
             # A reply whose text begins with a space reaches the client without it.
             reply = f" so {n} " + synthetic_text(30, seed=50 + n)
             ids = [*answer.ids, *loaded.encode(reply)]
             forward(loaded, ids[len(answer.ids) :], answer.caches)
-            talk.keep(ids, answer.caches, len(answer.ids), f"session-{n}", conversation)
+            talk.keep(ids, answer.caches, len(answer.ids), f"session-{n}", messages)
             talk.store.drain()
             for sent in (reply.lstrip(), reply):
                 said: Message = {"role": "assistant", "content": sent}

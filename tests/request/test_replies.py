@@ -1,184 +1,452 @@
+"""Replies that clients send back: when the model's own ids are fed for them, and what is read."""
+
 from __future__ import annotations
 
-import copy
 import json
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.request.insert import remember_reply
-from mlx_lm_kvpersist.request.replies import (
-    KnownReply,
-    read_conversation,
-    reply_to_remember,
-    respell,
-)
-from mlx_lm_kvpersist.request.segments import with_text
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.replies import respell
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.synthetic import train_tokenizer
+from tests.support.chat import Chat, ChatTurn
+from tests.support.wire import Message
 
-from .conftest import Conversations
-
-Message = dict[str, Any]
+KINDS = [
+    "byte-level",
+    "byte-level-nfc",
+    "metaspace-first",
+    "metaspace-always",
+    "metaspace-never",
+    "sentencepiece-legacy",
+]
+EXTRA = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[INST]")
 QUESTION: Message = {"role": "user", "content": "What is it?"}
 NEXT: Message = {"role": "user", "content": "And then?"}
+_names = count()
 
 
-def words(talk: Conversations) -> list[int]:
-    """Three tokens that begin with a space."""
-    assert talk.loaded.text is not None
-    pieces = [(i, talk.loaded.text.piece(i)) for i in range(600)]
-    return [i for i, piece in pieces if piece.startswith(b" ") and piece[1:].isalpha()][:3]
+def make_tokenizer(kind: str, folder: Path) -> Any:
+    is_byte_level = kind.startswith("byte-level")
+    name: Any = {"byte-level": "byte-level", "sentencepiece": kind}.get(kind.rpartition("-")[0])
+    name = "byte-level" if is_byte_level else name or "sentencepiece"
+    extra = EXTRA[1:] if is_byte_level else EXTRA
+    files = train_tokenizer(name, 600, bos=False, extra_special_tokens=extra)
+    files.save(folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    if kind == "byte-level-nfc":
+        content["normalizer"] = {"type": "NFC"}
+    if kind.startswith("metaspace"):
+        content["pre_tokenizer"]["prepend_scheme"] = kind.removeprefix("metaspace-")
+    path.write_text(json.dumps(content))
+    # What mlx-lm reads the form of tool calls from.
+    return load_tokenizer(folder, {"tool_parser_type": "json_tools"})
 
 
-def streamed(talk: Conversations, ids: list[int]) -> str:
-    """Return what the server sends for these ids."""
-    detokenizer = talk.loaded.tokenizer.detokenizer
-    for token_id in ids:
-        detokenizer.add_token(token_id)
-    detokenizer.finalize()
-    return str(detokenizer.text)
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {kind: make_tokenizer(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
 
 
-def say(talk: Conversations, ids: list[int], sent: Message, ended: bool = True) -> None:
-    """Have `ids` said in reply to the question, and `sent` received."""
-    conversation, _ = read_conversation([QUESTION], talk.root, talk.store)
-    said = [*ids, talk.loaded.tokenizer.eos_token_id] if ended else ids
-    state = RequestState(root=talk.root, conversation=conversation, reply_ids=said, sent=sent)
-    remember_reply(state, talk.store, talk.loaded)
-    talk.store.drain()
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path_factory.mktemp("replies") / "store", StoreLimits(1 << 30, 1 << 30))
+    yield store
+    store.close()
 
 
-def known(talk: Conversations, *messages: Message) -> list[KnownReply]:
-    return read_conversation([*messages], talk.root, talk.store)[1]
+class Template:
+    """A template of one shape: what it writes before, in front of, behind and after content."""
 
+    def __init__(
+        self, lead: str = "", trim: str = "", tail: str = "", end: str = "EOS\n", opening: str = ""
+    ) -> None:
+        self.opening = opening or "<|im_start|>assistant\n"
+        self.lead, self.trim, self.tail, self.end = lead, trim, tail, end
 
-def rendered(talk: Conversations, *messages: Message) -> str:
-    def render(changed: list[Message]) -> str:
-        return str(
-            talk.loaded.tokenizer.apply_chat_template(
-                copy.deepcopy(changed), tokenize=False, add_generation_prompt=True
-            )
+    def source(self, eos: str) -> str:
+        parts = (
+            repr(p.replace("EOS", eos)) for p in (self.opening + self.lead, self.tail, self.end)
+        )
+        before, behind, end = parts
+        return (
+            "{%- for m in messages %}{%- if m.role == 'assistant' %}"
+            f"{{{{ {before} + (m.content or '') {self.trim} }}}}"
+            "{%- for c in m.tool_calls or [] %}"
+            "{{ '\\n<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}{%- endfor %}"
+            f"{{{{ {behind} + {end} }}}}"
+            "{%- else %}{{ '<|im_start|>user\\n' + m.content }}"
+            f"{{{{ {end} }}}}"
+            "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
+            f"{{{{ {self.opening!r} }}}}{{%- endif %}}"
         )
 
-    replies = known(talk, *messages)
-    text = respell([*messages], replies, render, talk.loaded) if replies else None
-    return text or render([*messages])
+    def of_reply(self, content: str) -> str:
+        trimmed = {"": content, "| trim": content.strip()}[self.trim]
+        return self.lead + trimmed + self.tail
 
 
-@pytest.mark.parametrize("form", ["string", "parts"])
-def test_a_space_that_the_server_dropped_comes_back(talk: Conversations, form: str) -> None:
-    assert talk.loaded.text is not None
-    ids = words(talk)
-    said, sent = talk.loaded.text.decode(ids), streamed(talk, ids)
-    assert sent == said[1:]
-    say(talk, ids, {"content": sent})
-    content: Any = sent if form == "string" else [{"type": "text", "text": sent}]
-    reply = {"role": "assistant", "content": content}
-    assert known(talk, QUESTION, reply, NEXT) == [KnownReply(1, ids)]
-    reply["content"] = sent
-    plain = rendered(talk, QUESTION, {**reply, "content": sent + "!"}, NEXT).replace("!", "", 1)
-    assert rendered(talk, QUESTION, reply, NEXT) == plain.replace(sent, said, 1)
+def chat_with(tokenizer: Any, store: BlockStore, template: Template | str, **args: Any) -> Chat:
+    source = template if isinstance(template, str) else template.source(tokenizer.eos_token)
+    return Chat(tokenizer, store, f"chat-{next(_names)}", chat_template=source, **args)
 
 
-def test_only_in_the_conversation_that_led_to_it(talk: Conversations) -> None:
-    ids = words(talk)
-    say(talk, ids, {"content": streamed(talk, ids)})
-    reply = {"role": "assistant", "content": streamed(talk, ids)}
-    assert known(talk, QUESTION, reply)
-    assert not known(talk, {**QUESTION, "content": "What was it?"}, reply)
-    assert not known(talk, {**QUESTION, "role": "system"}, reply)
-    assert not known(talk, reply)
-    assert not known(talk, QUESTION, {**reply, "content": reply["content"] + " "})
-    assert not known(talk, QUESTION, {**reply, "role": "user"})
-    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    assert not known(talk, QUESTION, {**reply, "tool_calls": calls})
+def reply_with(chat: Chat, text: str, **options: Any) -> ChatTurn:
+    ids = [*exactly(chat, text), chat.tokenizer.eos_token_id]
+    return chat.turn([QUESTION], ids, **options)
 
 
-def test_a_tool_call_comes_back_however_it_is_serialised(talk: Conversations) -> None:
-    assert talk.loaded.text is not None
-    said = '<tool_call>\n{"name": "look",   "arguments": {"b":1, "a": [2 ]}}\n</tool_call>'
-    ids = talk.loaded.encode(said)
-    said = talk.loaded.text.decode(ids)
-
-    def call(arguments: Any) -> list[Message]:
-        return [
-            {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        ]
-
-    say(talk, ids, {"content": "", "tool_calls": call('{"b": 1, "a": [2]}')})
-    result = {"role": "tool", "content": "seen"}
-    for arguments in ('{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }', {"a": [2], "b": 1}):
-        reply = {"role": "assistant", "content": None, "tool_calls": call(arguments)}
-        assert known(talk, QUESTION, reply, result) == [KnownReply(1, ids)]
-    # The server parses arguments before it renders.
-    reply = {"role": "assistant", "content": "", "tool_calls": call({"b": 1, "a": [2]})}
-    text = rendered(talk, QUESTION, reply, result)
-    assert said in text and "seen" in text
-    other = {"role": "assistant", "content": "", "tool_calls": call('{"b": 2, "a": [2]}')}
-    assert not known(talk, QUESTION, other, result)
+def exactly(chat: Chat, text: str) -> list[int]:
+    """Return ids that decode to `text`, one for each byte: no tokenizer cuts text like this."""
+    single = {chat.tokens.piece(i): i for i in reversed(range(len(chat.tokenizer)))}
+    specials = "|".join(re.escape(token) for token in EXTRA)
+    ids = []
+    for part in re.split(f"({specials})", text):
+        if part in EXTRA:
+            ids.append(single[part.encode()])
+        else:
+            ids += [single[bytes([byte])] for byte in part.encode()]
+    return ids
 
 
-@pytest.mark.parametrize(
-    ("sent", "ended"),
-    [
-        ({"content": "what the ids say"}, True),
-        ({"content": "what the"}, True),  # a stop word was cut off
-        ({"content": "", "reasoning": "hm"}, True),
-        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, False),
-    ],
-)
-def test_replies_that_are_not_the_whole_of_their_ids(
-    talk: Conversations, sent: Message, ended: bool
+def read(chat: Chat, ids: list[int]) -> str:
+    return chat.tokens.decode(ids)
+
+
+def follow_up(chat: Chat, turn: ChatTurn, **changes: Any) -> ChatTurn:
+    """Send the reply back, or what became of it, with a next question."""
+    return chat.turn([QUESTION, {**turn.message, **changes}, NEXT], [chat.tokenizer.eos_token_id])
+
+
+def is_fed_as_it_was(turn: ChatTurn, after: ChatTurn) -> bool:
+    """Tell whether a prompt begins with all that was read and produced in the turn before it."""
+    own = [*turn.fed, *turn.reply[:-1]]
+    return after.fed[: len(own)] == own and after.n_reused >= len(own)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [" yes", "yes ", "\n\nyes\n", "  yes", "yes", " ", "ü🎉 ü"])
+@pytest.mark.parametrize("trim", ["", "| trim"])
+def test_white_space_of_a_reply_comes_back(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str, text: str, trim: str
 ) -> None:
-    assert talk.loaded.text is not None
-    ids = [i for i in talk.loaded.encode("what the ids say") if talk.loaded.text.piece(i) != b" "]
-    conversation, _ = read_conversation([QUESTION], talk.root, talk.store)
-    if sent["content"].endswith("say"):
-        sent = {"content": talk.loaded.text.decode(ids)}
-    said = [*ids, talk.loaded.tokenizer.eos_token_id] if ended else ids
-    assert reply_to_remember(conversation, said, sent, talk.loaded) is None
+    """The server drops a space in front, templates trim: all of what was stored is found."""
+    chat = chat_with(tokenizers[kind], store, Template(trim=trim))
+    first = reply_with(chat, text)
+    after = follow_up(chat, first)
+    assert is_fed_as_it_was(first, after)
+    plain = read(chat, after.rendered)
+    sent = first.message["content"]
+    content = sent.strip() if trim else sent
+    at = plain.rindex("assistant\n", 0, plain.rindex("And then?") - 20) + len("assistant\n")
+    assert read(chat, after.fed) == plain[:at] + text + plain[at + len(content) :]
 
 
-def test_a_template_that_trims(talk: Conversations) -> None:
-    assert talk.loaded.text is not None
-    ids = words(talk)
-    say(talk, ids, {"content": streamed(talk, ids)})
-    reply = {"role": "assistant", "content": streamed(talk, ids)}
-
-    def render(messages: list[Message]) -> str:
-        return "".join(f"<{m['role']}>{m['content'].strip()}</>" for m in messages)
-
-    text = respell([QUESTION, reply, NEXT], known(talk, QUESTION, reply), render, talk.loaded)
-    said = talk.loaded.text.decode(ids)
-    assert text == f"<user>What is it?</><assistant>{said}</><user>And then?</>"
-
-
-def test_a_template_that_does_more_than_to_place_a_reply(talk: Conversations) -> None:
-    ids = words(talk)
-    say(talk, ids, {"content": streamed(talk, ids)})
-    reply = {"role": "assistant", "content": streamed(talk, ids)}
-    replies = known(talk, QUESTION, reply)
-
-    def counts(messages: list[Message]) -> str:
-        return "|".join(f"{len(m['content'])} {m['content']}" for m in messages)
-
-    def drops(messages: list[Message]) -> str:
-        return "|".join(m["content"] for m in messages if m["role"] == "user")
-
-    for render in (counts, drops):
-        assert respell([QUESTION, reply, NEXT], replies, render, talk.loaded) is None
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("metaspace")])
+def test_a7_a_template_that_writes_a_space_before_content(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str
+) -> None:
+    """No second space, and none less."""
+    template = Template(lead=" ", end="EOS", opening="[INST]")
+    chat = chat_with(tokenizers[kind], store, template)
+    first = reply_with(chat, " Hello there")
+    after = follow_up(chat, first)
+    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert "[INST] Hello" in read(chat, after.fed)
+    assert is_fed_as_it_was(first, after)
+    # A reply without the space: what the template writes is not the reply's.
+    chat = chat_with(tokenizers[kind], store, template)
+    after = follow_up(chat, reply_with(chat, "Hello there"))
+    assert after.fed == after.rendered
 
 
-def test_segments_survive_another_spelling(talk: Conversations) -> None:
-    assert talk.loaded.text is not None
-    system, reply, question = (talk.loaded.encode(t) for t in ("be good\n", "yes\n", "why\n"))
-    ids = system + reply + question
-    prompt = Prompt(ids, [system, reply + question[:-1], question[-1:]], ["system", "user", "tail"])
-    text = talk.loaded.text.decode(ids)
-    other = text.replace("yes", "  yes", 1).removeprefix(" ")
-    made = with_text(prompt, other, talk.loaded)
+def test_a7_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: BlockStore) -> None:
+    chat = chat_with(tokenizers["metaspace-first"], store, Template(tail=" ", end="EOS"))
+    after = follow_up(chat, reply_with(chat, " Hello"))
+    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert "Hello </s>" in read(chat, after.fed)
+
+
+@pytest.mark.parametrize("text", ["cafe\u0301", "A\u030a ngstro\u0308m"])
+def test_c6_a_reply_that_is_not_in_nfc(
+    tokenizers: dict[str, Any], store: BlockStore, text: str
+) -> None:
+    """The tokenizer normalises what is sent back: only the ids keep what the model said."""
+    chat = chat_with(tokenizers["byte-level-nfc"], store, Template())
+    first = reply_with(chat, text)
+    assert first.message["content"] == text
+    after = follow_up(chat, first)
+    assert text not in read(chat, after.rendered)
+    assert text in read(chat, after.fed)
+    assert is_fed_as_it_was(first, after)
+
+
+THINKING = (
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{%- if m.reasoning and (KEPT or loop.index0 > ns.last) %}"
+    "{{ '<think>\\n' + m.reasoning.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}"
+    "{{ (m.content or '').lstrip('\\n') }}"
+    "{%- for c in m.tool_calls or [] %}"
+    "{%- if m.content.lstrip('\\n') or not loop.first %}{{ '\\n' }}{%- endif %}"
+    "{{ '<tool_call>\\n' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson"
+    " + '\\n</tool_call>' }}{%- endfor %}"
+    "{{ '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\nOPENED' }}{%- endif %}"
+)
+CALL = '<tool_call>\n{"name": "look",   "arguments": {"b":1, "a": [2 ]}}\n</tool_call>'
+RESULT: Message = {"role": "tool", "content": "seen"}
+
+
+def thinking(kept: bool = False, opened: bool = False) -> str:
+    source = THINKING.replace("KEPT", str(kept).lower())
+    return source.replace("OPENED", "<think>\\n" if opened else "")
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["model-opens", "template-opens"])
+@pytest.mark.parametrize(
+    "arguments", ['{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }', {"a": [2], "b": 1}]
+)
+def test_c6_a_tool_call_after_reasoning(
+    tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: Any
+) -> None:
+    """However the client serialises the call, and whatever white space stands around thinking."""
+    chat = chat_with(tokenizers["byte-level"], store, thinking(opened=opened))
+    begin = "" if opened else "<think>\n"
+    first = reply_with(chat, f"{begin}Where is it?\n</think>\n\n\nLet me.\n\n{CALL}")
+    calls = first.message["tool_calls"]
+    assert first.message["reasoning"].strip() == "Where is it?"
+    assert json.loads(calls[0]["function"]["arguments"]) == {"b": 1, "a": [2]}
+    calls[0]["function"]["arguments"] = arguments
+    end = [chat.tokenizer.eos_token_id]
+    after = chat.turn([QUESTION, first.message, RESULT], end)
+    assert is_fed_as_it_was(first, after)
+    assert CALL in read(chat, after.fed) and "seen" in read(chat, after.fed)
+    # Other arguments are another call, and other thoughts other reasoning.
+    edited = json.loads(json.dumps(first.message))
+    edited["tool_calls"][0]["function"]["arguments"] = '{"b": 2, "a": [2]}'
+    assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
+    edited = {**first.message, "reasoning": "Where was it?"}
+    assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
+
+
+def test_c6_thinking_that_the_template_drops_is_not_fed(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, thinking())
+    first = reply_with(chat, "<think>\nWhere is it?\n</think>\n\nThere.")
+    for changes in ({}, {"reasoning": ""}):
+        after = follow_up(chat, first, **changes)
+        assert after.fed == after.rendered
+        assert "Where" not in read(chat, after.fed)
+    kept = chat_with(tokenizers["byte-level"], store, thinking(kept=True))
+    first = reply_with(kept, "<think>\n\nWhere is it?</think>There.")
+    assert is_fed_as_it_was(first, follow_up(kept, first))
+    assert not is_fed_as_it_was(first, follow_up(kept, first, reasoning=""))
+
+
+def test_a_prompt_that_was_another_when_the_reply_was_made(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    """Other tools, other template arguments, another date: the ids do not follow this prompt."""
+    source = "{{ '<|im_start|>system\\n' + day + '<|im_end|>\\n' }}" + Template().source(
+        "<|im_end|>"
+    )
+    chat = chat_with(tokenizers["byte-level"], store, source, day="Monday")
+    first = reply_with(chat, " yes")
+    assert is_fed_as_it_was(first, follow_up(chat, first))
+    chat.template_args["day"] = "Sunday"
+    after = follow_up(chat, first)
+    assert after.fed == after.rendered
+
+
+def test_only_in_the_conversation_that_led_to_it(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = reply_with(chat, " yes")
+    reply = first.message
+    end = [chat.tokenizer.eos_token_id]
+    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "es"}]
+    for content in ("yes", parts):
+        assert is_fed_as_it_was(first, follow_up(chat, first, content=content))
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for messages in (
+        [{**QUESTION, "content": "What was it?"}, reply, NEXT],
+        [reply, NEXT],
+        [QUESTION, {**reply, "content": "yes "}, NEXT],
+        [QUESTION, {**reply, "content": "yas"}, NEXT],
+        [QUESTION, {**reply, "role": "user"}, NEXT],
+        [QUESTION, {**reply, "tool_calls": [call]}, NEXT],
+    ):
+        turn = chat.turn(messages, end)
+        assert " yes" not in read(chat, turn.fed).replace("yes ", "")
+
+
+def test_two_equal_replies_of_one_conversation(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = reply_with(chat, " ok")
+    second = chat.turn(
+        [QUESTION, first.message, NEXT], [*exactly(chat, "ok "), chat.tokenizer.eos_token_id]
+    )
+    second.message["content"] = second.message["content"].strip()
+    third = chat.turn([QUESTION, first.message, NEXT, second.message, NEXT], [0])
+    assert is_fed_as_it_was(first, second)
+    assert read(chat, third.fed).count("\n ok<") == 1  # the second was edited: "ok " was sent
+    fourth = chat.turn(
+        [QUESTION, first.message, NEXT], [*exactly(chat, " ok"), chat.tokenizer.eos_token_id]
+    )
+    fifth = chat.turn([QUESTION, first.message, NEXT, fourth.message, NEXT], [0])
+    assert is_fed_as_it_was(fourth, fifth)
+
+
+@pytest.mark.parametrize("stop", ["END", "\n\n"])
+def test_a_stop_word_is_not_the_reply(
+    tokenizers: dict[str, Any], store: BlockStore, stop: str
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    ids = [*exactly(chat, " yes"), *exactly(chat, stop)]
+    first = chat.turn([QUESTION], ids, stop_words=[stop])
+    assert first.message["content"].strip() == "yes"
+    after = follow_up(chat, first)
+    assert after.fed == after.rendered
+    assert stop + "<|im_end|>" not in read(chat, after.fed)
+
+
+def test_a_reply_that_max_tokens_cut(tokenizers: dict[str, Any], store: BlockStore) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = chat.turn([QUESTION], exactly(chat, " yes and"), finish_reason="length")
+    after = follow_up(chat, first)
+    assert after.fed[: first.n_total] == [*first.fed, *first.reply]
+    assert read(chat, after.fed).count(" yes and<|im_end|>") == 1
+
+
+def test_a_reply_that_ends_inside_a_character(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    ids = [*exactly(chat, " so 🎉")[:-2], chat.tokenizer.eos_token_id]
+    first = chat.turn([QUESTION], ids)
+    after = follow_up(chat, first)
+    if first.message["content"].endswith("\ufffd"):
+        assert is_fed_as_it_was(first, after)
+    else:  # mlx-lm 0.31.3 does not send what is incomplete
+        assert after.fed == after.rendered
+
+
+def test_an_empty_reply(tokenizers: dict[str, Any], store: BlockStore) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = reply_with(chat, "")
+    after = follow_up(chat, first)
+    assert after.fed == after.rendered
+    assert after.n_reused == first.n_total
+
+
+def test_a_template_that_does_more_than_to_place_a_reply(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    for change in ("| upper", "| length | string", "[1:]", ".replace('yes', '')"):
+        chat = chat_with(tokenizers["byte-level"], store, Template(trim=change))
+        after = follow_up(chat, reply_with(chat, " yes, yes"))
+        assert after.fed == after.rendered
+
+
+def test_segments_survive_another_spelling(tokenizers: dict[str, Any], store: BlockStore) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = reply_with(chat, " yes")
+    messages = [QUESTION, first.message, NEXT]
+    ids = chat.render(messages)
+    segments = [ids[:3], ids[3:-2], ids[-2:]]
+    prompt = Prompt(ids, segments, ["system", "user", "assistant"])
+    made = respell(prompt, messages, chat.root, store, chat.loaded)
     assert made.segment_types == prompt.segment_types
-    assert [token for segment in made.segments for token in segment] == made.ids
-    assert made.segments[-1] == prompt.segments[-1]
-    assert json.dumps(made.ids) != json.dumps(ids)
+    assert [token for segment in made.segments for token in segment] == made.ids != ids
+    assert (made.segments[0], made.segments[-1]) == (segments[0], segments[-1])
+
+
+templates = st.builds(
+    Template,
+    lead=st.sampled_from(["", " ", "\n", " \n"]),
+    trim=st.sampled_from(["", "| trim"]),
+    tail=st.sampled_from(["", " ", "\n"]),
+    end=st.sampled_from(["EOS", "EOS\n", "\n", "\n\n"]),
+    opening=st.sampled_from(["<|im_start|>assistant\n", "[INST]", "\nAnswer:"]),
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(template=templates, kind=st.sampled_from(KINDS), data=st.data())
+def test_what_is_read_differs_from_the_rendering_in_replies_only(
+    tokenizers: dict[str, Any], store: BlockStore, template: Template, kind: str, data: Any
+) -> None:
+    """In a reply's place stands what was rendered, or what its ids decode to: nothing else."""
+    tokenizer = tokenizers[kind]
+    chat = chat_with(tokenizer, store, template)
+    words = [exactly(chat, text) for text in (" ", "\n", "a", " b", "é", "é"[:1])]
+    random_ids = st.integers(0, 599).filter(lambda i: i not in tokenizer.all_special_ids)
+    piece = st.sampled_from(words) | st.lists(random_ids, min_size=1, max_size=4)
+    messages: list[Message] = []
+    replies: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        messages.append(dict(QUESTION))
+        reply = [i for ids in data.draw(st.lists(piece, max_size=4)) for i in ids]
+        turn = chat.turn(messages, [*reply, tokenizer.eos_token_id])
+        assert_reads_as_rendered(chat, turn, template, messages, replies)
+        replies.append(reply)
+        messages.append(turn.message)
+    messages.append(dict(NEXT))
+    turn = chat.turn(messages, [tokenizer.eos_token_id])
+    assert_reads_as_rendered(chat, turn, template, messages, replies)
+
+
+def assert_reads_as_rendered(
+    chat: Chat,
+    turn: ChatTurn,
+    template: Template,
+    messages: list[Message],
+    replies: list[list[int]],
+) -> None:
+    """Fit the text that was fed to the rendering, each reply rendered or its own."""
+    assistant = [message for message in messages if message["role"] == "assistant"]
+    whole = read(chat, turn.rendered)
+    opening = template.opening.removeprefix("<|im_start|>")
+    pattern, at = "", 0
+    for message, reply in zip(assistant, replies, strict=True):
+        start = whole.index(opening, at) + len(opening)
+        pattern += re.escape(whole[at:start])
+        content = read_again(chat, template.of_reply(message["content"]))
+        at = whole.index(content, start) + len(content)
+        as_rendered, own = whole[start:at], read(chat, reply)
+        choices = [as_rendered]
+        if own.split() == as_rendered.split():
+            lead, tail = blank_ends(as_rendered)
+            own_lead, own_tail = blank_ends(own)
+            if own_lead.endswith(lead) and own_tail.startswith(tail):
+                choices.append(own)
+        pattern += "(?:" + "|".join(map(re.escape, choices)) + ")"
+    pattern += re.escape(whole[at:])
+    assert re.fullmatch(pattern, read(chat, turn.fed)), (whole, read(chat, turn.fed))
+
+
+def blank_ends(text: str) -> tuple[str, str]:
+    return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+
+
+def read_again(chat: Chat, text: str) -> str:
+    """Return text as it is read behind a line break: normalised, without a space in front."""
+    return read(chat, chat.encode("\n" + text)).removeprefix(" ").removeprefix("\n")

@@ -1,0 +1,93 @@
+"""Conversations without a model: render, respell, match, and remember what a test replies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.server import process_message_content
+
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.splice import splice
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import match_text
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.replies import remember, respell
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from tests.match.tree_in_memory import ROOT, MemoryTree
+
+from .wire import Message, sent_for
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """A request: what was rendered, what was fed, how much of it was stored, what was sent."""
+
+    rendered: list[int]
+    fed: list[int]
+    n_reused: int
+    reply: list[int]
+    message: Message
+
+    @property
+    def n_total(self) -> int:
+        return len(self.fed) + len(self.reply)
+
+
+class Chat:
+    """One tree and one root of replies behind a tokenizer and its template."""
+
+    def __init__(self, tokenizer: Any, store: BlockStore, name: str, **template_args: Any) -> None:
+        tokens = TokenText.of(tokenizer)
+        assert tokens is not None
+        nothing: Any = None
+        self.tokenizer, self.tokens = tokenizer, tokens
+        self.template_args = template_args
+        self._store, self.root = store, Root(name, "none")
+        self.loaded = LoadedModel(nothing, tokenizer, nothing, name, tokens)
+        self._tree = MemoryTree(tokens, block_tokens=256)
+
+    def encode(self, text: str) -> list[int]:
+        return self.loaded.encode(text)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Tokenize messages as the server does."""
+        messages = copy.deepcopy(list(messages))
+        process_message_content(messages)
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, **self.template_args
+        )
+        return ids
+
+    def turn(
+        self,
+        messages: Sequence[Message],
+        reply: Sequence[int],
+        *,
+        finish_reason: str = "stop",
+        stop_words: Sequence[str] = (),
+    ) -> ChatTurn:
+        """Send messages and have the model produce the ids `reply`, its end token too."""
+        rendered = self.render(messages)
+        prompt = Prompt(rendered, [rendered], ["user"])
+        ids = respell(prompt, messages, self.root, self._store, self.loaded).ids
+        text = self.tokens.decode(ids)
+        match = match_text(self._tree, ROOT, text, self.tokens)
+        spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None
+        if spliced is not None:
+            ids = spliced.ids
+        message = sent_for(
+            self.tokenizer,
+            ids,
+            reply,
+            finish_reason,
+            stop_words,
+            self.template_args.get("tools"),
+        )
+        remember(messages, ids, reply, message, self.root, self._store, self.loaded)
+        self._tree.add([*ids, *reply])
+        n_reused = spliced.n_stored if spliced is not None else 0
+        return ChatTurn(rendered, ids, n_reused, list(reply), message)
