@@ -17,10 +17,9 @@ from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key, unshared
-from .cache.batch import BatchQuantizedKVCache
+from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.calibration import with_plans
 from .cache.fingerprint import content_hash, model_fingerprint
-from .cache.plain import PlainBatchKVCache
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
 from .cache.warm_up import warm_up
@@ -163,7 +162,7 @@ class KVPersistPlugin:
         if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
             return BatchQuantizedKVCache.merge(caches)
         if self._loaded is not None and all(type(cache) is KVCache for cache in caches):
-            return PlainBatchKVCache.merge(caches)
+            return FullPrecisionBatchKVCache.merge(caches)
         return None
 
     @hookimpl

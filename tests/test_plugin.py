@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cache.plain import PlainBatchKVCache
+from mlx_lm_kvpersist.cache.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.probes import ARGS
@@ -56,12 +56,12 @@ def test_d_the_self_test_checks_the_configured_precision(
     try:
         with manager.using(made):
             manager.ask("self_test")
-            extract = PlainBatchKVCache.extract
+            extract = FullPrecisionBatchKVCache.extract
 
-            def other_row(self: PlainBatchKVCache, idx: int) -> Any:
+            def other_row(self: FullPrecisionBatchKVCache, idx: int) -> Any:
                 return extract(self, (idx + 1) % len(self._padding))
 
-            monkeypatch.setattr(PlainBatchKVCache, "extract", other_row)
+            monkeypatch.setattr(FullPrecisionBatchKVCache, "extract", other_row)
             with pytest.raises(SelfTestFailed):
                 manager.ask("self_test")
     finally:

@@ -1,8 +1,8 @@
-"""The quantized KV cache of several sequences that run as one batch.
+"""The KV caches of several sequences that run as one batch, quantized and in full precision.
 
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Unlike there, the padding is also known to Python, so that no step waits for the device
-to learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
+the left. Unlike there, the padding is also known to Python. So no step waits for the device to
+learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
 takes several times as long as against "causal").
 """
 
@@ -13,116 +13,31 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from . import packed as pk
 from .attention_plan import AttentionPlan
-from .fetch import PackedCache
-from .packed import Packed
 from .precision import KVPrecision
-from .quantized import SequenceQuantizedKVCache
+from .quantized import Buffers, PackedCache, SequenceQuantizedKVCache
 
-__all__ = ["BatchQuantizedKVCache"]
+__all__ = ["BatchQuantizedKVCache", "FullPrecisionBatchKVCache"]
 
-_STOCK = (KVCache, QuantizedKVCache)
+KeysAndValues = tuple[Any, Any]
+"""Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 
 
-class BatchQuantizedKVCache(PackedCache):
-    """Keys and values of one layer for B sequences.
+class _PaddedBatch(Buffers):
+    """B sequences in buffers [B, H, S, ...]: all rows end at `_idx`, each begins at its padding.
 
-    `keys` and `values` are None or packed buffers [B, H, S, ...]; all rows end at `_idx`, row i
-    begins at its padding. `left_padding` and `offset` (tokens held, for rotary embeddings) are
-    int32 arrays [B], replaced and never written to; always offset = _idx - left_padding.
+    `left_padding` and `offset` (tokens cached, for rotary embeddings) are int32 arrays [B],
+    replaced and never written to; always offset = _idx - left_padding.
     """
 
     left_padding: mx.array
     offset: mx.array
-
-    def __init__(
-        self,
-        left_padding: Sequence[int],
-        precision: KVPrecision,
-        plan: AttentionPlan | None = None,
-    ) -> None:
-        self.precision = precision
-        self.plan = plan
-        self.keys: Packed | None = None
-        self.values: Packed | None = None
-        self._right_padding: list[int] | None = None
-        self._place(_ints(left_padding), 0)
-
-    @classmethod
-    def merge(
-        cls, caches: Sequence[Any], precision: KVPrecision | None = None
-    ) -> BatchQuantizedKVCache:
-        """Return one batch for the caches of several sequences, in their order.
-
-        Takes our own caches and mlx-lm's KVCache and QuantizedKVCache, which are quantized on the
-        way in. A single filled cache of ours is adopted, not copied. Without `precision`, that of
-        the first cache of ours holds, else the default; so does the first plan.
-
-        Raises:
-            TypeError: a cache is of another class.
-            ValueError: there are no caches, or ours differ in precision.
-        """
-        if not caches:
-            raise ValueError("nothing to merge")
-        ours = [cache for cache in caches if isinstance(cache, SequenceQuantizedKVCache)]
-        if precision is None:
-            precision = ours[0].precision if ours else KVPrecision()
-        plan = next((cache.plan for cache in ours if cache.plan is not None), None)
-        rows = [_packed_row(cache, precision) for cache in caches]
-        lengths = [0 if row is None else row[0][0].shape[2] for row in rows]
-        n_tokens = max(lengths)
-        batch = cls([n_tokens - n for n in lengths], precision, plan)
-        if n_tokens == 0:
-            return batch
-        batch._place(batch._padding, n_tokens)
-        if len(caches) == 1:
-            cache = caches[0]
-            if isinstance(cache, SequenceQuantizedKVCache):
-                assert cache.keys is not None and cache.values is not None
-                batch.keys, batch.values = pk.share(cache.keys), pk.share(cache.values)
-            else:
-                assert rows[0] is not None
-                batch.keys, batch.values = rows[0]
-            return batch
-        like = next(row for row in rows if row is not None)
-        capacity = n_tokens + pk.headroom(1)
-        batch.keys = pk.zeros_like(like[0], len(rows), capacity)
-        batch.values = pk.zeros_like(like[1], len(rows), capacity)
-        for i, row in enumerate(rows):
-            if row is not None:
-                at = slice(batch._padding[i], n_tokens)
-                _write(batch.keys, slice(i, i + 1), at, row[0])
-                _write(batch.values, slice(i, i + 1), at, row[1])
-        return batch
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both, padding in front.
-
-        By the plan: arrays of the dtype of what came in, [B, H, _idx, D], or two `PackedKV`.
-        """
-        n_new = keys.shape[2]
-        precision = self.precision
-        self.keys = pk.append(self.keys, self._idx, pk.quantize(keys, precision))
-        self.values = pk.append(self.values, self._idx, pk.quantize(values, precision.of_values))
-        self._idx += n_new
-        self.offset = _offsets(self._padding, self._idx)
-        return self._fetch((self.keys, self.values), self._idx, (keys, values))
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all keys and values, plain, padding included.
-
-        Raises:
-            ValueError: the cache is empty.
-        """
-        if self.keys is None or self.values is None:
-            raise ValueError("the cache is empty")
-        return (
-            pk.read(self.keys, self.precision, self._idx),
-            pk.read(self.values, self.precision.of_values, self._idx),
-        )
+    _padding: list[int]
+    _idx: int
+    _right_padding: list[int] | None = None
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -150,178 +65,250 @@ class BatchQuantizedKVCache(PackedCache):
     ) -> None:
         """Announce how the next tokens are padded; `lengths` is implied by the padding.
 
+        Nothing but `update_and_fetch` may come between this and `finalize`.
+
         Raises:
-            ValueError: left padding for a batch that holds tokens already.
+            ValueError: left padding for a batch that has tokens already.
         """
         if left_padding is not None:
             if self.keys is not None:
                 raise ValueError("left padding can only be added to an empty batch")
             added = _ints(left_padding)
             self._place([a + b for a, b in zip(self._padding, added, strict=True)], self._idx)
-        if right_padding is not None:
-            padding = _ints(right_padding)
-            self._right_padding = padding if max(padding) > 0 else None
+        if right_padding is not None and max(right_padding) > 0:
+            self._right_padding = _ints(right_padding)
 
     def finalize(self) -> None:
         """Move the announced right padding to the left of each row."""
         right, self._right_padding = self._right_padding, None
-        if right is None or self.keys is None or self.values is None:
+        if right is None or self.keys is None:
             return
         padding = [a + b for a, b in zip(self._padding, right, strict=True)]
         # All rows may be padded by now; then they move left instead and the batch gets shorter.
         surplus = min(padding)
         shifts = mx.array([n - surplus for n in right], mx.int32)[:, None, None, None]
-        capacity = self.keys[0].shape[2]
-        source = (mx.arange(capacity)[None, None, :, None] - shifts) % capacity
-        self.keys, self.values = (
-            pk.each(lambda x: mx.take_along_axis(x, source, axis=2), packed)
-            for packed in (self.keys, self.values)
-        )
+
+        def roll(x: mx.array) -> mx.array:
+            source = (mx.arange(x.shape[2])[None, None, :, None] - shifts) % x.shape[2]
+            return mx.take_along_axis(x, source, axis=2)
+
+        self.keys, self.values = pk.each(roll, self.keys), pk.each(roll, self.values)
         self._place([n - surplus for n in padding], self._idx - surplus)
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
         keep = _ints(batch_indices)
-        if keep == list(range(len(self._padding))):
+        padding = [self._padding[i] for i in keep]
+        surplus = min(padding, default=0)
+        if keep == list(range(len(self._padding))) and not surplus:
             return
         if not keep:
-            self.keys = self.values = self._right_padding = None
+            self.keys = self.values = None
             self._place([], 0)
             return
-        padding = [self._padding[i] for i in keep]
-        surplus = min(padding)
-        if self.keys is not None and self.values is not None:
+        if self.keys is not None:
             rows = mx.array(keep, mx.int32)
+            # take copies, also a single row: a slice would keep the whole batch in memory.
             self.keys, self.values = (
-                # take copies, also a single row: a slice would keep the whole batch in memory.
-                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), packed)
-                for packed in (self.keys, self.values)
+                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), held)
+                for held in (self.keys, self.values)
             )
-        if self._right_padding is not None:
-            self._right_padding = [self._right_padding[i] for i in keep]
         self._place([n - surplus for n in padding], self._idx - surplus)
+
+    def extend(self, other: Any) -> None:
+        """Add the rows of `other`, another batch of this class, behind our own.
+
+        Either batch may be empty.
+        """
+        if not self._padding:
+            if other.keys is not None:
+                self.keys, self.values = pk.share(other.keys), pk.share(other.values)
+            self._place(_ints(other.left_padding), other._idx)
+            return
+        theirs = other._padding if isinstance(other, _PaddedBatch) else _ints(other.left_padding)
+        idx, n_rows = max(self._idx, other._idx), len(self._padding)
+        parts = [
+            (first, (pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx)))
+            for first, side in ((0, self), (n_rows, other))
+            if side.keys is not None
+        ]
+        padding = [n + idx - self._idx for n in self._padding]
+        self._place([*padding, *(n + idx - other._idx for n in theirs)], idx)
+        self._copy(parts)
+
+    def _row(self, idx: int) -> KeysAndValues | None:
+        """Return lazy views of one row without its padding, or None where it is empty.
+
+        The only row, when it has no padding, keeps the room behind it too. Take what you need and
+        drop it: a live view makes our next update copy everything.
+        """
+        padding = self._padding[idx]
+        if self.keys is None or padding >= self._idx:
+            return None
+        if self._padding == [0]:
+            return pk.share(self.keys), pk.share(self.values)
+        row, at = slice(idx, idx + 1), slice(padding, self._idx)
+        keys, values = (pk.each(lambda x: x[row, :, at], held) for held in (self.keys, self.values))
+        return keys, values
+
+    def size(self) -> int:
+        """Return the number of tokens of the longest row, padding included."""
+        return self._idx
+
+    def _fill(self, rows: Sequence[tuple[KeysAndValues, int] | None]) -> None:
+        """Take the keys and values of each sequence and their number of tokens; None for none.
+
+        A single sequence's buffers are adopted, with the room behind its tokens.
+        """
+        lengths = [0 if row is None else row[1] for row in rows]
+        self._place([max(lengths) - n for n in lengths], max(lengths))
+        if len(rows) == 1 and rows[0] is not None:
+            self.keys, self.values = map(pk.share, rows[0][0])
+            return
+        parts = [
+            (i, (pk.view(row[0][0], 0, row[1]), pk.view(row[0][1], 0, row[1])))
+            for i, row in enumerate(rows)
+            if row is not None
+        ]
+        self._copy(parts)
+
+    def _copy(self, parts: Sequence[tuple[int, KeysAndValues]]) -> None:
+        """Make new buffers; copy into them, from a first row on, keys and values that end alike."""
+        if not parts:
+            return
+        n_rows, idx = len(self._padding), self._idx
+
+        def copied(*arrays: mx.array) -> mx.array:
+            _, n_heads, _, dim = arrays[0].shape
+            buffer = mx.zeros((n_rows, n_heads, idx + pk.headroom(1), dim), arrays[0].dtype)
+            for (first, _), x in zip(parts, arrays, strict=True):
+                buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
+            return buffer
+
+        self.keys = pk.each(copied, *(keys for _, (keys, _) in parts))
+        self.values = pk.each(copied, *(values for _, (_, values) in parts))
+
+    def _place(self, padding: list[int], idx: int) -> None:
+        """Set where each row begins and where all end."""
+        self._padding = padding
+        self.left_padding = mx.array(padding, mx.int32)
+        self._end_at(idx)
+
+    def _end_at(self, n_tokens: int) -> None:
+        self._idx = n_tokens
+        self.offset = mx.array([n_tokens - n for n in self._padding], mx.int32)
+
+
+class FullPrecisionBatchKVCache(_PaddedBatch):
+    """Takes the place of mlx-lm's BatchKVCache, for layers that are not quantized."""
+
+    def __init__(self, left_padding: Sequence[int]) -> None:
+        self._place(_ints(left_padding), 0)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
+        """Return one batch for the caches of several sequences; a single one is not copied.
+
+        Raises:
+            TypeError: a cache is of another class than KVCache.
+        """
+        for cache in caches:
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
+        batch = cls([])
+        batch._fill(
+            [((c.keys, c.values), c.offset) if c.keys is not None else None for c in caches]
+        )
+        return batch
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""
+        start = self._idx
+        self.keys = pk.append(self.keys, start, keys)
+        self.values = pk.append(self.values, start, values)
+        self._end_at(start + keys.shape[2])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all keys and values, padding included."""
+        return pk.view(self.keys, 0, self._idx), pk.view(self.values, 0, self._idx)
+
+    def extract(self, idx: int) -> KVCache:
+        """Return row `idx` as a cache of its own (see `_row`)."""
+        cache = KVCache()
+        if (row := self._row(idx)) is not None:
+            cache.keys, cache.values = row
+            cache.offset = self._idx - self._padding[idx]
+        return cache
+
+
+class BatchQuantizedKVCache(PackedCache, _PaddedBatch):
+    """Quantized keys and values of one layer for B sequences."""
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        precision: KVPrecision,
+        plan: AttentionPlan | None = None,
+    ) -> None:
+        self.precision = precision
+        self.plan = plan
+        self._place(_ints(left_padding), 0)
+
+    @classmethod
+    def merge(
+        cls, caches: Sequence[Any], precision: KVPrecision | None = None
+    ) -> BatchQuantizedKVCache:
+        """Return one batch for the caches of several sequences, in their order.
+
+        Takes our own caches and mlx-lm's KVCache, which is quantized on the way in. A single filled
+        cache of ours is adopted, not copied. Without `precision`, that of the first cache of ours
+        is used, else the default; so is the first plan.
+
+        Raises:
+            TypeError: a cache is of another class.
+            ValueError: there are no caches, or ours differ in precision.
+        """
+        if not caches:
+            raise ValueError("nothing to merge")
+        ours = [cache for cache in caches if isinstance(cache, SequenceQuantizedKVCache)]
+        if precision is None:
+            precision = ours[0].precision if ours else KVPrecision()
+        plan = next((cache.plan for cache in ours if cache.plan is not None), None)
+        batch = cls([], precision, plan)
+        batch._fill([_packed_row(cache, precision) for cache in caches])
+        return batch
 
     def extend(self, other: BatchQuantizedKVCache | BatchKVCache) -> None:
         """Add the rows of `other` behind our own. Either batch may be empty.
 
-        mlx-lm's own BatchKVCache is quantized on the way in (this waits for its padding).
+        A batch in full precision, ours or mlx-lm's, is quantized on the way in.
 
         Raises:
             TypeError: `other` is of another class.
             ValueError: `other` has another precision.
         """
-        if isinstance(other, BatchKVCache):
-            other = _from_stock_batch(other, self.precision)
+        if isinstance(other, (BatchKVCache, FullPrecisionBatchKVCache)):
+            batch = BatchQuantizedKVCache(_ints(other.left_padding), self.precision)
+            if other.keys is not None:
+                batch.keys = pk.quantize(other.keys, self.precision)
+                batch.values = pk.quantize(other.values, self.precision.of_values)
+            batch._end_at(other._idx)
+            other = batch
         if not isinstance(other, BatchQuantizedKVCache):
             raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
         if other.precision != self.precision:
             raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
         self.plan = self.plan or other.plan
-        if not self._padding:
-            if other.keys is not None and other.values is not None:
-                self.keys, self.values = pk.share(other.keys), pk.share(other.values)
-            self._right_padding = other._right_padding
-            self._place(other._padding, other._idx)
-            return
-        sides = (self, other)
-        idx = max(self._idx, other._idx)
-        padding = [n + idx - side._idx for side in sides for n in side._padding]
-        if self._right_padding or other._right_padding:
-            self._right_padding = [
-                n for side in sides for n in side._right_padding or [0] * len(side._padding)
-            ]
-        filled = [
-            (side, side.keys, side.values)
-            for side in sides
-            if side.keys is not None and side.values is not None
-        ]
-        if filled:
-            capacity = idx + pk.headroom(1)
-            _, like_keys, like_values = filled[0]
-            new_keys = pk.zeros_like(like_keys, len(padding), capacity)
-            new_values = pk.zeros_like(like_values, len(padding), capacity)
-            for side, keys, values in filled:
-                first = 0 if side is self else len(self._padding)
-                rows = slice(first, first + len(side._padding))
-                at = slice(idx - side._idx, idx)
-                _write(new_keys, rows, at, pk.view(keys, 0, side._idx))
-                _write(new_values, rows, at, pk.view(values, 0, side._idx))
-            self.keys, self.values = new_keys, new_values
-        self._place(padding, idx)
+        super().extend(other)
 
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
-        """Return row `idx` as a cache of lazy views, without its padding.
-
-        The only row, when it has none, keeps the room behind it too. Take what you need from it
-        and drop it: a live view makes our next update copy everything.
-        """
-        padding = self._padding[idx]
-        if self.keys is None or self.values is None or padding >= self._idx:
+        """Return row `idx` as a cache of its own (see `_row`)."""
+        row = self._row(idx)
+        if row is None:
             return SequenceQuantizedKVCache(self.precision, self.plan)
-        if self._padding == [0]:
-            return SequenceQuantizedKVCache.from_packed(
-                self.precision, pk.share(self.keys), pk.share(self.values), self._idx, self.plan
-            )
-        row = slice(idx, idx + 1)
-        at = slice(padding, self._idx)
-        keys = pk.each(lambda x: x[row, :, at], self.keys)
-        values = pk.each(lambda x: x[row, :, at], self.values)
-        return SequenceQuantizedKVCache.from_packed(
-            self.precision, keys, values, self._idx - padding, self.plan
-        )
-
-    def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row; return how many."""
-        n = min(self._idx, n)
-        self._place(self._padding, self._idx - n)
-        return n
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        """Tokens of the longest row, padding included."""
-        return self._idx
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, padding and spare room included; 0 when empty."""
-        return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """Everything the batch holds: buffers, where each row is, bits, group size, value bits."""
-        return (
-            self.keys,
-            self.values,
-            self.offset,
-            self.left_padding,
-            self._idx,
-            self.precision.bits,
-            self.precision.group_size,
-            self.precision.value_bits,
-        )
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, _, left_padding, idx, *precision = state
-        self.precision = KVPrecision(*precision)
-        self._right_padding = None
-        self._place(_ints(left_padding), idx)
-
-    def _place(self, padding: list[int], idx: int) -> None:
-        """Set where each row begins and where all end."""
-        self._padding = padding
-        self._idx = idx
-        self.left_padding = mx.array(padding, mx.int32)
-        self.offset = _offsets(padding, idx)
-
-
-def _offsets(padding: list[int], idx: int) -> mx.array:
-    return mx.array([idx - n for n in padding], mx.int32)
+        n_tokens = self._idx - self._padding[idx]
+        return SequenceQuantizedKVCache.from_packed(self.precision, *row, n_tokens, self.plan)
 
 
 def _ints(values: Sequence[int] | mx.array) -> list[int]:
@@ -329,44 +316,17 @@ def _ints(values: Sequence[int] | mx.array) -> list[int]:
     return [int(n) for n in items]
 
 
-def _write(buffers: Packed, rows: slice, at: slice, new: Packed) -> None:
-    for buffer, part in zip(buffers, new, strict=True):
-        buffer[rows, :, at] = part
-
-
-def _packed_row(cache: Any, precision: KVPrecision) -> tuple[Packed, Packed] | None:
-    """Return the tokens of one sequence's cache, packed, or None when it holds none."""
-    if not isinstance(cache, SequenceQuantizedKVCache) and type(cache) not in _STOCK:
+def _packed_row(cache: Any, precision: KVPrecision) -> tuple[KeysAndValues, int] | None:
+    """Return one sequence's cache, packed, and its number of tokens; None when it is empty."""
+    is_ours = isinstance(cache, SequenceQuantizedKVCache)
+    if not is_ours and type(cache) is not KVCache:
         raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-    if isinstance(cache, SequenceQuantizedKVCache) and cache.precision != precision:
+    if is_ours and cache.precision != precision:
         raise ValueError(f"cannot merge a cache of {cache.precision} into {precision}")
     if cache.keys is None or not cache.offset:
         return None
-    if isinstance(cache, SequenceQuantizedKVCache):
-        return cache.packed(0, cache.offset)
-    return (
-        _packed_part(cache, cache.keys, precision),
-        _packed_part(cache, cache.values, precision.of_values),
-    )
-
-
-def _packed_part(cache: Any, held: Any, precision: KVPrecision) -> Packed:
-    """Return the keys or the values of a stock cache in `precision`."""
-    if type(cache) is KVCache:
-        return pk.quantize(held[:, :, : cache.offset], precision)
-    part: Packed = tuple(held)
-    theirs = KVPrecision(cache.bits, cache.group_size)
-    if (theirs.bits, theirs.group_size) == (precision.bits, precision.group_size):
-        return pk.view(part, 0, cache.offset)
-    return pk.quantize(pk.read(part, theirs, cache.offset), precision)
-
-
-def _from_stock_batch(stock: BatchKVCache, precision: KVPrecision) -> BatchQuantizedKVCache:
-    batch = BatchQuantizedKVCache([], precision)
-    if stock.keys is not None:
-        batch.keys = pk.quantize(stock.keys[:, :, : stock._idx], precision)
-        batch.values = pk.quantize(stock.values[:, :, : stock._idx], precision.of_values)
-    if stock._right_padding is not None:
-        batch._right_padding = _ints(stock._right_padding)
-    batch._place(_ints(stock.left_padding), stock._idx)
-    return batch
+    if is_ours:
+        return (cache.keys, cache.values), cache.offset
+    keys, values = (pk.view(x, 0, cache.offset) for x in (cache.keys, cache.values))
+    both = pk.quantize(keys, precision), pk.quantize(values, precision.of_values)
+    return both, cache.offset

@@ -1,14 +1,16 @@
-"""Arithmetic on packed keys or values: quantize, append in place, read back.
+"""Arithmetic on keys or values, quantized or not: quantize, append in place, read back.
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
 [B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
-dtype. Zeros in all three stand for zeros, so a zeroed buffer is a finite pad.
+dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding.
+Keys or values in full precision are one array; `each`, `view`, `share` and `append` take both.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -24,24 +26,26 @@ __all__ = [
     "read",
     "share",
     "view",
-    "zeros_like",
 ]
 
 Packed = tuple[mx.array, mx.array, mx.array]
+Held = TypeVar("Held", mx.array, Packed)
 
 
-def each(function: Callable[[mx.array], mx.array], packed: Packed) -> Packed:
-    """Apply `function` to the three arrays."""
-    weights, scales, biases = packed
-    return function(weights), function(scales), function(biases)
+def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:
+    """Apply `function` to the array, or to each of the three arrays."""
+    if isinstance(held, mx.array):
+        return function(held, *others)
+    weights, scales, biases = map(function, held, *others)
+    return weights, scales, biases
 
 
 def headroom(n_new: int) -> int:
-    """Tokens to allocate beyond what is needed when `n_new` tokens did not fit.
+    """Return how many tokens to allocate beyond `n_new` that did not fit.
 
-    Decoding, and a prompt's rest of up to 768 tokens, then find room for many steps. A long
-    prompt's chunks do not: each makes new buffers, as in mlx-lm's own cache, since room for the
-    next would stay empty behind the last, in every sequence of a batch.
+    Decoding, and a prompt's rest of up to 768 tokens, then find room for many steps. The chunks of
+    a long prompt do not: each makes new buffers, as in mlx-lm's own cache. Room for the next chunk
+    would stay empty behind the last one, in every sequence of a batch.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -55,65 +59,56 @@ def quantize(x: mx.array, precision: KVPrecision) -> Packed:
     return weights, scales, biases
 
 
-def read(packed: Packed, precision: KVPrecision, n_tokens: int) -> mx.array:
-    """Return the first `n_tokens` plain: [B, H, n_tokens, D] in the dtype of the scales.
+def read(packed: tuple[mx.array, ...], precision: KVPrecision) -> mx.array:
+    """Return all tokens dequantized: [B, H, T, D] in the dtype of the scales.
 
     For values give `precision.of_values`.
     """
-    weights, scales, biases = view(packed, 0, n_tokens)
+    weights, scales, biases = packed
     return mx.dequantize(
         weights, scales, biases, group_size=precision.group_size, bits=precision.bits
     )
 
 
-def view(packed: Packed, start: int, stop: int) -> Packed:
-    """Return tokens [start, stop) as lazy views; a later write to `packed` is not seen in them."""
-    if start == 0 and stop == packed[0].shape[2]:
-        return share(packed)
-    return each(lambda x: x[:, :, start:stop], packed)
-
-
-def share(packed: Packed) -> Packed:
-    """Return the same buffers under handles of their own: a write through one is not seen here."""
-    return each(copy.copy, packed)
-
-
-def append(packed: Packed | None, start: int, new: Packed) -> Packed:
-    """Write `new` behind the first `start` tokens of `packed` and return the result.
-
-    The buffers are written in place while they have room (and nobody else holds them), else
-    copied into buffers with `headroom` to spare. What `packed` held from `start` on is lost.
-    """
-    n_new = new[0].shape[2]
-    stop = start + n_new
-    if packed is not None and stop <= packed[0].shape[2]:
-        for buffer, part in zip(packed, new, strict=True):
-            buffer[:, :, start:stop] = part
-        return packed
-    room = zeros_like(new, new[0].shape[0], headroom(n_new))
-    if packed is None or start == 0:
-        return _concatenate((new, room))
-    return _concatenate((view(packed, 0, start), new, room))
-
-
-def zeros_like(packed: Packed, n_rows: int, n_tokens: int) -> Packed:
-    """Return zeros for `n_rows` sequences of `n_tokens` with the heads and dtypes of `packed`."""
+def view(held: Held, start: int, stop: int) -> Held:
+    """Return tokens [start, stop) as lazy views; a later write to `held` does not change them."""
     return each(
-        lambda x: mx.zeros((n_rows, x.shape[1], n_tokens, x.shape[3]), x.dtype),
-        packed,
+        lambda x: copy.copy(x) if (start, stop) == (0, x.shape[2]) else x[:, :, start:stop], held
     )
 
 
-def n_bytes(packed: Packed | None) -> int:
+def share(held: Held) -> Held:
+    """Return the same buffers as new arrays; a write to one does not change the other."""
+    return each(copy.copy, held)
+
+
+def append(held: Held | None, start: int, new: Held) -> Held:
+    """Write `new` behind the first `start` tokens of `held` and return the result.
+
+    The buffers are written in place while they have room (and nothing else refers to them), else
+    copied into buffers with `headroom` to spare. What `held` had from `start` on is lost.
+    """
+    if held is None:
+        return each(lambda x: _grown([x]), new)
+    return each(lambda buffer, x: _appended(buffer, start, x), held, new)
+
+
+def _appended(buffer: mx.array, start: int, new: mx.array) -> mx.array:
+    stop = start + new.shape[2]
+    if stop <= buffer.shape[2]:
+        buffer[:, :, start:stop] = new
+        return buffer
+    # astype: concatenate would promote, and scales of a wider dtype widen the activations.
+    return _grown([buffer[:, :, :start], new.astype(buffer.dtype)] if start else [new])
+
+
+def _grown(parts: list[mx.array]) -> mx.array:
+    n_rows, n_heads, n_new, dim = parts[-1].shape
+    room = mx.zeros((n_rows, n_heads, headroom(n_new), dim), parts[-1].dtype)
+    return mx.concatenate([*parts, room], axis=2)
+
+
+def n_bytes(held: Packed | mx.array | None) -> int:
     """Bytes of the buffers, spare room included."""
-    return 0 if packed is None else sum(int(x.nbytes) for x in packed)
-
-
-def _concatenate(parts: Sequence[Packed]) -> Packed:
-    dtypes = [x.dtype for x in parts[0]]
-    weights, scales, biases = (
-        # astype: concatenate would promote, and scales of a wider dtype widen the activations.
-        mx.concatenate([x.astype(dtype) for x in arrays], axis=2)
-        for dtype, arrays in zip(dtypes, zip(*parts, strict=True), strict=True)
-    )
-    return weights, scales, biases
+    arrays = [held] if isinstance(held, mx.array) else held or ()
+    return sum(int(x.nbytes) for x in arrays)

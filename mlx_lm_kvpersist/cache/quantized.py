@@ -6,18 +6,141 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
+from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import packed as pk
+from .attention import PackedKV
 from .attention_plan import AttentionPlan
-from .fetch import PackedCache
 from .packed import Packed
 from .precision import KVPrecision
 
 if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache
 
-__all__ = ["SequenceQuantizedKVCache"]
+__all__ = ["Buffers", "PackedCache", "SequenceQuantizedKVCache"]
+
+
+class Buffers(_BaseCache):  # type: ignore[misc]
+    """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
+
+    `keys` and `values` are None, arrays, or `Packed`.
+    """
+
+    keys: Any = None
+    values: Any = None
+
+    def _end_at(self, n_tokens: int) -> None:
+        """Count `n_tokens` from the beginning of the buffers as cached."""
+        raise NotImplementedError
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
+        n = min(self.size(), n)
+        self._end_at(self.size() - n)
+        return n
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, padding and spare room included; 0 when empty."""
+        return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The arrays to evaluate, and the number of tokens."""
+        return self.keys, self.values, self.size()
+
+
+class PackedCache(Buffers):
+    """A cache whose plan decides, fetch by fetch, in what form its keys and values are read.
+
+    mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
+    `group_size` exist only while the last fetch was packed. Without a plan every fetch is
+    dequantized: arrays work for every model.
+    """
+
+    keys: Packed | None
+    values: Packed | None
+    precision: KVPrecision
+    plan: AttentionPlan | None = None
+    _fetched_packed = False
+
+    @property
+    def bits(self) -> int:
+        """Bits of the keys.
+
+        Raises:
+            AttributeError: the last fetch was dequantized.
+        """
+        return self._of_packed("bits")
+
+    @property
+    def group_size(self) -> int:
+        """Numbers that share a scale.
+
+        Raises:
+            AttributeError: the last fetch was dequantized.
+        """
+        return self._of_packed("group_size")
+
+    def _of_packed(self, name: str) -> int:
+        if not self._fetched_packed:
+            raise AttributeError(f"{type(self).__name__} was read dequantized and has no {name}")
+        value: int = getattr(self.precision, name)
+        return value
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
+
+        By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
+        a batch have their padding in front.
+        """
+        start, n_new = self.size(), keys.shape[2]
+        self.keys = pk.append(self.keys, start, pk.quantize(keys, self.precision))
+        self.values = pk.append(self.values, start, pk.quantize(values, self.precision.of_values))
+        self._end_at(start + n_new)
+        strategy = "dequantize"
+        if self.plan is not None:
+            n_rows, n_heads, _, k_dim = keys.shape
+            token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
+            strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
+        self._fetched_packed = strategy != "dequantize"
+        if self.plan is None or not self._fetched_packed:
+            all_keys, all_values = self.keys_and_values()
+            return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
+        tile_bytes = self.plan.tile_bytes if strategy == "tiled" else None
+        return (
+            PackedKV.of(self.keys, self.precision, start + n_new, tile_bytes),
+            PackedKV.of(self.values, self.precision.of_values, start + n_new, tile_bytes),
+        )
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all keys and values dequantized, padding included; models read them here too.
+
+        Raises:
+            ValueError: the cache is empty.
+        """
+        keys, values = self.packed(0, self.size())
+        return pk.read(keys, self.precision), pk.read(values, self.precision.of_values)
+
+    def packed(self, start: int, stop: int) -> tuple[Packed, Packed]:
+        """Return keys and values of tokens [start, stop) as lazy views of the buffers.
+
+        Drop them before the next update: a live view makes it copy the whole buffer.
+
+        Raises:
+            ValueError: the cache is empty or does not hold these tokens.
+        """
+        if self.keys is None or self.values is None:
+            raise ValueError("the cache is empty")
+        if not 0 <= start <= stop <= self.size():
+            raise ValueError(f"tokens {start} to {stop} of a cache of {self.size()}")
+        return pk.view(self.keys, start, stop), pk.view(self.values, start, stop)
 
 
 class SequenceQuantizedKVCache(PackedCache):
@@ -30,8 +153,6 @@ class SequenceQuantizedKVCache(PackedCache):
     def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
         self.precision = precision
         self.plan = plan
-        self.keys: Packed | None = None
-        self.values: Packed | None = None
         self.offset = 0
 
     @classmethod
@@ -48,43 +169,6 @@ class SequenceQuantizedKVCache(PackedCache):
         cache.keys, cache.values, cache.offset = keys, values, offset
         return cache
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys [1, H, n, Dk] and values [1, H, n, Dv]; return all of both.
-
-        By the plan: arrays of the dtype of what came in, [1, H, offset, D], or two `PackedKV`.
-        """
-        n_new = keys.shape[2]
-        precision = self.precision
-        self.keys = pk.append(self.keys, self.offset, pk.quantize(keys, precision))
-        self.values = pk.append(self.values, self.offset, pk.quantize(values, precision.of_values))
-        self.offset += n_new
-        return self._fetch((self.keys, self.values), self.offset, (keys, values))
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all keys and values, plain, in the dtype they came in.
-
-        Raises:
-            ValueError: the cache is empty.
-        """
-        keys, values = self._filled()
-        return (
-            pk.read(keys, self.precision, self.offset),
-            pk.read(values, self.precision.of_values, self.offset),
-        )
-
-    def packed(self, start: int, stop: int) -> tuple[Packed, Packed]:
-        """Return keys and values of tokens [start, stop) as lazy views of the buffers.
-
-        Drop them before the next update: a live view makes it copy the whole buffer.
-
-        Raises:
-            ValueError: the cache is empty or does not hold these tokens.
-        """
-        keys, values = self._filled()
-        if not 0 <= start <= stop <= self.offset:
-            raise ValueError(f"tokens {start} to {stop} of a cache of {self.offset}")
-        return pk.view(keys, start, stop), pk.view(values, start, stop)
-
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | str | None:
@@ -99,43 +183,12 @@ class SequenceQuantizedKVCache(PackedCache):
         )
         return mask
 
-    def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
-        n = min(self.offset, n)
-        self.offset -= n
-        return n
-
-    def is_trimmable(self) -> bool:
-        return True
-
     def size(self) -> int:
-        """Number of tokens held."""
+        """Return the number of cached tokens."""
         return self.offset
 
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, spare room included; 0 when empty."""
-        return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """Everything the cache holds: keys, values, offset, bits, group size, bits of values."""
-        return (
-            self.keys,
-            self.values,
-            self.offset,
-            self.precision.bits,
-            self.precision.group_size,
-            self.precision.value_bits,
-        )
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, *precision = state
-        self.precision = KVPrecision(*precision)
+    def _end_at(self, n_tokens: int) -> None:
+        self.offset = n_tokens
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
@@ -143,8 +196,3 @@ class SequenceQuantizedKVCache(PackedCache):
         from .batch import BatchQuantizedKVCache
 
         return BatchQuantizedKVCache.merge(caches)
-
-    def _filled(self) -> tuple[Packed, Packed]:
-        if self.keys is None or self.values is None:
-            raise ValueError("the cache is empty")
-        return self.keys, self.values

@@ -22,8 +22,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..cache.attention import Strategy
 from ..cache.attention_plan import AttentionPlan, forced_plan
-from ..cache.batch import BatchQuantizedKVCache
-from ..cache.plain import PlainBatchKVCache
+from ..cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from ..cache.precision import KVPrecision, PrecisionChoice
 from ..cache.spec import ModelCacheSpec
 from ..errors import SelfTestFailed
@@ -81,7 +80,7 @@ def check_round_trip(
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         try:
             loaded = LoadedModel(model, None, spec, "selftest", None)
-            live = PlainBatchKVCache if precision is None else BatchQuantizedKVCache
+            live = FullPrecisionBatchKVCache if precision is None else BatchQuantizedKVCache
             sequences = _run(loaded, store, live)
         except SelfTestFailed:
             raise
@@ -108,8 +107,8 @@ class _OwnKVCache(KVCache):  # type: ignore[misc]
     """Merges as the plugin lets layers in their own precision do."""
 
     @classmethod
-    def merge(cls, caches: list[Any]) -> PlainBatchKVCache:
-        return PlainBatchKVCache.merge(caches)
+    def merge(cls, caches: list[Any]) -> FullPrecisionBatchKVCache:
+        return FullPrecisionBatchKVCache.merge(caches)
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]

@@ -66,11 +66,11 @@ class Rows:
 
     def new_cache(self) -> Any:
         """Return a cache of any class that merge takes, and remember what its row must hold."""
-        kind = self.rng.choice(["empty", "ours", "ours", "plain", "quantized", "trimmed"])
+        kind = self.rng.choice(["empty", "ours", "ours", "stock", "trimmed"])
         own = self.sequence()
         self.own.append(own)
         if kind == "empty":
-            return self.rng.choice([self.sequence(), KVCache(), QuantizedKVCache(32, 4)])
+            return self.rng.choice([self.sequence(), KVCache()])
         keys, values = self.tokens(self.rng.choice([1, 5, 40, 300]))
         own.update_and_fetch(keys, values)
         if kind == "trimmed":
@@ -78,9 +78,7 @@ class Rows:
             return copy.deepcopy(own)
         if kind == "ours":
             return copy.deepcopy(own)
-        # What was coarser before cannot become what was never that coarse.
-        is_plain = kind == "plain" or self.precision != PRECISION
-        cache = KVCache() if is_plain else QuantizedKVCache(group_size=32, bits=4)
+        cache = KVCache()
         cache.update_and_fetch(keys, values)
         return cache
 
@@ -153,11 +151,6 @@ class Rows:
             [self.batch.extract(i) for i in range(len(self.own))], self.precision
         )
 
-    def restate(self) -> None:
-        batch = BatchQuantizedKVCache([], KVPrecision())
-        batch.state = self.batch.state
-        self.batch = batch
-
     def check(self) -> None:
         batch = self.batch
         assert batch.offset.tolist() == [own.offset for own in self.own]
@@ -183,7 +176,6 @@ def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
         rows.trim,
         rows.split,
         rows.remerge,
-        rows.restate,
     ]
     for _ in range(12):
         rng.choice(steps)()
@@ -462,30 +454,6 @@ def test_no_rows_left() -> None:
     assert_row_is(batch, 0, sequence(7))
 
 
-def test_merge_requantizes_a_quantized_cache_of_another_precision() -> None:
-    keys, values = random_kv(4, 20)
-    theirs = QuantizedKVCache(group_size=64, bits=8)
-    values = mx.concatenate([values, values], axis=-1)  # mlx-lm has one group size for both
-    theirs.update_and_fetch(keys, values)
-    batch = BatchQuantizedKVCache.merge([theirs, sequence(0)], PRECISION)
-    found, _ = batch.extract(0).keys_and_values()
-    assert mx.abs(found - keys).max() < 0.5
-    assert batch.precision == PRECISION
-
-
-def test_merge_takes_over_the_part_of_a_quantized_cache_that_fits() -> None:
-    keys, values = random_kv(4, 20)
-    theirs = QuantizedKVCache(group_size=32, bits=8)
-    theirs.update_and_fetch(keys, values)
-    batch = BatchQuantizedKVCache.merge([theirs], FINER_KEYS)
-    expected = pk.quantize(keys, FINER_KEYS)
-    found, found_values = batch.extract(0).packed(0, 20)
-    assert same_packed(found, expected)
-    assert found_values[0].shape[3] == FINER_KEYS.of_values.packed_dim(values.shape[3])
-    _, plain = batch.keys_and_values()
-    assert mx.abs(plain - values).max() < 0.5
-
-
 def test_dtype_follows_the_model() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     cache.update_and_fetch(*random_kv(1, 3, dtype=mx.float16))
@@ -497,8 +465,9 @@ def test_dtype_follows_the_model() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(TypeError, match="RotatingKVCache"):
-        BatchQuantizedKVCache.merge([sequence(1), RotatingKVCache(8)])
+    for other in (RotatingKVCache(8), QuantizedKVCache()):
+        with pytest.raises(TypeError, match=type(other).__name__):
+            BatchQuantizedKVCache.merge([sequence(1), other])
     with pytest.raises(ValueError, match="4b64 into 4b32"):
         BatchQuantizedKVCache.merge([sequence(1), SequenceQuantizedKVCache(KVPrecision())])
     with pytest.raises(ValueError, match="nothing"):

@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import attention, blocks, join, packed
-from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
-from mlx_lm_kvpersist.cache.plain import PlainBatchKVCache
+from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.precision import PrecisionChoice
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
@@ -161,12 +160,12 @@ QUANTIZED: dict[str, Fault] = {
     "scales of values for keys": after(blocks, "_split", blocks_swapped),
 }
 OWN: dict[str, Fault] = {
-    "merge swaps keys and values": after(PlainBatchKVCache, "merge", swap_sides),
-    "filter takes wrong rows": after(PlainBatchKVCache, "filter", swap_rows),
-    "extend swaps rows": after(PlainBatchKVCache, "extend", swap_rows),
-    "extract is one off": after(PlainBatchKVCache, "extract", one_token_on),
-    "offset": after(PlainBatchKVCache, "update_and_fetch", offset_one_on),
-    "mask": after(PlainBatchKVCache, "make_mask", no_mask),
+    "merge swaps keys and values": after(FullPrecisionBatchKVCache, "merge", swap_sides),
+    "filter takes wrong rows": after(FullPrecisionBatchKVCache, "filter", swap_rows),
+    "extend swaps rows": after(FullPrecisionBatchKVCache, "extend", swap_rows),
+    "extract is one off": after(FullPrecisionBatchKVCache, "extract", one_token_on),
+    "offset": after(FullPrecisionBatchKVCache, "update_and_fetch", offset_one_on),
+    "mask": after(FullPrecisionBatchKVCache, "make_mask", no_mask),
     "restore is one short": after(join.Joiner, "finish", one_token_less),
     "layers swapped in blocks": after(blocks, "_split", layers_swapped),
 }
