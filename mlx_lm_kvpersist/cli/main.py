@@ -97,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     spec.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
     summary = "check, repair and shrink a store"
     _add_store(_commands(commands.add_parser("store", help=summary, description=summary)))
-    _add_why(add)
+    _add_why(commands)
     return parser
 
 
@@ -233,13 +233,19 @@ def _add_store(commands: Any) -> None:
     add("rebuild", "store:rebuild", "make the index anew from the files")
 
 
-def _add_why(add: Any) -> None:
-    why = add("why", "why:run", "say what the last requests reused, and why not more", json=True)
+def _add_why(commands: Any) -> None:
+    add = _adder(commands, _folder())
+    why = add("why", "why:run", "say what the last requests reused, and why not more")
     why.add_argument(
         "request",
         nargs="?",
         metavar="REQUEST_ID",
         help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
     )
-    why.add_argument("--host", default="127.0.0.1", help="of the server (default: 127.0.0.1)")
-    why.add_argument("--port", type=int, default=8080, help="of the server (default: 8080)")
+    why.add_argument(
+        "--url",
+        help="ask this running server, such as http://127.0.0.1:8080, instead of the store",
+    )
+    why.add_argument(
+        "--follow", action="store_true", help="show requests as they come, until interrupted"
+    )

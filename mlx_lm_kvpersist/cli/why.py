@@ -1,21 +1,34 @@
-"""`mlx-lm-kvpersist why`: what the last requests to a running server reused, and why not more."""
+"""`mlx-lm-kvpersist why`: what the last requests reused, and why not more."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from http.client import HTTPConnection, HTTPException
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from ..api.admin import KEY_VARIABLE, REQUESTS_PATH
 from ..errors import KVPersistError
+from .opening import folder_of, reading
 from .output import console, local_time, print_json, print_table, shown
+
+Record = dict[str, Any]
+_POLL_S = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError when the server is silent."""
-    records = _ask(args.host, args.port)
+    """Run the command; return the exit status. Raises KVPersistError when nobody can say."""
+    with _source(args) as ask:
+        if args.follow:
+            _follow(ask, args)
+        records = ask()
     if args.request is not None:
         records = [record for record in records if record["id"].endswith(args.request)]
         if not records:
@@ -26,64 +39,71 @@ def run(args: argparse.Namespace) -> int:
         print_json(records if args.request is None else records[0])
     elif args.request is not None:
         _explain(records[0])
+    elif records:
+        rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]
+        print_table(["received", "id", "what was reused"], rows)
     else:
-        _list(records)
+        console().print(f"no request yet in {args.url or folder_of(args)}")
     return 0
 
 
-def _ask(host: str, port: int) -> list[dict[str, Any]]:
-    connection = HTTPConnection(host, port, timeout=10)
+@contextmanager
+def _source(args: argparse.Namespace) -> Iterator[Callable[[], list[Record]]]:
+    """Yield what returns the last requests, the newest first: of a server, or of a store."""
+    if args.url is not None:
+        yield lambda: _ask(args.url)
+        return
+    with reading(folder_of(args)) as index:
+        yield index.requests
+
+
+def _ask(url: str) -> list[Record]:
+    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
     try:
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request("GET", REQUESTS_PATH, headers=headers)
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, HTTPException) as error:
+        with opener.open(Request(f"{url}{REQUESTS_PATH}", headers=headers), timeout=10) as reply:
+            records: list[Record] = json.load(reply)
+    except HTTPError as error:
+        with error:
+            if error.code == 403:
+                raise KVPersistError(f"{url} refused: {json.load(error)['error']}") from error
+            raise KVPersistError(
+                f"{url} answered {error.code} to {REQUESTS_PATH}; "
+                "is it mlx_lm.server with --plugin kvpersist?"
+            ) from error
+    except (OSError, ValueError, HTTPException) as error:
         raise KVPersistError(
-            f"no answer from {host}:{port} ({error}); use --host and --port"
+            f"no answer from {url} ({error}); name a running server with --url, "
+            "or its store with --kvpersist-dir"
         ) from error
-    finally:
-        connection.close()
-    if response.status == 403:
-        raise KVPersistError(f"{host}:{port} refused: {json.loads(body)['error']}")
-    if response.status != 200:
-        raise KVPersistError(
-            f"{host}:{port} answered {response.status} to {REQUESTS_PATH}; "
-            "is it mlx_lm.server with --plugin kvpersist?"
-        )
-    records: list[dict[str, Any]] = json.loads(body)
     return records
 
 
-def _list(records: list[dict[str, Any]]) -> None:
-    rows = [
-        [
-            record["id"],
-            local_time(record["received"]),
-            shown(record["session"] or "-", 24),
-            record["outcome"],
-            record["tier"],
-            f"{record['reused_tokens']:,}",
-            f"{record['prompt_tokens']:,}",
-            record["reason"] or "",
-        ]
-        for record in records
-    ]
-    columns = ["id", "received", "session", "outcome", "tier", "reused", "of", "why not more"]
-    print_table(columns, rows, right="reused of")
+def _follow(ask: Callable[[], list[Record]], args: argparse.Namespace) -> NoReturn:
+    """Print each request that comes from now on, until the command is interrupted."""
+    known = {record["id"] for record in ask()}
+    print(f"following {args.url or folder_of(args)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(_POLL_S)
+        records = ask()
+        for record in reversed(records):
+            if record["id"] not in known:
+                at = time.strftime("%H:%M:%S", time.localtime(record["received"]))
+                line = f"{at}  {record['id']}  {_sentence(record)}"
+                print(json.dumps(record) if args.json else line, flush=True)
+        known = {record["id"] for record in records}
 
 
-def _explain(record: dict[str, Any]) -> None:
+def _sentence(record: Record) -> str:
+    return shown(record["sentence"], 400)
+
+
+def _explain(record: Record) -> None:
     out = console()
-    out.print(
-        f"{record['id']}: {record['outcome']}, {record['reused_tokens']:,} of "
-        f"{record['prompt_tokens']:,} tokens reused ({record['tier']}), "
-        f"{record['restored_tokens']:,} from disk in {record['restore_ms']} ms"
-    )
-    if record["reason"]:
-        detail = f": {record['detail']}" if record["detail"] else ""
-        out.print(f"Not more, because: {record['reason']}{detail}")
+    out.print(f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}")
+    out.print(f"Model: {shown(record['model'], 200)}")
     divergence = record["divergence"]
     if not divergence:
         return
@@ -91,10 +111,10 @@ def _explain(record: dict[str, Any]) -> None:
         where = f"between messages, at character {divergence['char']:,} of the prompt"
     else:
         where = (
-            f"in message {divergence['message']} ({divergence['role']}), at its character "
-            f"{divergence['message_char']:,}"
+            f"in message {divergence['message']} ({shown(divergence['role'] or '?')}), at its "
+            f"character {divergence['message_char']:,}"
         )
-    out.print(f"It parts from the nearest stored branch {where}.")
+    out.print(f"The prompt differs from the nearest stored conversation {where}:")
     if divergence["stored"] is not None:
         out.print(f"  stored: {shown(divergence['stored'], 120)}")
         out.print(f"  asked:  {shown(divergence['asked'], 120)}")

@@ -238,6 +238,10 @@ class BlockStore:
         """Remember the hash of a model's file."""
         self._writer.submit(partial(self._keep_file_hash, path, stamp, content_hash))
 
+    def keep_request(self, record: dict[str, Any]) -> None:
+        """Remember what a request reused, for those who ask later."""
+        self._writer.submit(partial(self._keep_request, record))
+
     def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
         """Mark a chain, given by its last block, and these parts as used."""
         used = tuple(parts)
@@ -384,6 +388,13 @@ class BlockStore:
                 self.index.keep_file_hash(path, stamp, content_hash)
         except (OSError, sqlite3.Error) as error:
             self._failed("remember the hash of a model's file", error)
+
+    def _keep_request(self, record: dict[str, Any]) -> None:
+        try:
+            with self.disk.lock.held():
+                self.index.add_request(record)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("remember what a request reused", error)
 
     def _sweep(self) -> None:
         n_swept = self.disk.sweep()

@@ -17,6 +17,7 @@ import xxhash
 from ..match.keys import Root, block_key
 from ..match.tree import Node, common_prefix
 from .index_parts import PartIndex
+from .index_requests import RequestIndex
 from .part import Part
 
 _MAX_REPLIES = 10_000
@@ -76,7 +77,7 @@ class Forgotten:
     parts: tuple[bytes, ...]
 
 
-class Index(PartIndex):
+class Index(PartIndex, RequestIndex):
     """What is on disk, in rows. Opens and fails as `IndexFile` does."""
 
     # Reading.
