@@ -249,13 +249,16 @@ class KVPersistPlugin:
         return Prepared(reuse.prompt, reuse.caches, reuse.outcome.n_reused, sequence)
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
-        """Write the request's one line, and keep it for those who ask why."""
+        """Log the request's one line, and remember it for `why`."""
         state.outcome, state.id = outcome, self._history.new_id()
         model = self._loaded.name if self._loaded else ""
         logger.info("kvpersist: %s (%s)", outcome.sentence(state.session), state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
-        self._history.add(RequestRecord(state.id, state.session, state.namespace, model, outcome))
+        record = RequestRecord(state.id, state.session, state.namespace, model, outcome)
+        self._history.add(record)
+        if self._store is not None and self._config is not None:
+            self._store.keep_request(record.to_json(with_text=self._config.store_text))
 
     @hookimpl
     def insert_cache(

@@ -186,6 +186,7 @@ def rm(args: argparse.Namespace) -> int:
         before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
         for session in chosen:
             disk.remove_session(session)
+        disk.index.forget_requests()
         after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
     freed, n_blocks, n_parts = (had - has for had, has in zip(before, after, strict=True))
     if args.json:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def test_where_a_prompt_parts(
     assert divergence["stored"].startswith("tower see at noon?")
     assert divergence["asked"].startswith("gate see at noon?")
     # The same through the command line.
-    options = ["--port", str(server.port)]
+    options = ["--url", f"http://127.0.0.1:{server.port}"]
     assert main(["why", *options, newest["id"]]) == 0
     said = capsys.readouterr().out
     assert "in message 1 (user), at its character 20" in said and "asked:  gate see" in said
@@ -62,6 +65,65 @@ def test_where_a_prompt_parts(
     assert json.loads(capsys.readouterr().out) == newest
     assert main(["why", *options, "no-such-id"]) == 1
     assert "no request 'no-such-id'" in capsys.readouterr().err
+
+
+def test_c11_why_needs_no_running_server(
+    start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    server.chat([SYSTEM, QUESTION], "first")
+    server.chat([SYSTEM, {"role": "user", "content": "What does the north gate see?"}], "s")
+    told = records(server)
+    server.terminate()
+    store = ["--kvpersist-dir", str(start_server.store)]
+    assert main(["why", *store, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told
+    assert main(["why", *store]) == 0
+    out = capsys.readouterr().out
+    assert all(record["id"] in out and record["sentence"] in out for record in told)
+    assert main(["why", *store, told[0]["id"]]) == 0
+    out = capsys.readouterr().out
+    assert told[0]["sentence"] in out and "asked:  gate see?" in out
+    # A restarted server goes on behind them.
+    again = start_server.with_plugin(tiny_model)
+    again.chat([SYSTEM, QUESTION])
+    again.terminate()
+    assert main(["why", *store, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[1:] == told and found[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
+    # They quote prompts, so they go when sessions are removed.
+    assert main(["sessions", "rm", *store, "s"]) == 0
+    assert main(["why", *store]) == 0
+    assert "no request yet in" in capsys.readouterr().out
+    assert not any(b"gate see" in path.read_bytes()
+                   for path in start_server.store.rglob("*") if path.is_file())  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["store", "server"])
+def test_c11_why_follows_requests_as_they_come(
+    start_server: StartServer, tiny_model: Path, of: str
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    server.chat([SYSTEM, QUESTION], "before")
+    wait_until(lambda: settled(server), "a writer at rest")
+    options = {
+        "store": ["--kvpersist-dir", str(start_server.store)],
+        "server": ["--url", f"http://127.0.0.1:{server.port}"],
+    }
+    command = [sys.executable, "-m", "mlx_lm_kvpersist", "why", "--follow", "--json", *options[of]]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as following:
+        assert following.stdout and following.stderr
+        assert following.stderr.readline().startswith("following ")
+        try:
+            for name in ("one", "two"):
+                server.chat([SYSTEM, QUESTION], name)
+                record = json.loads(following.stdout.readline())
+                assert record["session"] == name and record["sentence"]
+        finally:
+            following.send_signal(signal.SIGINT)
+    assert following.returncode == 130
 
 
 def test_no_text_leaves_the_prompt_where_none_is_stored(
@@ -99,8 +161,12 @@ def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> No
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        assert main(["why", "--port", str(port)]) == 1
-    assert "--host and --port" in capsys.readouterr().err
+        assert main(["why", "--url", f"127.0.0.1:{port}"]) == 1
+    err = capsys.readouterr().err
+    assert f"no answer from http://127.0.0.1:{port}" in err and err.count("\n") == 1
+    for url in ("no such thing", "http://", "ftp://127.0.0.1"):
+        assert main(["why", "--url", url]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_dir: Path) -> None:

@@ -1,0 +1,41 @@
+"""The last requests in the index: few, small, and no reason to call an index damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.index_requests import KEPT
+
+
+def record(number: int, **more: object) -> dict[str, object]:
+    return {"id": f"kvp-{number}", "sentence": f"number {number}", **more}
+
+
+def test_c11_the_last_requests_are_kept_and_no_more(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index.sqlite")
+    assert index.requests() == []
+    for number in range(KEPT + 20):
+        index.add_request(record(number))
+    assert index.requests() == [record(number) for number in reversed(range(20, KEPT + 20))]
+    index.add_request(record(1000, session="x" * 5000))
+    assert index.requests()[0] == record(KEPT + 19), "an overlong record is left out"
+    index.close()
+    again = Index(tmp_path / "index.sqlite")
+    assert len(again.requests()) == KEPT
+    again.forget_requests()
+    assert again.requests() == []
+    again.close()
+
+
+def test_c11_damaged_records_are_left_out(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index.sqlite")
+    index.add_request(record(1))
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    with db:
+        for about in ("{", "[]", "{}", b"\xff\xfe", 7):
+            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+    db.close()
+    assert index.requests() == [record(1)]
+    index.close()
