@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
 from http.client import HTTPException
+from typing import Any, NoReturn
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
