@@ -26,12 +26,13 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format dev clean
+.PHONY: help demo test test-slow mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
 	@echo "make test       ruff, mypy and the default tests"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make mutate     change the source in small ways, and list what no test notices"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the files"
 
@@ -65,6 +66,10 @@ test: lint
 
 test-slow: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+# SAMPLE=200 changes as many places, drawn at random; MODULE=store/pool those of one module.
+mutate: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.mutate --jobs $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(MODULE),--module $(MODULE))
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,75 @@
+"""The mutants that `make mutate` makes, and those that are allowed to survive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.mutate import FOLDERS, PACKAGE, ROOT, accepted_mutants, mutants_of, targets_of
+
+SOURCE = """
+def f(a: int, b: "1 < 2") -> int:
+    \"\"\"Not 1.\"\"\"
+    if a < b and not b:
+        return a + 1
+    for x in g(a, b):
+        continue
+    drop(x)
+    raise ValueError(f"{a + 1}")
+"""
+
+
+def mutated(tmp_path: Path) -> set[str]:
+    path = tmp_path / "source.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    found = set()
+    for mutant in mutants_of(path, tmp_path):
+        changed = SOURCE.encode()[: mutant.start] + mutant.after.encode()
+        changed += SOURCE.encode()[mutant.stop :]
+        compile(changed, "source.py", "exec")
+        (line,) = (
+            after.strip()
+            for before, after in zip(SOURCE.split("\n"), changed.decode().split("\n"), strict=True)
+            if before != after
+        )
+        found.add(line)
+    return found
+
+
+def test_a_mutant_is_one_small_change_of_what_runs(tmp_path: Path) -> None:
+    assert mutated(tmp_path) == {
+        "if (a <= b) and not b:",
+        "if (a < b or not b):",
+        "if (not b):",
+        "if (a < b):",
+        "if a < b and (b):",
+        "if (False):",
+        "if (True):",
+        "return (a - 1)",
+        "return a + (2)",
+        "return None",
+        "for x in (g(b, a)):",
+        "pass",
+    }
+
+
+def test_equal_lines_have_keys_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    path.write_text("x = 1\nx = 1\n", encoding="utf-8")
+    before = [mutant.key for mutant in mutants_of(path, tmp_path)]
+    path.write_text("y = z\nx = 1\nx = 1\n", encoding="utf-8")
+    assert before == [mutant.key for mutant in mutants_of(path, tmp_path)]
+    assert len(set(before)) == 2
+
+
+def test_every_module_has_tests() -> None:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / PACKAGE / folder).glob("*.py")):
+            for target in targets_of(str(path.relative_to(ROOT))):
+                assert not target.startswith("tests/") or (ROOT / target).exists(), target
+
+
+def test_what_may_survive_is_still_there_and_has_a_reason() -> None:
+    for accepted in accepted_mutants():
+        source = (ROOT / accepted["file"]).read_text(encoding="utf-8")
+        assert accepted["line"] in [line.strip() for line in source.split("\n")], accepted
+        assert accepted["reason"]

@@ -1,0 +1,433 @@
+"""Change the source in small ways, run the tests that should notice, and list what none noticed.
+
+`make mutate` runs it over the folders that decide what a reply is made of: api, cache, match,
+request and store. Mutants are made in copies of the tree, never in the tree itself. Results are
+kept in `.mutants/results.json`: an interrupted run goes on where it stopped. `mutants.toml` lists
+the mutants that may survive, each with the reason.
+
+mutmut and cosmic-ray do not serve here: mutmut forks processes that have loaded MLX, whose
+threads do not outlive a fork; cosmic-ray changes the tree that it runs in, starts Python anew for
+each mutant, and does not remove statements. On a platform without `fork` this does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import contextlib
+import hashlib
+import importlib
+import json
+import math
+import os
+import py_compile
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "mlx_lm_kvpersist"
+FOLDERS = ("api", "cache", "match", "request", "store")
+RESULTS = ROOT / ".mutants" / "results.json"
+ACCEPTED = Path(__file__).with_name("mutants.toml")
+MIN_TIMEOUT_S = 30.0
+TIMES_BASELINE = 5.0
+
+TESTS = {
+    "match": ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"],
+    "api/session_keys": ["tests/api/test_session_keys.py"],
+    "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
+    "cache/packed": ["tests/cache/test_quantized.py", "tests/cache/test_batch.py"],
+    "cache/join": ["tests/cache/test_blocks.py"],
+    "request/costs": ["tests/request/test_costs.py"],
+    "request/insert": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
+    "request/lookup": ["tests/request/test_lookup.py", "tests/request/test_prefetch.py"],
+    "request/restore": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
+    "store/budget": ["tests/store/test_store.py", "tests/store/test_writer.py"],
+    "store": ["tests/store"],
+}
+"""The tests of a module or folder, where they are not `tests/<folder>/test_<module>.py`."""
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Add,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file: the text from `start` to `stop` (bytes) becomes `after`."""
+
+    file: str
+    line: int
+    line_text: str
+    before: str
+    after: str
+    start: int
+    stop: int
+    place: str
+    """The column, and how many equal lines stand before: what `line` is for the key."""
+
+    @property
+    def key(self) -> str:
+        """A name that stays while the line does, wherever in the file it goes."""
+        text = "\0".join((self.file, self.line_text, self.place, self.before, self.after))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split())[:70] for text in (self.before, self.after))
+        return f"{self.file}:{self.line}: {before}  ->  {after}"
+
+
+def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
+    """Return all mutants of a file, in the order of its lines."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    n_before: Counter[bytes] = Counter()
+    places = []
+    for line in lines:
+        places.append(n_before[line])
+        n_before[line] += 1
+    found = {}
+    for node, new in _changes(tree):
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        start = starts[node.lineno - 1] + node.col_offset
+        stop = starts[node.end_lineno - 1] + node.end_col_offset
+        before = source.encode()[start:stop].decode()
+        text = lines[node.lineno - 1].decode().strip()
+        name = str(path.relative_to(root))
+        after = f"({new})" if isinstance(node, ast.expr) else new
+        place = f"{node.col_offset}.{places[node.lineno - 1]}"
+        found[start, stop, after] = Mutant(
+            name, node.lineno, text, before, after, start, stop, place
+        )
+    return [found[where] for where in sorted(found)]
+
+
+Change = tuple[ast.expr | ast.stmt, str]
+
+
+def _changes(tree: ast.Module) -> Iterator[Change]:
+    """Yield each node that is to be replaced, with the source of what replaces it."""
+    unread = {id(part) for node in ast.walk(tree) for part in _not_run(node)}
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if id(node) in unread:
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.expr):
+            yield from _changed_expressions(node)
+        elif isinstance(node, ast.stmt):
+            yield from _changed_statements(node)
+
+
+def _not_run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a node that no test can be asked to notice: annotations, messages."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield from (part for part in (node.returns, *node.decorator_list) if part)
+    if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+        yield node.annotation
+    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert):
+        yield from ast.iter_child_nodes(node)
+    if isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+    ):
+        yield node
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        yield node
+    if isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger."):
+        yield node
+
+
+def _changed_expressions(node: ast.expr) -> Iterator[Change]:
+    if isinstance(node, ast.Compare):
+        for i, op in enumerate(node.ops):
+            ops = [*node.ops[:i], COMPARISONS[type(op)](), *node.ops[i + 1 :]]
+            yield node, ast.unparse(ast.Compare(node.left, ops, node.comparators))
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield node, ast.unparse(ast.BoolOp(other, node.values))
+        for i in range(len(node.values)):
+            rest = [*node.values[:i], *node.values[i + 1 :]]
+            yield node, ast.unparse(ast.BoolOp(node.op, rest) if len(rest) > 1 else rest[0])
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield node, ast.unparse(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield node, ast.unparse(ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield node, str(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield node, ast.unparse(node.body)
+        yield node, ast.unparse(node.orelse)
+    elif isinstance(node, ast.Call):
+        yield from _changed_calls(node)
+
+
+def _changed_calls(node: ast.Call) -> Iterator[Change]:
+    name = ast.unparse(node.func)
+    if name in ("min", "max"):
+        other = "max" if name == "min" else "min"
+        yield node, ast.unparse(ast.Call(ast.Name(other), node.args, node.keywords))
+    elif name not in ("isinstance", "getattr", "setattr", "hasattr") and len(node.args) > 1:
+        first, second, *rest = node.args
+        if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+            yield node, ast.unparse(ast.Call(node.func, [second, first, *rest], node.keywords))
+
+
+def _changed_statements(node: ast.stmt) -> Iterator[Change]:
+    if isinstance(node, ast.If | ast.While):
+        test = node.test
+        yield test, "False"
+        if isinstance(node, ast.If):
+            yield test, "True"
+    elif isinstance(node, ast.Return) and node.value is not None:
+        if ast.unparse(node.value) != "None":
+            yield node, "return None"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield node, "pass"
+    elif isinstance(node, ast.AugAssign | ast.Raise | ast.Delete):
+        yield node, "pass"
+    elif isinstance(node, ast.Continue | ast.Break):
+        yield node, "pass"
+
+
+def targets_of(file: str) -> list[str]:
+    """Return the pytest targets that should notice the mutants of a file."""
+    module = file.removeprefix(f"{PACKAGE}/").removesuffix(".py")
+    folder, _, name = module.rpartition("/")
+    if module in TESTS:
+        return TESTS[module]
+    own = f"tests/{folder}/test_{name}.py"
+    return [own] if (ROOT / own).exists() else TESTS.get(folder, [f"tests/{folder}"])
+
+
+class Tree:
+    """A copy of the tree that one job changes and tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        # By hash: two versions of a file can have one size and one time.
+        by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder / PACKAGE, quiet=2, invalidation_mode=by_hash)
+        self.mutant: Mutant | None = None
+        self._source = b""
+
+    def start(self, targets: Sequence[str], loaded: Path | None = None) -> int:
+        """Fork a process that runs tests in this tree; it exits with pytest's status.
+
+        `loaded` is where it writes the names of the modules that the tests imported.
+        """
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 99
+        try:
+            os.setsid()  # so that the servers of tests can be ended with it
+            os.chdir(self.folder)
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            os.environ.update(PYTHONPATH=str(self.folder), HF_HUB_OFFLINE="1")
+            sys.path.insert(0, str(self.folder))
+            sys.dont_write_bytecode = True
+            # What was imported before the fork is not rewritten, and need not be.
+            options = ["-xq", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+            options += ["-p", "no:cacheprovider", "-m", "not slow"]
+            status = int(pytest.main([*options, *targets]))
+            if loaded is not None:
+                loaded.write_text("\n".join(sys.modules), encoding="utf-8")
+        finally:
+            os._exit(status)
+
+    def change(self, mutant: Mutant) -> bool:
+        """Put a mutant in place; False when it is no Python."""
+        path = self.folder / mutant.file
+        self.mutant, self._source = mutant, path.read_bytes()
+        changed = self._source[: mutant.start] + mutant.after.encode() + self._source[mutant.stop :]
+        try:
+            compile(changed, mutant.file, "exec")
+        except SyntaxError:
+            return False
+        path.write_bytes(changed)
+        return True
+
+    def restore(self) -> None:
+        """Take the mutant out again."""
+        assert self.mutant is not None
+        (self.folder / self.mutant.file).write_bytes(self._source)
+
+
+def accepted_mutants(path: Path = ACCEPTED) -> list[dict[str, str]]:
+    """Return the mutants that may survive: file, line (its text), reason, perhaps after."""
+    found: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
+    return found
+
+
+def is_accepted(mutant: Mutant, accepted: Sequence[dict[str, str]]) -> bool:
+    return any(
+        mutant.file == one["file"]
+        and mutant.line_text == one["line"]
+        and one.get("after") in (None, mutant.after)
+        for one in accepted
+    )
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import what the tests import: forked processes start with it.
+
+    Not the project, which is to be changed; nor MLX, whose threads do not outlive a fork; nor
+    pytest's plugins, which it wants to load itself.
+    """
+    project = (PACKAGE, "tests", "models_check", "patches_check", "benchmarks", "__main__")
+    plugins = ("pytest", "_pytest", "hypothesis", "_hypothesis", "xdist", "anyio", "execnet")
+    for name in names:
+        if not name.startswith((*project, *plugins, "mlx")):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def baselines(tree: Tree, files: Sequence[str]) -> dict[str, float]:
+    """Return how long the tests of each file may take: inf if they fail in the tree as it is."""
+    took: dict[str, float] = {}
+    timeouts = {}
+    loaded = tree.folder / "loaded-modules"
+    for file in files:
+        key = " ".join(targets_of(file))
+        if key not in took:
+            started = time.monotonic()
+            _, status = os.waitpid(tree.start(targets_of(file), loaded), 0)
+            took[key] = math.inf if status else time.monotonic() - started
+            print(f"{key}: {f'{took[key]:.1f} s' if not status else 'fail as it is'}", flush=True)
+            if not status:
+                preload(loaded.read_text(encoding="utf-8").split("\n"))
+        timeouts[file] = max(MIN_TIMEOUT_S, TIMES_BASELINE * took[key])
+    return timeouts
+
+
+def run(mutants: Sequence[Mutant], n_jobs: int, results: dict[str, dict[str, object]]) -> None:
+    """Test mutants, `n_jobs` at a time, and write down each result as it comes."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        free = [Tree(Path(folder) / str(number)) for number in range(n_jobs)]
+        timeouts = baselines(free[0], sorted({mutant.file for mutant in mutants}))
+        busy: dict[int, tuple[Tree, float]] = {}
+        pending = [one for one in reversed(mutants) if timeouts[one.file] < math.inf]
+
+        def note(mutant: Mutant, result: str) -> None:
+            results[mutant.key] = {**asdict(mutant), "result": result}
+            RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            if result == "survived":
+                print(mutant, flush=True)
+
+        while pending or busy:
+            while free and pending:
+                mutant = pending.pop()
+                tree = free.pop()
+                if not tree.change(mutant):
+                    note(mutant, "killed")
+                    free.append(tree)
+                    continue
+                until = time.monotonic() + timeouts[mutant.file]
+                busy[tree.start(targets_of(mutant.file))] = (tree, until)
+            time.sleep(0.02)
+            for pid, (tree, until) in list(busy.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if not ended and time.monotonic() < until:
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                if not ended:
+                    os.waitpid(pid, 0)
+                assert tree.mutant is not None
+                note(tree.mutant, "timeout" if not ended else "killed" if status else "survived")
+                tree.restore()
+                del busy[pid]
+                free.append(tree)
+
+
+def main() -> int:
+    """Run what the command line asks for; 1 when a mutant survived that no reason is given for."""
+    parser = argparse.ArgumentParser(description="Test the tests: change the source and run them.")
+    parser.add_argument("--module", action="append", help="only files whose path has this in it")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=1, help="runs of pytest at a time")
+    parser.add_argument("--again", action="store_true", help="test those with a result again")
+    parser.add_argument("--survivors", action="store_true", help="test the survivors again")
+    args = parser.parse_args()
+    results: dict[str, dict[str, object]] = {}
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    files = [path for name in FOLDERS for path in sorted((ROOT / PACKAGE / name).glob("*.py"))]
+    wanted = [
+        mutant
+        for path in files
+        if not args.module or any(part in str(path.relative_to(ROOT)) for part in args.module)
+        for mutant in mutants_of(path)
+    ]
+    accepted = accepted_mutants()
+    wanted = [mutant for mutant in wanted if not is_accepted(mutant, accepted)]
+    if args.sample is not None:
+        wanted = random.Random(args.seed).sample(wanted, min(args.sample, len(wanted)))
+    known = {key: str(result["result"]) for key, result in results.items()}
+    if args.survivors:
+        pending = [mutant for mutant in wanted if known.get(mutant.key) == "survived"]
+    else:
+        pending = [mutant for mutant in wanted if args.again or mutant.key not in known]
+    run(pending, args.jobs, results)
+    survivors = [
+        mutant for mutant in wanted if results.get(mutant.key, {}).get("result") == "survived"
+    ]
+    n_tested = sum(mutant.key in results for mutant in wanted)
+    print(f"{len(survivors)} of {n_tested} mutants survived")
+    print(*survivors, sep="\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
