@@ -1,16 +1,17 @@
-"""Prepares `mlx_lm.server` while it is imported; standard library only, since the .pth runs it.
+"""Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
 
 `install` puts a finder in front of `sys.meta_path` that lets the real finders find
-`mlx_lm.server`, executes it with its real loader, and then hands it to `host.install`.
-No other module is touched. Everything that goes wrong ends the process with one line.
+`mlx_lm.server`, executes it with its real loader, and then wraps its `main`: the plugins are loaded
+when a server is started, by whichever program. No other module is touched. Everything that goes
+wrong ends the process with one line.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,41 +23,13 @@ from typing import Any, NoReturn
 TARGET = "mlx_lm.server"
 
 
-def install(*, asked: bool = False) -> None:
-    """Prepare `mlx_lm.server` as soon as it is imported.
-
-    asked: True when the caller is sure that this process is the server. Otherwise the command
-        line decides, since other programs have a `--plugin` too and may import mlx_lm.
+def install() -> None:
+    """Wait for `mlx_lm.server` to be imported.
 
     Safe to call twice: virtual environments can execute a .pth file twice.
     """
-    if not asked and not is_server_command(sys.orig_argv):
-        return
-    if any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, ServerFinder())
-    if (module := sys.modules.get(TARGET)) is not None:
-        prepare(module)
-
-
-def is_server_command(argv: Sequence[str]) -> bool:
-    """Tell whether a command line starts the server.
-
-    `mlx_lm.server …`, `mlx_lm server …` and their `python -m` forms do, under a debugger,
-    a launcher or through a symbolic link too.
-    """
-    for i, arg in enumerate(argv):
-        if arg.startswith("--plugin"):
-            break
-        names = {arg.removeprefix("-m"), *(os.path.basename(p) for p in (arg, resolved(arg)))}
-        if TARGET in names or ("mlx_lm" in names and "server" in argv[i + 1 :]):
-            return True
-    return False
-
-
-def resolved(path: str) -> str:
-    """Return where a symbolic link leads; names that are no files lead to themselves."""
-    return os.path.realpath(path) if os.path.islink(path) else path
+    if not any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ServerFinder())
 
 
 def requested_plugins(argv: Sequence[str]) -> list[str]:
@@ -74,12 +47,25 @@ def requested_plugins(argv: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def prepare(module: ModuleType) -> None:
-    """Load the plugins that were asked for and patch the server, or end the process."""
+def wrap_main(module: ModuleType) -> None:
+    """Make `main` load the plugins of the command line before it does as stock does."""
+    stock = module.main
+
+    @functools.wraps(stock)
+    def main() -> Any:
+        if any(arg.partition("=")[0] == "--plugin" for arg in sys.argv[1:]):
+            prepare(requested_plugins(sys.argv[1:]))
+        return stock()
+
+    module.main = main  # type: ignore[attr-defined]
+
+
+def prepare(names: Sequence[str]) -> None:
+    """Load these plugins and patch the server, or end the process."""
     try:
         from .host import install as install_host
 
-        install_host(requested_plugins(sys.argv[1:]))
+        install_host(names)
     except Exception as error:
         stop(error)
 
@@ -141,7 +127,7 @@ class ServerFinder(MetaPathFinder):
 
 
 class ServerLoader(Loader):
-    """Executes a module with its real loader, then prepares it."""
+    """Executes a module with its real loader, then wraps its `main`."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -159,13 +145,13 @@ class ServerLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.real
         self.real.exec_module(module)
-        prepare(module)
+        wrap_main(module)
 
     def get_code(self, fullname: str) -> CodeType:
         """Return what `python -m mlx_lm.server` runs.
 
         runpy asks the loader for code and executes it as `__main__`, a second copy that no
-        import hook sees. So `__main__` gets the names of the imported, patched module and runs
+        import hook sees. So `__main__` gets the names of the imported, wrapped module and runs
         only the stock module's own `if __name__ == "__main__":` block.
         """
         tree = ast.parse(
@@ -195,9 +181,5 @@ def main_block(loader: Any, fullname: str) -> list[ast.stmt]:
 def serve(argv: Sequence[str]) -> None:
     """Run `mlx_lm.server` with plugins in this process; needs no .pth file."""
     sys.argv = [TARGET, *argv]
-    install(asked=True)
-    try:
-        server = importlib.import_module(TARGET)
-    except ImportError as error:
-        stop(error)
-    server.main()
+    prepare(requested_plugins(argv))
+    importlib.import_module(TARGET).main()
