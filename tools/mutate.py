@@ -159,9 +159,11 @@ def _changes(tree: ast.Module) -> Iterator[Change]:
 
 
 def _not_run(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a node that no test can be asked to notice: annotations, messages."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        yield from (part for part in (node.returns, *node.decorator_list) if part)
+    """Yield the parts of a node that no test need notice: annotations, decorators, messages."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield from node.decorator_list
+    if isinstance(node, ast.FunctionDef) and node.returns:
+        yield node.returns
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
         yield node.annotation
     if isinstance(node, ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert):

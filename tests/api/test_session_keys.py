@@ -126,3 +126,8 @@ def test_a14_long_names_are_hashed_at_the_edge() -> None:
 
 def test_a13_unnamed_requests_share_no_namespace() -> None:
     assert len({unshared("team") for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize("user_id", ["123", "null", "[]", '["session_id"]', '{"session_id": 5}'])
+def test_a_user_id_that_names_no_session(user_id: str) -> None:
+    assert session_key(Message(), {"metadata": {"user_id": user_id}}) is None

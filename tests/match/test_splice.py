@@ -5,11 +5,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.splice import splice
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_text
+from mlx_lm_kvpersist.match.tree import Node, match_text
 
-from .test_tree import sequences
+from .test_tree import sequences, token_text_id
 from .tree_in_memory import ROOT, MemoryTree
 
 
@@ -98,3 +99,22 @@ def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
     result = splice(prompt, text, match, token_text, encode)
     if result is not None and not match.at_end:
         assert result.ids == prompt
+
+
+def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
+    tokenizer: Any, token_text: TokenText
+) -> None:
+    """A key covers ids, not text: a damaged index can claim another text of the same length."""
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    prompt = encode("\nbe kind to her and go on")
+    text = token_text.decode(prompt)
+    stored = [token_text_id(token_text, bytes([c])) for c in b"\nbe rude to him"]
+    node = Node(block_key(ROOT, pack_ids(stored)), ROOT, 0, pack_ids(stored), text[:15])
+    tree = MemoryTree(token_text, block_tokens=4)
+    tree.add_node(node)
+    match = match_text(tree, ROOT, text, token_text)
+    assert (match.ids, match.n_chars, match.at_end) == (stored, 15, True)
+    assert splice(prompt, text, match, token_text, encode) is None

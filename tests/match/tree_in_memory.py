@@ -26,7 +26,9 @@ class MemoryTree:
             packed = pack_ids(part)
             key = block_key(parent, packed)
             text, pending = self._tokens.feed(part, pending)
-            node = Node(key, parent, start, packed, text, pending)
-            self._children.setdefault(parent, {})[key] = node
+            self.add_node(Node(key, parent, start, packed, text, pending))
             parent = key
         return parent
+
+    def add_node(self, node: Node) -> None:
+        self._children.setdefault(node.parent, {})[node.key] = node
