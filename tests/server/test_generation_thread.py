@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from tests.support import make_tiny_model, make_zoo_model, synthetic_text
+from tests.support import make_tiny_model, synthetic_text
 from tests.support.zoo import make_zoo_model
 
 
@@ -147,20 +147,3 @@ def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     assert alive == [0, 0, 0]
     assert patched.plugin._loaded is not None
     assert patched.plugin._loaded.name == str(tiny_model)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_batchable", "n_joined"),
-    [("llama", True, 4), ("mamba", True, 1), ("afm7", False, 1)],
-)
-def test_d_models_that_stock_batches_wrongly_are_batched_as_far_as_they_can_be(
-    patched: Patched, tmp_path: Path, name: str, is_batchable: bool, n_joined: int
-) -> None:
-    """Notices a hook `batches` or `joins_prompts` that nobody asks or answers."""
-    provider = patched.server.ModelProvider(patched.args)
-    model, _ = provider.load(str(make_zoo_model(tmp_path / name, name)))
-    assert provider.is_batchable is is_batchable
-    stream = mx.default_stream(mx.default_device())
-    generator = patched.server.BatchGenerator(model, prefill_batch_size=4, stream=stream)
-    assert generator.prefill_batch_size == n_joined
-    generator.close()
