@@ -1,1 +1,1 @@
-"""The subcommands that look after sessions and the store, beside a running server or without."""
+"""The command line: one parser tree in `main`, and a module for each command."""

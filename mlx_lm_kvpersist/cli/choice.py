@@ -1,4 +1,4 @@
-"""Find the session that someone means by an id, the beginning of one, or a name."""
+"""Find a session by its id, the beginning of its id, or its name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .output import shown
 
 
 def choose(sessions: Sequence[Session], wanted: str) -> Session:
-    """Return the session with this id, or this name, or the only one whose id begins so.
+    """Return the session with the id `wanted`, or that name, or the only id that begins with it.
 
     An id comes first, so that no client can hide a session by calling another one by its id.
-    Raises StoreError when there is none, or more than one.
+    Raises StoreError when no session or more than one matches.
     """
     by_id = [session for session in sessions if session.id == wanted]
     named = [session for session in sessions if session.name == wanted]

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist demo`: kill the server in the middle of a conversation and go on.
 
-Runs the stock server command as a subprocess, with and without the plugin, and reports what a
-client sees: the time to the first token and how much of the prompt was not computed again.
+The demo runs the stock server command as a subprocess, with and without the plugin, and reports
+what a client sees: the time to the first token and how many tokens were not computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .output import console, print_table
 SESSION = "demo"
 _MAX_TOKENS = 24
 _TURN_CHARS = 300  # a new user message
-_QUIET_S = 0.5  # the store counts as written when nothing changed for so long
+_QUIET_S = 0.5  # without a change for so long, the store counts as written
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run_steps(
 
 
 def _make_demo_model(path: Path) -> Path:
-    """Big enough that 4,000 tokens of prefill take seconds, small enough for two CPU cores."""
+    """Make a model whose prefill of 4,000 tokens takes seconds on two CPU cores."""
     return make_tiny_model(path, n_layers=4, vocab_size=2000)
 
 
@@ -110,7 +110,7 @@ def _next_turn(messages: list[Message], reply: Reply, seed: int) -> None:
 
 
 def _wait_until_quiet(store: Path, timeout_s: float = 10.0) -> None:
-    """Let the writer thread finish: what it has not written, kill -9 takes away."""
+    """Wait until the writer thread has finished: kill -9 loses unwritten turns."""
     deadline = time.monotonic() + timeout_s
     seen, since = _files(store), time.monotonic()
     while time.monotonic() < min(since + _QUIET_S, deadline):

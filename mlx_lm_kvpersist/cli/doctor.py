@@ -32,7 +32,7 @@ USES_MLX = "import mlx.core as mx; print((mx.array(1) + 1).item() and mx.default
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what was found and, where that stops the plugin, what to do."""
+    """One check: what was found and, where that stops the plugin, what to do."""
 
     name: str
     passed: bool
@@ -41,7 +41,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything that activation depends on, causes before effects."""
+    """Check everything that activation depends on, causes before effects."""
     return [
         python(),
         package(),
@@ -55,7 +55,7 @@ def examine() -> list[Finding]:
 
 
 def python() -> Finding:
-    """Which Python this is. -S switches .pth files off."""
+    """Check this Python: with -S it ignores .pth files."""
     found = f"{sys.version.split()[0]} at {sys.executable}"
     if sys.flags.no_site:
         return Finding(
@@ -68,7 +68,7 @@ def python() -> Finding:
 
 
 def package() -> Finding:
-    """This package, as the environment knows it."""
+    """Check that this package is installed."""
     folder = Path(__file__).resolve().parent.parent
     try:
         version = metadata.version("mlx-lm-kvpersist")
@@ -83,7 +83,7 @@ def package() -> Finding:
 
 
 def mlx_lm() -> Finding:
-    """The mlx-lm of this environment."""
+    """Check the versions of mlx-lm and mlx."""
     try:
         versions.check()
         lm, mlx = versions.installed("mlx-lm"), versions.installed("mlx")
@@ -95,7 +95,7 @@ def mlx_lm() -> Finding:
 
 
 def mlx() -> Finding:
-    """Whether MLX computes; in a process of its own, since it can abort."""
+    """Check that MLX computes, in a process of its own because MLX can abort."""
     status, output = ask([sys.executable, "-c", USES_MLX])
     if status == 0:
         return Finding("mlx", True, f"computes on {output}")
@@ -109,7 +109,7 @@ def mlx() -> Finding:
 
 
 def plugin() -> Finding:
-    """Whether `--plugin kvpersist` names something."""
+    """Check that `--plugin kvpersist` names an installed plugin."""
     try:
         entry_point = manager.find_entry_point(PLUGIN)
     except PluginNotFound as error:
@@ -126,7 +126,7 @@ def site_folders() -> list[str]:
 
 
 def pth_file(folders: Sequence[Path]) -> Finding:
-    """Whether the .pth file is there, whole, and not hidden."""
+    """Check that the .pth file exists, is whole, and is not hidden."""
     paths = [folder / PTH_NAME for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
@@ -159,7 +159,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def activation(interpreter: Sequence[str], whose: str) -> Finding:
-    """Whether an interpreter, started as the server is, has our import hook."""
+    """Check that an interpreter, started as the server is, has our import hook."""
     name = f"activation in {whose}"
     command = [*interpreter, "-c", IS_ACTIVE, "mlx_lm.server", f"--plugin={PLUGIN}"]
     status, output = ask(command)
@@ -183,7 +183,7 @@ def activation(interpreter: Sequence[str], whose: str) -> Finding:
 
 
 def scripts(search_path: str) -> Iterator[Finding]:
-    """The `mlx_lm.server` that a shell starts, and whether its own Python activates us."""
+    """Check the `mlx_lm.server` that a shell starts, and whether its Python activates us."""
     found = [
         script
         for folder in dict.fromkeys(search_path.split(os.pathsep))
@@ -210,7 +210,7 @@ def scripts(search_path: str) -> Iterator[Finding]:
 
 
 def interpreter_of(script: Path) -> list[str] | None:
-    """Return the command that a script's first lines start it with, or None.
+    """Return the interpreter that a script's first lines name, as a command, or None.
 
     `#!/path/python -I`, `#!/usr/bin/env python3`, and the form that installers write for long
     paths: `#!/bin/sh` and then `'''exec' "/long path/python" "$0" "$@"`.
@@ -230,7 +230,7 @@ def interpreter_of(script: Path) -> list[str] | None:
 
 
 def ask(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command; return its status and its last line, of stderr if it failed."""
+    """Run a command; return its status and the last line of stdout, or of stderr if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -252,7 +252,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings for people, and the first cause last."""
+    """Print the findings as a table, then the first cause and what to do."""
     rows = [["ok" if each.passed else "no", each.name, each.found] for each in findings]
     print_table(["", "what", "found"], rows)
     broken = next((finding for finding in findings if not finding.passed), None)

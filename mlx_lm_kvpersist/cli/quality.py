@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist quality`: what 8 and 4 bits of KV change in what a model says."""
+"""`mlx-lm-kvpersist quality`: how 8 and 4 bits of KV change a model's output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TOOL_TOKENS = 128
 
 @dataclass(frozen=True)
 class Text:
-    """A text to measure on."""
+    """The text that is measured."""
 
     name: str
     content: str
@@ -52,7 +52,7 @@ class Text:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises KVPersistError when it cannot."""
+    """Run the command; return the exit status. Raises KVPersistError where it fails."""
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text = read_text(args.text)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     out.print(
         f"{args.model} on {text.name}: {own.n_tokens:,} tokens predicted, in windows of "
-        f"{args.window} that go on by {args.stride}"
+        f"{args.window:,} that advance by {args.stride:,}"
     )
     out.print()
     _print_rows(rows)
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_text(path: Path | None) -> Text:
-    """Return the text of a file, or the package's own. Raises ConfigError where there is none."""
+    """Return the text of a file, or the package's own story. Raises ConfigError without a text."""
     if path is None:
         return Text("the package's own story", OWN_TEXT.read_text(encoding="utf-8"))
     try:
@@ -151,7 +151,7 @@ def read_text(path: Path | None) -> Text:
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return the begin token, where the tokenizer has one, and the text's ids without it."""
+    """Return the begin token (an empty list where there is none) and the text's ids without it."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     bos = tokenizer.bos_token_id
     begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
@@ -180,7 +180,7 @@ def _nothing_quantized(args: argparse.Namespace, text: Text, left_out: dict[str,
 def _find_needles(
     model: Any, tokenizer: Any, text: str, names: Sequence[str], context: int, told: Told
 ) -> dict[str, list[str]]:
-    """Return each precision's replies, one a depth."""
+    """Return the replies of each precision, one for each depth."""
     replies: dict[str, list[str]] = {name: [] for name in names}
     ends = set(tokenizer.eos_token_ids)
     for _, ids in needle_prompts(tokenizer, text, context, _DEPTHS):
@@ -200,7 +200,7 @@ def _needles_of(replies: dict[str, list[str]], name: str) -> Needles | None:
 
 
 def _call_tools(model: Any, tokenizer: Any, names: Sequence[str], told: Told) -> dict[str, str]:
-    """Return each precision's reply to a question that wants a tool."""
+    """Return the reply of each precision to a question that asks for a tool call."""
     ids = prompt_of(tokenizer, TOOL_QUESTION, [TOOL])
     replies = {}
     for name in names:

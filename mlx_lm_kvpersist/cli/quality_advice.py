@@ -1,4 +1,4 @@
-"""What was measured of each KV precision, and which one to take."""
+"""The measurements of each KV precision, and which precision they recommend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REFERENCE = "16"
-"""The precision that the others are compared with: the model's own, whatever it is."""
+"""The precision that the others are compared with: the model's own."""
 
 MAX_RISE = 0.01
 MIN_AGREEMENT = 0.95
@@ -14,8 +14,8 @@ MIN_AGREEMENT = 0.95
 
 @dataclass(frozen=True)
 class Needles:
-    """Of `tried` facts hidden in a long context, how many a reply named, and how many replies were
-    token for token those of 16 bits."""
+    """Facts hidden in a long context: how many were tried, how many replies name the fact, and how
+    many replies are the same as at 16 bits."""
 
     tried: int
     found: int
@@ -24,9 +24,9 @@ class Needles:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Whether a reply made a call that can be read, and the same as at 16 bits.
+    """Whether a reply makes a call that can be parsed, and whether 16 bits make the same call.
 
-    Where neither made one, `same` says whether the replies are the same text.
+    Where neither makes a call, `same` says whether the replies are the same text.
     """
 
     parses: bool
@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Row:
-    """What one precision gave. None where something was not tried.
+    """The results of one precision. None where something was not tried.
 
     `perplexity_rise` is a share of the perplexity at 16 bits, `agreement` the share of next tokens
     chosen as there, `divergence_nats` the mean Kullback-Leibler divergence from there.
@@ -76,7 +76,7 @@ def recommend(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def faults(row: Row, own: Row) -> list[str]:
-    """Return what speaks against a precision, each as the end of a sentence about its bits."""
+    """Return what a precision loses, each as the end of a sentence about its bits."""
     found = []
     if row.perplexity_rise > MAX_RISE:
         found.append(f"raise the perplexity by {row.perplexity_rise:.1%}")
@@ -90,7 +90,7 @@ def faults(row: Row, own: Row) -> list[str]:
 
 
 def caveats(rows: Sequence[Row]) -> list[str]:
-    """Return what the numbers cannot say because 16 bits fail, too."""
+    """Return what cannot be measured because 16 bits fail, too."""
     own = next(row for row in rows if row.precision == REFERENCE)
     said = []
     if own.needles and not own.needles.found:

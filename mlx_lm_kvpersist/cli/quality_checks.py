@@ -1,4 +1,4 @@
-"""What a KV precision costs in quality, measured: next tokens of a text, a needle, a tool call.
+"""Measure what a KV precision costs in quality: next tokens of a text, a needle, a tool call.
 
 Every precision runs through the same code, chunk by chunk, so that all but the newest tokens are
 read back from the cache, as they are while the server decodes.
@@ -20,7 +20,7 @@ from ..cache.spec import ModelCacheSpec
 from ..errors import ModelNotSupported
 
 Told = Callable[[], None]
-"""Is called when one more piece of work is done."""
+"""Called when a piece of work is done."""
 
 OWN = PrecisionChoice(OWN_BITS, OWN_BITS)
 CHOICES: dict[str, PrecisionChoice] = {
@@ -31,7 +31,6 @@ CHOICES: dict[str, PrecisionChoice] = {
 }
 _TEXT_STEP = 128
 _PREFILL_STEP = 512
-_SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 SECRET = "48213"
 NEEDLE = f" The number of the keeper's tin box is {SECRET}. "
@@ -55,7 +54,7 @@ TOOL_QUESTION = "How many metres high is the water at the lock of Harrow Weir? U
 
 
 def caches_for(model: Any, choice: PrecisionChoice) -> list[Any]:
-    """Return one empty cache a layer for a sequence kept in this precision.
+    """Return one empty cache for each layer, for a sequence in this precision.
 
     Raises ModelNotSupported where nothing of this model can be quantized so.
     """
@@ -70,7 +69,7 @@ def spec_for(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
 
 
 def is_kept_so(model: Any, choice: PrecisionChoice) -> bool:
-    """Say whether some layer's keys and values really take the bits that were asked for.
+    """Say whether any layer's keys and values take the bits that were asked for.
 
     Raises ModelNotSupported where the plugin keeps nothing of this model.
     """
@@ -82,13 +81,13 @@ def is_kept_so(model: Any, choice: PrecisionChoice) -> bool:
 
 
 def kv_bytes_per_token(model: Any, choice: PrecisionChoice) -> float:
-    """Return the bytes of a token in the layers that hold all; raises ModelNotSupported."""
+    """Return the bytes of a token in all layers that keep it; raises ModelNotSupported."""
     return float(spec_for(model, choice).bytes_per_token)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids of which those from `n_context` on are to be predicted."""
+    """Token ids; the ones from `n_context` on are predicted."""
 
     ids: tuple[int, ...]
     n_context: int
@@ -109,7 +108,7 @@ class TextScore:
 
     @property
     def agreement(self) -> float:
-        """Share of the tokens that the reference would have chosen, too."""
+        """Share of the tokens for which the reference has the same likeliest token."""
         return self.n_agreeing / self.n_tokens
 
     @property
@@ -119,7 +118,7 @@ class TextScore:
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
-    """Cut ids into windows of `length`, each `begin` and a part that goes on by `stride`.
+    """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
     Every token but the first is predicted once, with at least `length - stride` tokens before it
     where the text has so many.
@@ -137,7 +136,7 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
 
 
 def n_text_steps(windows: Sequence[Window]) -> int:
-    """Return how many times `score_text` tells that a piece is done."""
+    """Return how many times `score_text` calls `told`."""
     return sum(-(-(len(window.ids) - 1) // _TEXT_STEP) for window in windows)
 
 
@@ -146,7 +145,7 @@ def score_text(
 ) -> dict[str, TextScore]:
     """Return each choice's score; the reference is a run of its own in the model's precision.
 
-    So what the row of 16 bits shows is how well a run agrees with another of the same.
+    The row of 16 bits therefore shows how well two equal runs agree.
     """
     scores = {name: TextScore() for name in choices}
     for window in windows:
@@ -187,7 +186,7 @@ def _add(score: TextScore, expected: mx.array, found: mx.array, targets: mx.arra
 def greedy(
     model: Any, ids: Sequence[int], choice: PrecisionChoice, max_tokens: int, ends: set[int]
 ) -> list[int]:
-    """Return the greedy continuation of a prompt, up to one of `ends`, which is left out."""
+    """Return the greedy continuation of a prompt, up to one of `ends`, without it."""
     caches = caches_for(model, choice)
     for start in range(0, len(ids) - 1, _PREFILL_STEP):
         stop = min(start + _PREFILL_STEP, len(ids) - 1)
@@ -206,7 +205,7 @@ def greedy(
 def needle_prompts(
     tokenizer: Any, text: str, n_tokens: int, depths: Sequence[float]
 ) -> Iterator[tuple[float, list[int]]]:
-    """Yield a prompt of about `n_tokens` for each depth, a share of the text, of a hidden fact."""
+    """Yield (depth, ids of about `n_tokens`): a text with a fact hidden at that share of it."""
     paragraphs = [part for part in text.split("\n") if part.strip()]
     n_wanted = max(16, n_tokens - len(prompt_of(tokenizer, NEEDLE + NEEDLE_QUESTION)))
     counts = [len(tokenizer.encode(part, add_special_tokens=False)) for part in paragraphs]
@@ -225,13 +224,13 @@ def needle_prompts(
 
 
 def _word_end(text: str, at: int) -> int:
-    """Return the end of the word before a place; the place itself in scripts without blanks."""
+    """Return the end of the word before `at`, or `at` in scripts without blanks."""
     blank = text.rfind(" ", max(0, at - 100), at + 1)
     return at if blank < 0 else blank
 
 
 def prompt_of(tokenizer: Any, content: str, tools: list[dict[str, Any]] | None = None) -> list[int]:
-    """Return the ids of a user's message, in the model's template if it has one."""
+    """Return the ids of a user's message, in the chat template where the model has one."""
     if getattr(tokenizer, "has_chat_template", False):
         messages = [{"role": "user", "content": content}]
         return list(
@@ -241,19 +240,19 @@ def prompt_of(tokenizer: Any, content: str, tools: list[dict[str, Any]] | None =
 
 
 def takes_tools(tokenizer: Any) -> bool:
-    """Say whether the model's template shows it the tools."""
+    """Say whether the chat template renders tools."""
     if not getattr(tokenizer, "has_chat_template", False):
         return False
     try:
         return prompt_of(tokenizer, TOOL_QUESTION, [TOOL]) != prompt_of(tokenizer, TOOL_QUESTION)
     except Exception:
-        return False  # templates refuse what they do not know, each in its own way
+        return False  # templates raise exceptions of many classes
 
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:
-    """Return the call that a reply makes, as JSON values, or None where it makes none.
+    """Return the tool call in a reply as JSON values, or None without one.
 
-    The model's own format where mlx-lm knows it, else the first JSON object that can be read.
+    The model's own format is read where mlx-lm knows it, else the first JSON object.
     """
     start, end = (getattr(tokenizer, f"tool_call_{side}", None) for side in ("start", "end"))
     parse = getattr(tokenizer, "tool_parser", None)
@@ -263,7 +262,7 @@ def tool_call_in(tokenizer: Any, reply: str) -> Any:
         try:
             return json.loads(json.dumps(parse(inner, [TOOL])))
         except Exception:
-            return None  # a parser raises whatever its format makes it raise
+            return None  # parsers raise exceptions of many classes
     decoder = json.JSONDecoder()
     for at, char in enumerate(reply):
         if char == "{":
@@ -275,7 +274,7 @@ def tool_call_in(tokenizer: Any, reply: str) -> Any:
 
 
 def quantizable(model: Any, choices: Mapping[str, PrecisionChoice]) -> dict[str, str | None]:
-    """Return for each choice why it cannot be had of this model, None where it can."""
+    """Return for each choice why this model cannot be kept in it, None where it can."""
     reasons: dict[str, str | None] = {}
     for name, choice in choices.items():
         try:

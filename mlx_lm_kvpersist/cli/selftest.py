@@ -30,7 +30,7 @@ from .output import console, print_json, print_table
 
 @dataclass(frozen=True)
 class Result:
-    """One check: what it was, whether it passed, and what was wrong."""
+    """One check: its name, whether it passed, and what was wrong."""
 
     name: str
     passed: bool
@@ -71,7 +71,7 @@ def run_selftest(
 
 
 def timed(name: str, check: Callable[[], None]) -> Result:
-    """Run a check; whatever it raises is its result."""
+    """Run a check; an exception becomes its result."""
     start = time.perf_counter()
     error = ""
     try:
@@ -84,10 +84,10 @@ def timed(name: str, check: Callable[[], None]) -> Result:
 
 
 def check_patch(patch: Patch) -> None:
-    """Raise unless a patch's probe fails without it, passes with it, and fails once it is undone.
+    """Raise unless a patch's probe fails without the patch, passes with it, and fails after undo.
 
-    Raises TargetMissing or SignatureChanged where the host is another, PatchNotEffective where
-    the patch does nothing, and SelfTestFailed where the probe could not have noticed.
+    Raises TargetMissing or SignatureChanged where the host differs, PatchNotEffective where the
+    patch does nothing, and SelfTestFailed where the probe passes without the patch.
     """
     expect_failure(patch, "before the patch")
     applied = patch.apply()
@@ -126,14 +126,14 @@ def check_startup(plugins: Sequence[str], server_options: Sequence[str]) -> None
     ]
     server = importlib.import_module("mlx_lm.server")
     install(plugins)
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kvpersist-selftest-") as folder,
             mock.patch.object(sys, "argv", argv),
             mock.patch.object(server.ThreadingHTTPServer, "serve_forever", end_instead),
             quiet_host(),
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stderr(stderr),
         ):
             if "kvpersist" in plugins:
                 argv.append(f"--kvpersist-dir={folder}/store")
@@ -142,8 +142,8 @@ def check_startup(plugins: Sequence[str], server_options: Sequence[str]) -> None
     except Listening:
         return
     except SystemExit as end:
-        # argparse prints and exits; our own exits carry what made them.
-        raise end.__cause__ or SelfTestFailed(said.getvalue().strip() or str(end)) from None
+        # argparse prints and exits; our own exits carry their cause.
+        raise end.__cause__ or SelfTestFailed(stderr.getvalue().strip() or str(end)) from None
     finally:
         uninstall()
     raise SelfTestFailed("the server ended before it listened; expected it to start")
@@ -154,7 +154,7 @@ class Listening(BaseException):
 
 
 def end_instead(server: Any, poll_interval: float = 0.5) -> None:
-    """Stand for `serve_forever`."""
+    """Replace `serve_forever`: close the server and raise Listening."""
     server.server_close()
     raise Listening
 
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report as a table."""
     out = console()
     known = "" if report.known else " (not measured)"
     out.print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")

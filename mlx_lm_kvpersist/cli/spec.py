@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist spec`: what a model's caches hold, how it is kept, and what is reused."""
+"""`mlx-lm-kvpersist spec`: a model's caches, how they are kept, and what can be reused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BATCHING = {
     Batching.ALL: "prompts and replies of several clients run together",
     Batching.DECODE: "replies run together, prompts are computed one at a time (this model reads "
     "the padding of a batch)",
-    Batching.NONE: "one request at a time (this model goes wrong in a batch, also without the "
-    "plugin, or its caches have no form for one)",
+    Batching.NONE: "one request at a time (this model's output is wrong in a batch, also without "
+    "the plugin, or its caches cannot be batched)",
 }
 
 
@@ -98,12 +98,10 @@ def _reuse(spec: ModelCacheSpec) -> list[str]:
             "Reusable: up to the ends of the system prompt, of the last turns and of their "
             "replies, where the state of the recurrent layers is kept."
         )
+    lines.append(f"Each such checkpoint takes up to {show_bytes(spec.point_bytes)} on disk.")
     lines.append(
-        f"Each such place takes up to {show_bytes(spec.point_bytes)} on disk, beside the tokens."
-    )
-    lines.append(
-        "What comes from disk is checked by its checksum; it cannot be checked by computing "
-        "the last tokens again"
+        "Restored blocks are verified by checksum. Computing the last tokens again (the canary) is "
+        "not possible"
         + (f" beyond {min(spec.sliding):,} tokens." if spec.sliding and not spec.recurrent else ".")
     )
     return lines

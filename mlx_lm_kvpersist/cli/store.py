@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -166,85 +165,66 @@ def gc(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
     limits = limits_of(args, folder)
-    went = _rehearsed(folder, limits) if args.dry_run else _collected(folder, limits)
+    found = (_would_remove if args.dry_run else _remove)(folder, limits)
+    fits: bool = found["fits"]
     if args.json:
-        report = {
-            "dry_run": args.dry_run,
-            "fits": went.fits,
-            "sessions": [{"id": session.id, "name": session.name} for session in went.sessions],
-            "blocks": went.n_blocks,
-            "parts": went.n_parts,
-            "bytes": went.n_bytes,
-            "used_bytes": went.n_bytes_used,
-            "max_disk_bytes": limits.max_disk_bytes,
-            "min_free_bytes": limits.min_free_bytes,
-        }
-        print_json(report)
-        return 0 if went.fits else 1
+        budgets = {"max_disk_bytes": limits.max_disk_bytes, "min_free_bytes": limits.min_free_bytes}
+        print_json({"dry_run": args.dry_run, **found, **budgets})
+        return 0 if fits else 1
     verb = "would be removed" if args.dry_run else "removed"
-    for session in went.sessions:
-        name = "-" if session.name is None else shown(session.name)
-        console().print(f"{session.id}  {name}  {verb}")
-    counts = f"{counted(went.n_blocks, 'block')} and {counted(went.n_parts, 'part')}"
-    console().print(f"{counts}, {show_bytes(went.n_bytes)}, {verb}")
-    if not went.fits:
-        rest = f"{counted(went.n_pinned, 'session')} pinned" if went.n_pinned else "only its index"
+    for session in found["sessions"]:
+        name = "-" if session["name"] is None else shown(session["name"])
+        console().print(f"{session['id']}  {name}  {verb}")
+    counts = f"{counted(found['blocks'], 'block')} and {counted(found['parts'], 'part')}"
+    console().print(f"{counts}, {show_bytes(found['bytes'])}, {verb}")
+    if not fits:
+        n_pinned = found["pinned"]
+        rest = f"{counted(n_pinned, 'session')} pinned" if n_pinned else "only its index"
         raise StoreError(
-            f"{folder} still holds {show_bytes(went.n_bytes_used)} ({rest}), but --kvpersist-disk "
-            f"is {show_bytes(limits.max_disk_bytes)} and --kvpersist-min-free "
+            f"{folder} still holds {show_bytes(found['used_bytes'])} ({rest}), but "
+            f"--kvpersist-disk is {show_bytes(limits.max_disk_bytes)} and --kvpersist-min-free "
             f"{show_bytes(limits.min_free_bytes)} of {show_bytes(free_bytes(folder))} free"
         )
     return 0
 
 
-@dataclass(frozen=True)
-class _Gone:
-    """What making room removes, or would remove. `fits` says whether that is enough."""
-
-    fits: bool
-    sessions: list[Session]
-    n_pinned: int
-    n_blocks: int
-    n_parts: int
-    n_bytes: int
-    n_bytes_used: int
-
-
-def _rehearsed(folder: Path, limits: StoreLimits) -> _Gone:
+def _would_remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
+    """Return what `_remove` would remove, found on a copy of the index."""
     with (
         reading(folder) as index,
         tempfile.TemporaryDirectory(prefix="kvpersist-gc-") as scratch,
     ):
         sessions = index.sessions()
-        rehearsal = Rehearsal(folder, limits, Path(scratch))
+        copy = Rehearsal(folder, limits, Path(scratch))
         try:
-            fits = rehearsal.make_room(0)
-            return _Gone(
-                fits,
-                [session for session in sessions if session.id in rehearsal.ended],
-                sum(session.pinned for session in sessions),
-                rehearsal.n_blocks,
-                rehearsal.n_parts,
-                rehearsal.n_freed_bytes,
-                rehearsal.used_bytes(),
-            )
+            return {
+                "fits": copy.make_room(0),
+                **_sessions(sessions, {each.id for each in sessions} - {*copy.ended}),
+                "blocks": copy.n_blocks,
+                "parts": copy.n_parts,
+                "bytes": copy.n_freed_bytes,
+                "used_bytes": copy.used_bytes(),
+            }
         finally:
-            rehearsal.close()
+            copy.close()
 
 
-def _collected(folder: Path, limits: StoreLimits) -> _Gone:
+def _remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
+    """Make room within the budgets; return whether that was possible, and what was removed."""
     with changing(folder, limits) as disk, disk.lock.held():
-        sessions = disk.index.sessions()
+        sessions, n_bytes = disk.index.sessions(), disk.used_bytes()
         n_blocks, n_parts = disk.index.n_blocks(), disk.index.n_parts()
-        n_bytes = disk.used_bytes()
-        fits = disk.make_room(0)
-        left = {session.id for session in disk.index.sessions()}
-        return _Gone(
-            fits,
-            [session for session in sessions if session.id not in left],
-            sum(session.pinned for session in sessions),
-            n_blocks - disk.index.n_blocks(),
-            n_parts - disk.index.n_parts(),
-            n_bytes - disk.used_bytes(),
-            disk.used_bytes(),
-        )
+        return {
+            "fits": disk.make_room(0),
+            **_sessions(sessions, {each.id for each in disk.index.sessions()}),
+            "blocks": n_blocks - disk.index.n_blocks(),
+            "parts": n_parts - disk.index.n_parts(),
+            "bytes": n_bytes - disk.used_bytes(),
+            "used_bytes": disk.used_bytes(),
+        }
+
+
+def _sessions(before: list[Session], left: set[str]) -> dict[str, Any]:
+    """Return the sessions that are not left, and how many pinned ones there are."""
+    removed = [{"id": each.id, "name": each.name} for each in before if each.id not in left]
+    return {"sessions": removed, "pinned": sum(each.pinned for each in before)}

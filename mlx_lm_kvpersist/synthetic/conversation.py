@@ -1,4 +1,4 @@
-"""Text for conversations of any length, the same for the same seed."""
+"""Text and conversations of any length, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 CORPUS_PATH = Path(__file__).with_name("corpus.txt")
 
 Message = dict[str, Any]
-"""One message as the chat completions API takes it: `role`, `content`, and what else it allows."""
+"""One message of the chat completions API: `role`, `content`, and further fields."""
 
 
 @cache
@@ -36,7 +36,7 @@ def synthetic_text(n_chars: int, seed: int = 0) -> str:
 def synthetic_conversation(n_turns: int, n_chars: int, seed: int = 0) -> list[Message]:
     """Return a system message and `n_turns` user messages with replies between them.
 
-    `n_chars` is the length of all contents together, about. The last message is the user's, so
+    All contents together have about `n_chars` characters. The last message is the user's, so
     the list can be sent as it is; a reply and a further user message make the next turn.
     """
     n_parts = 2 * n_turns

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from .tokenizer import TokenizerFiles, TokenizerKind, token_bytes, train_tokenizer
 
-_NEVER = -40.0  # added to a logit: no softmax of ours ever picks it
+_NEVER = -40.0  # added to a logit, so that its token is never sampled
 # Measured over 54 combinations, 2 and 4 layers: with these a greedy reply of 100 tokens has 96
 # to 98 different triples; with a query gain of 1 and attention output times 4, as few as 1.
 _QUERY_GAIN = 2.0
@@ -136,7 +136,7 @@ def make_tiny_model(
 def _token_bias(
     files: TokenizerFiles, vocab_size: int, eos_bias: float, whole_characters: bool
 ) -> list[float]:
-    """Return what to add to each token's logit."""
+    """Return the number to add to each token's logit."""
     bias = [0.0] * vocab_size
     for token_id in range(vocab_size):
         if token_id == files.eos_token_id:
@@ -199,7 +199,7 @@ def _add_token_bias(weights: dict[str, mx.array], token_bias: list[float]) -> No
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = mx.concatenate([mx.zeros_like(weight[:1]), weight[1:]], axis=0)
         elif name.endswith(_READERS):
-            # Nobody but lm_head reads it: a constant in every query would make replies alike.
+            # Only lm_head reads it: a constant in every query would make replies alike.
             weights[name] = mx.concatenate([mx.zeros_like(weight[:, :1]), weight[:, 1:]], axis=1)
         elif name == "model.embed_tokens.weight":
             steady = mx.full((weight.shape[0], 1), _STEADY)

@@ -1,4 +1,4 @@
-"""What the server answers, whole or as a stream of events, as one value."""
+"""The server's answer as one value, whether it is whole or a stream of events."""
 
 from __future__ import annotations
 
