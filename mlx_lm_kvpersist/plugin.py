@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key, unshared
+from .cache.attention_plan import AttentionPlan
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.calibration import with_plans
 from .cache.fingerprint import content_hash, model_fingerprint
@@ -40,8 +41,15 @@ from .request.replies import remember, respell
 from .request.round_trip import check_round_trip
 from .request.state import RequestState, Sequence
 from .store.block_store import BlockStore
+from .units import show_bytes
 
 logger = logging.getLogger(__name__)
+
+_BATCHING = {
+    Batching.ALL: "prompts and replies in batches",
+    Batching.DECODE: "replies in batches, prompts one at a time",
+    Batching.NONE: "one request at a time",
+}
 
 
 class KVPersistPlugin:
@@ -67,13 +75,14 @@ class KVPersistPlugin:
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
         self._store = BlockStore(self._config.folder, self._config.limits)
-        logger.info(
-            "kvpersist: %d blocks in %s (%.2f of %.2f GB)",
-            self._store.index.n_blocks(),
-            self._config.folder,
-            self._store.index.n_bytes() / 1e9,
-            self._config.limits.max_disk_bytes / 1e9,
-        )
+        if getattr(args, "model", None) is None:
+            logger.info("kvpersist: %s", self._places())
+
+    def _places(self) -> str:
+        """Return where conversations are kept and how much of it is used, for the log."""
+        assert self._config is not None and self._store is not None
+        ram = show_bytes(self._config.limits.max_ram_bytes)
+        return f"conversations in {self._store.space()}, and up to {ram} of RAM"
 
     @hookimpl
     def self_test(self) -> None:
@@ -123,10 +132,13 @@ class KVPersistPlugin:
         if text is None and self._config.store_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
         logger.info(
-            "kvpersist: %s keeps %.1f KB a token (%s)",
+            "kvpersist: %s: %s a token %s, %s, %s; %s",
             model_path,
-            spec.bytes_per_token / 1e3,
-            spec.layout,
+            show_bytes(spec.bytes_per_token),
+            described_precision(spec),
+            _BATCHING[spec.batching],
+            described_attention(spec.plans.values()),
+            self._places(),
         )
         for group in spec.full:
             if group.precision is None and not self._config.precision.is_own:
@@ -334,6 +346,27 @@ class KVPersistPlugin:
             },
             "store": store.stats() if store else None,
         }
+
+
+def described_precision(spec: ModelCacheSpec) -> str:
+    """Return in how many bits the layers that hold every token are kept, for the log."""
+    found = []
+    for precision in dict.fromkeys(group.precision for group in spec.full):
+        if precision is None:
+            found.append("in full precision")
+        elif precision.bits == precision.of_values.bits:
+            found.append(f"in {precision.bits} bits")
+        else:
+            found.append(
+                f"in {precision.bits} bits for keys, {precision.of_values.bits} for values"
+            )
+    return " or ".join(found) or "in windows and states alone"
+
+
+def described_attention(plans: Iterable[AttentionPlan]) -> str:
+    """Return how quantized layers attend, for the log."""
+    found = {f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}" for p in plans}
+    return f"attention: {' or '.join(sorted(found))}" if found else "attention as in mlx-lm"
 
 
 def local_path(model: str) -> Path:

@@ -165,6 +165,18 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     assert "computed (the prompt diverges from what is stored)" in sentences[2]
 
 
+def test_c2_one_line_at_start_says_where_and_how(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    server = start_server.with_plugin(tiny_model, "--kvpersist-min-free", "900T")
+    server.chat([SYSTEM, {"role": "user", "content": "One?"}])
+    (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
+    assert str(tiny_model) in line and str(start_server.store) in line
+    assert re.search(r": \d[\d.]* \w+ a token in 4 bits, prompts and replies in batches, ", line)
+    assert "attention: prefill " in line and "and up to " in line and " of RAM" in line
+    assert "less than the 900.0 TiB of --kvpersist-min-free, so nothing new is stored" in line
+
+
 def test_c3_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
     start_server: StartServer, tiny_model: Path
 ) -> None:
