@@ -24,7 +24,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from mlx_lm_kvpersist.cache import packed as pk
 from mlx_lm_kvpersist.cache.attention import (
-    MAX_PLAIN_BYTES,
+    MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
     Mask,
     PackedKV,
@@ -164,7 +164,7 @@ class Layers:
             "dequantize": dequantized_attention,
             "packed": packed_attention,
             "tiled, near": partial(tiled_attention, tile_bytes=NEAR_BYTES),
-            "tiled": partial(tiled_attention, tile_bytes=MAX_PLAIN_BYTES),
+            "tiled": partial(tiled_attention, tile_bytes=MAX_DEQUANTIZED_BYTES),
         }
         return {
             FULL: self.full,

@@ -1,14 +1,14 @@
-"""Attention over packed keys and values, whatever the shape: three ways to the same result.
+"""Attention over packed keys and values of any shape: three strategies with the same result.
 
-`dequantize` makes the layer's keys and values plain and runs MLX's fused kernel. `packed` never
-makes them plain: it reads a quarter of the bytes, but in two steps that write the scores between
-them. `tiled` is `dequantize` a few heads at a time, or a stretch of keys at a time where even one
-head is too long, so that what is plain at once stays below a limit.
+`dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
+dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
+`tiled` dequantizes a few heads at a time, or a part of the keys if one head alone is too long, so
+that what is dequantized together stays below a limit.
 
-Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...], Hq a multiple of Hkv, query head h
-reads key head h // (Hq // Hkv); the result [B, Hq, N, Dv] has the dtype of the queries. A mask is
-None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
-[B, Hq, N, S], boolean (True: is seen) or added to the scores.
+Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
+head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the dtype of the queries. A
+mask is None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
+[B, Hq, N, S], boolean (True: visible) or added to the scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .packed import Packed
 from .precision import KVPrecision
 
 __all__ = [
-    "MAX_PLAIN_BYTES",
+    "MAX_DEQUANTIZED_BYTES",
     "NEAR_BYTES",
     "STRATEGIES",
     "Mask",
@@ -38,19 +38,19 @@ Strategy = Literal["dequantize", "packed", "tiled"]
 STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
 Mask = mx.array | str | None
 
-MAX_PLAIN_BYTES = 256 << 20
-"""Most bytes of plain keys and values, or of scores, that exist at once where there is a choice."""
+MAX_DEQUANTIZED_BYTES = 256 << 20
+"""Most bytes of dequantized keys and values, or of scores, at one time if there is a choice."""
 
 NEAR_BYTES = 16 << 20
-"""What is surely still in a GPU's last cache when it is read again: a tile that is to be quick."""
+"""Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
 
 
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    As a tuple: weights, scales and biases of the tokens held, as lazy views. `buffers` are the
-    cache's own, with room to spare behind the first `n_tokens`. `tile_bytes` None asks for
-    `packed_attention`, a number for `tiled_attention`.
+    As a tuple: weights, scales and biases of the cached tokens, as lazy views. `buffers` are the
+    cache's own, with spare room behind the first `n_tokens`. Without `tile_bytes` they are attended
+    by `packed_attention`, else by `tiled_attention`.
     """
 
     precision: KVPrecision
@@ -65,7 +65,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def of(
         cls, buffers: Packed, precision: KVPrecision, n_tokens: int, tile_bytes: int | None = None
     ) -> PackedKV:
-        """Return the first `n_tokens` of `buffers`; `precision` is that of these alone."""
+        """Return the first `n_tokens` of `buffers`, which are keys or values of `precision`."""
         made = cls(pk.view(buffers, 0, n_tokens))
         made.precision, made.buffers, made.n_tokens = precision, buffers, n_tokens
         made.tile_bytes = tile_bytes
@@ -77,27 +77,26 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
             return packed_attention(queries, self, values, scale, mask)
         return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
 
-    def plain(self, rows: slice, heads: slice, tokens: slice, after: mx.array | None) -> mx.array:
-        """Return a part dequantized, in the dtype of the scales; not before `after` is computed."""
-        weights, scales, biases = (x[rows, heads, tokens] for x in self)
+    def dequantized(
+        self, rows: slice, heads: slice, tokens: slice, after: mx.array | None
+    ) -> mx.array:
+        """Dequantize a part in the dtype of the scales, but not before `after` is computed."""
+        weights, *others = (x[rows, heads, tokens] for x in self)
         if after is not None:
             # Without this MLX may dequantize all tiles first and then use them.
             (weights,) = mx.depends([weights], [after])
-        precision = self.precision
-        return mx.dequantize(
-            weights, scales, biases, group_size=precision.group_size, bits=precision.bits
-        )
+        return pk.read((weights, *others), self.precision)
 
 
 def dequantized_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
 ) -> mx.array:
-    """Dequantize everything and run the fused kernel: what the host does with plain arrays."""
+    """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
     every = slice(None)
     return mx.fast.scaled_dot_product_attention(
         queries,
-        keys.plain(every, every, every, None).astype(queries.dtype),
-        values.plain(every, every, every, None).astype(queries.dtype),
+        keys.dequantized(every, every, every, None).astype(queries.dtype),
+        values.dequantized(every, every, every, None).astype(queries.dtype),
         scale=scale,
         mask=mask,
     )
@@ -109,12 +108,12 @@ def packed_attention(
     values: PackedKV,
     scale: float,
     mask: Mask,
-    max_score_bytes: int = MAX_PLAIN_BYTES,
+    max_score_bytes: int = MAX_DEQUANTIZED_BYTES,
 ) -> mx.array:
-    """Attend without dequantizing; a query that sees no key gets something finite.
+    """Attend without dequantizing; the result of a query that sees no key is finite.
 
     The query heads of one key head are rows of one product, so nothing is broadcast. Queries are
-    taken a few at a time where all their scores would exceed `max_score_bytes`.
+    cut into blocks whose scores take at most `max_score_bytes`.
     """
     n_rows, n_heads, n_queries, k_dim = queries.shape
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -157,13 +156,13 @@ def tiled_attention(
     values: PackedKV,
     scale: float,
     mask: Mask,
-    tile_bytes: int = MAX_PLAIN_BYTES,
+    tile_bytes: int = MAX_DEQUANTIZED_BYTES,
 ) -> mx.array:
-    """Attend with at most `tile_bytes` of keys and values plain at once, one tile after the other.
+    """Attend tile by tile, with at most `tile_bytes` of keys and values dequantized together.
 
-    Heads do not know of each other, so tiles of whole heads, or whole rows, run the fused kernel.
-    Where the keys and values of one head alone are more, they are cut, and the parts of its
-    softmax are put together as in https://arxiv.org/abs/1805.02867 (running maximum and sum).
+    Heads are independent, so tiles of whole heads, or whole rows, run the fused kernel. If one
+    head's keys and values are larger than a tile, they are cut, and the parts of the softmax are
+    combined as in https://arxiv.org/abs/1805.02867 (running maximum and sum).
     """
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
@@ -182,8 +181,8 @@ def tiled_attention(
             if n_at_once:
                 last = mx.fast.scaled_dot_product_attention(
                     block,
-                    keys.plain(rows, heads, every, last).astype(queries.dtype),
-                    values.plain(rows, heads, every, last).astype(queries.dtype),
+                    keys.dequantized(rows, heads, every, last).astype(queries.dtype),
+                    values.dequantized(rows, heads, every, last).astype(queries.dtype),
                     scale=scale,
                     mask=seen,
                 )
@@ -204,9 +203,9 @@ def _one_head(
     tile_bytes: int,
     after: mx.array | None,
 ) -> mx.array:
-    """Attend over one key head of one row, `where`, a tile of keys at a time.
+    """Attend over the key head of the row `where`, a tile of keys at a time.
 
-    Queries are cut too, so that the scores of a tile, in float32, are at most `tile_bytes`.
+    Queries are cut too, so that the scores of a tile, in float32, take at most `tile_bytes`.
     """
     _, n_repeats, n_queries, _ = queries.shape
     n_keys, dtype = keys.n_tokens, queries.dtype
@@ -217,29 +216,29 @@ def _one_head(
     blocks = list(_slices(n_queries, n_block))
     running: list[_Running | None] = [None] * len(blocks)
     for tokens in _slices(n_keys, n_tile):
-        plain_keys = keys.plain(*where, tokens, after).astype(dtype)[:, :, None]
-        plain_values = values.plain(*where, tokens, after).astype(dtype)[:, :, None]
+        tile_keys = keys.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
+        tile_values = values.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
         for i, at in enumerate(blocks):
             block = scaled[:, :, :, at]
             if after is not None:
                 block = mx.depends([block], [after])[0]
-            scores = (block @ plain_keys.swapaxes(-1, -2)).astype(mx.float32)
+            scores = (block @ tile_keys.swapaxes(-1, -2)).astype(mx.float32)
             scores = visible.hide(scores, at, tokens)
-            running[i] = state = _Running.after(running[i], scores, plain_values)
+            running[i] = state = _Running.after(running[i], scores, tile_values)
             after = state.out
     done = [state.out / state.total for state in running if state is not None]
     return _joined(done, axis=3)[:, 0].astype(dtype)
 
 
 class _Running:
-    """A softmax over the keys seen so far: their highest score, sum of weights, weighted values."""
+    """A softmax over the keys so far: highest score, sum of weights, weighted sum of values."""
 
     def __init__(self, highest: mx.array, total: mx.array, out: mx.array) -> None:
         self.highest, self.total, self.out = highest, total, out
 
     @classmethod
     def after(cls, before: _Running | None, scores: mx.array, values: mx.array) -> _Running:
-        """Return the state after the keys of `scores` [..., N, T] and `values` [..., T, D]."""
+        """Return the state with the keys of `scores` [..., N, T] and `values` [..., T, D] added."""
         highest = scores.max(axis=-1, keepdims=True)
         if before is not None:
             highest = mx.maximum(before.highest, highest)
@@ -254,7 +253,7 @@ class _Running:
 
 
 class _Visible:
-    """Which keys each query sees, for scores [B, Hkv, Hq / Hkv, n, t] of parts of both."""
+    """A mask for parts of the queries and keys, of scores [B, Hkv, Hq / Hkv, n, t]."""
 
     def __init__(self, mask: Mask, n_queries: int, n_keys: int, n_kv_heads: int) -> None:
         if isinstance(mask, str) and mask != "causal":
@@ -269,21 +268,21 @@ class _Visible:
             self.mask = mask.reshape(rows, *groups, *rest)
 
     def hide(self, scores: mx.array, queries: slice, keys: slice) -> mx.array:
-        """Return `scores` of these queries and keys, lowest where a key is not seen.
+        """Return `scores` of these queries and keys, with the lowest number for hidden keys.
 
-        Keys may reach beyond the last token; nobody sees what is there.
+        Keys may reach beyond the last token; those are hidden from every query.
         """
         lowest = mx.finfo(scores.dtype).min
         at = mx.arange(keys.start, keys.stop)
         if self.causal:
             if keys.stop - 1 <= self.first + queries.start:
                 return scores
-            last = mx.arange(self.first + queries.start, self.first + queries.stop)
-            return mx.where(at <= last[:, None], scores, lowest)
+            own = mx.arange(self.first + queries.start, self.first + queries.stop)
+            return mx.where(at <= own[:, None], scores, lowest)
         if self.mask is not None:
-            held = slice(keys.start, min(keys.stop, self.n_keys))
-            part = _cut(_cut(self.mask, 3, queries), 4, held)
-            n_missing = keys.stop - held.stop
+            last = min(keys.stop, self.n_keys)
+            part = _cut(_cut(self.mask, 3, queries), 4, slice(keys.start, last))
+            n_missing = keys.stop - last
             if n_missing and part.shape[4] > 1:
                 part = mx.pad(part, [(0, 0)] * 4 + [(0, n_missing)])
             if part.dtype == mx.bool_:
@@ -322,25 +321,20 @@ def _joined(parts: list[mx.array], axis: int) -> mx.array:
 
 
 def _without_slices(keys: PackedKV, values: PackedKV) -> tuple[Packed, Packed]:
-    """Return keys and values as CUDA's quantized_matmul wants them, which refuses slices.
+    """Return keys and values that are not slices, which CUDA's quantized_matmul refuses.
 
-    The whole buffers, where little of them is spare (masks hide it; contiguous copies only what
-    is itself a slice, such as an adopted row); else a copy of what is held.
+    If little of the buffers is spare, these are the whole buffers, whose spare room masks hide;
+    `contiguous` copies only those that are slices themselves. Otherwise the tokens are copied.
     """
     capacity = keys.buffers[0].shape[2]
     n_spare = capacity - keys.n_tokens
     if n_spare * 4 <= capacity and values.buffers[0].shape[2] == capacity:
         return pk.each(mx.contiguous, keys.buffers), pk.each(mx.contiguous, values.buffers)
-    return pk.each(mx.contiguous, _packed(keys)), pk.each(mx.contiguous, _packed(values))
-
-
-def _packed(x: PackedKV) -> Packed:
-    weights, scales, biases = x
-    return weights, scales, biases
+    return pk.each(mx.contiguous, keys), pk.each(mx.contiguous, values)
 
 
 def _token_bytes(keys: PackedKV, values: PackedKV, dtype: mx.Dtype) -> int:
-    """Bytes of one token's key and value of one head, plain."""
+    """Bytes of one token's dequantized key and value of one head."""
     n_numbers = sum(x[1].shape[3] * x.precision.group_size for x in (keys, values))
     size: int = n_numbers * dtype.size
     return size

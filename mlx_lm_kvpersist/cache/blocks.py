@@ -1,16 +1,16 @@
-"""Cut caches into immutable blocks, windows and states; `join` makes caches of them again.
+"""Cut caches into immutable blocks, windows and states; `join` turns these into caches again.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
-slots stacked, "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
+slots stacked: "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
 [L, H, T, Dk / group size] in the model's dtype, and the same for "0.v"; in its own precision it is
-two, "0.k" and "0.v" [L, H, T, D]. A window holds the last tokens of a block of the sliding groups
-of one window, in the same form. A state holds what the recurrent groups have at the end of a block,
-"2.0" [L, ...] being the first array of group 2. Generation thread.
+two, "0.k" and "0.v" [L, H, T, D]. A window holds a block's last tokens of the sliding groups that
+have this window, in the same form. A state holds the recurrent groups' states at the end of a
+block: "2.0" [L, ...] is the first array of group 2. Generation thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -36,18 +36,18 @@ BLOCK_TOKENS = 256
 Arrays = Mapping[str, mx.array]
 
 _STRETCH_BLOCKS = 16
-"""Cut at once on a GPU: enough to save copies, little enough to exist twice."""
+"""Blocks cut together on a GPU: their arrays exist twice for a moment."""
 
 _WINDOW_BYTES = 64 << 20
-"""Bytes to evaluate at once: enough to keep a device busy, too little to matter in its memory."""
+"""Bytes to evaluate together: enough to keep a device busy, little beside its memory."""
 
 
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
     """Return how many tokens all caches have seen; None when no cache counts them.
 
     Raises:
-        ValueError: a cache is in use that the model left empty when it was probed; or, in a
-            model with restore points, caches disagree.
+        ValueError: a cache is in use that the model left empty when it was probed; or caches
+            disagree in a model with windows or states.
     """
     slots = slots_of(caches)
     used = {number for group in spec.groups for number in group.slots}
@@ -81,10 +81,10 @@ def split_windows(
 
 
 def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.array]:
-    """Return what the recurrent groups hold, as evaluated arrays of their own.
+    """Return the recurrent groups' states, as evaluated arrays of their own.
 
     Raises:
-        ValueError: it is not what the model was found to keep.
+        ValueError: they have other shapes or dtypes than when the model was probed.
     """
     slots = slots_of(caches)
     state: dict[str, mx.array] = {}
@@ -92,37 +92,18 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
         for number, form in enumerate(group.states):
             arrays = [slots[slot].cache[number] for slot in group.slots]
             if any((array is None) != (form is None) for array in arrays):
-                raise ValueError(f"array {number} of group {group.name} is there, or missing")
+                raise ValueError(f"group {group.name} has array {number} in some layers only")
             if form is not None:
                 state[f"{group.name}.{number}"] = concatenated(arrays, axis=0)
     mx.eval(state)
     if misfit := arrays_fit(spec.state_arrays(), state):
-        raise ValueError(f"the model keeps something else than it did when it was probed: {misfit}")
+        raise ValueError(f"the model's states differ from those it was probed with: {misfit}")
     return state
 
 
 def n_bytes(arrays: Arrays) -> int:
     """Bytes of arrays by name."""
     return sum(int(array.nbytes) for array in arrays.values())
-
-
-class _Evaluator:
-    """Evaluates arrays some at a time."""
-
-    def __init__(self) -> None:
-        self._arrays: list[mx.array] = []
-        self._n_bytes = 0
-
-    def add(self, arrays: Iterable[mx.array]) -> None:
-        for array in arrays:
-            self._arrays.append(array)
-            self._n_bytes += int(array.nbytes)
-        if self._n_bytes >= _WINDOW_BYTES:
-            self.finish()
-
-    def finish(self) -> None:
-        mx.eval(self._arrays)
-        self._arrays, self._n_bytes = [], 0
 
 
 def _split(
@@ -137,7 +118,7 @@ def _split(
     if not ranges:
         return []
     if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
-        # What is stacked first exists twice for a while: so not the whole conversation at once.
+        # Stacking makes a second copy for a moment: so not of the whole conversation.
         head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
         return [*_split(spec, groups, caches, head), *_split(spec, groups, caches, tail)]
     slots = slots_of(caches)
@@ -156,8 +137,8 @@ def _split(
     if prefers_few_copies():
         whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
     pieces = {name: [_cut(x, at, axis=2) for x in arrays] for name, arrays in whole.items()}
-    blocks = []
-    evaluator = _Evaluator()
+    blocks: list[dict[str, mx.array]] = []
+    waiting_bytes = 0
     for _, stop in ranges:
         piece = piece_ending_at[stop]
         block = {
@@ -165,8 +146,10 @@ def _split(
             for name, arrays in pieces.items()
         }
         blocks.append(block)
-        evaluator.add(block.values())
-    evaluator.finish()
+        waiting_bytes += n_bytes(block)
+        if waiting_bytes >= _WINDOW_BYTES or stop == cuts[-1]:
+            mx.eval(blocks)
+            waiting_bytes = 0
     return blocks
 
 
@@ -176,21 +159,21 @@ def _cut(array: mx.array, at: int | list[int], axis: int) -> list[mx.array]:
 
 
 def prefers_few_copies() -> bool:
-    """Whether to copy everything twice, but in a few large pieces.
+    """Whether it is quicker to copy everything twice in few large pieces than once in many small.
 
-    Blocks times slots make ten thousand small copies of a long conversation. A GPU spends more
+    Blocks times slots are ten thousand small copies for a long conversation. A GPU spends more
     time on starting them than on copying; a CPU does not.
     """
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def copied(array: mx.array) -> mx.array:
-    """Return the same in memory of its own, lazily; a slice shares that of its whole."""
+    """Return a lazy copy in memory of its own; a slice shares the memory of its whole."""
     return mx.take(array, mx.arange(array.shape[0]), axis=0)
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """Concatenate into memory of its own, also a single array (which mx.concatenate returns)."""
+    """Concatenate into memory of its own, also a single array, which mx.concatenate returns."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 
 

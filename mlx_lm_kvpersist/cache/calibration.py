@@ -27,7 +27,7 @@ import mlx.core as mx
 
 from . import packed as pk
 from .attention import (
-    MAX_PLAIN_BYTES,
+    MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
     STRATEGIES,
     Mask,
@@ -49,13 +49,13 @@ __all__ = ["calibrate", "device_key", "with_plans"]
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Counts changes of what is measured: older results are measured again."""
+"""Incremented when measurements change; results in an older format are measured again."""
 
 _PHASE_S = 0.25
 _N_ROUNDS = 5
 _N_ROUNDS_AT_LEAST = 3
 _LEAST_PREFILL = 64 * 512
-"""Queries times keys; what a device too slow for so little measures says nothing of prompts."""
+"""Queries times keys. A device too slow for so little work cannot be measured with prompts."""
 
 _CLEARLY = 0.95
 _HOPELESS = 2.0
@@ -63,7 +63,7 @@ _HOPELESS = 2.0
 
 @dataclass(frozen=True)
 class _Work:
-    """One call of attention: so many sequences, each with so many queries and keys."""
+    """One call of attention: `n_rows` sequences, each with `n_queries` and `n_keys`."""
 
     n_rows: int
     n_queries: int
@@ -93,9 +93,9 @@ def with_plans(
     cache_file: Path | None,
     choice: Strategy | Literal["auto"] = "auto",
 ) -> ModelCacheSpec:
-    """Return the spec with a plan for every quantized group, measured on this device if need be.
+    """Return the spec with a plan for every quantized group, measured on this device if necessary.
 
-    A probe forward says which groups the model can attend to packed, and with how many query
+    A forward pass shows which groups the model can attend to packed, and with how many query
     heads; the others are dequantized. See `calibrate` for `cache_file` and `choice`.
     """
     plans: dict[str, AttentionPlan] = {}
@@ -126,9 +126,9 @@ def calibrate(
 ) -> AttentionPlan:
     """Return the quickest plan for layers of `shape` that compute in `dtype`.
 
-    Takes about a second, or no time where `cache_file` knows the answer, where the model takes
-    plain keys only, or where `choice` is a strategy instead of "auto". A cache file that cannot be
-    read or written is worth a line in the log and nothing else. Evaluates MLX.
+    Measuring takes about a second. Nothing is measured if `cache_file` has the results, if the
+    model cannot take packed keys, or if `choice` is a strategy instead of "auto". A cache file
+    that cannot be read or written is logged and otherwise ignored. Evaluates MLX.
     """
     if choice != "auto":
         return forced_plan(choice, can_take_packed)
@@ -153,14 +153,14 @@ def calibrate(
 
 
 def device_key() -> str:
-    """Return what tells this device and MLX from others that may be quicker at other things."""
+    """Return a name for this device and version of MLX; results do not apply to others."""
     info = mx.device_info()
     name = info.get("device_name") or info.get("architecture")
     return f"{name} {mx.default_device()} mlx {version('mlx')}"
 
 
 def _plan(measured: Mapping[str, Mapping[str, float]]) -> AttentionPlan:
-    """Return the plan of the clear winners; close ones are left to MLX's fused kernel."""
+    """Return the plan of the clear winners; without one, MLX's fused kernel is used."""
     prefill, decode, batch_decode = (_winner(measured[phase]) for phase in PHASES)
     is_tiled = "tiled" in (prefill, decode, batch_decode)
     return AttentionPlan(
@@ -168,7 +168,7 @@ def _plan(measured: Mapping[str, Mapping[str, float]]) -> AttentionPlan:
         decode=decode,
         batch_decode=batch_decode,
         can_take_packed=True,
-        tile_bytes=NEAR_BYTES if is_tiled else MAX_PLAIN_BYTES,
+        tile_bytes=NEAR_BYTES if is_tiled else MAX_DEQUANTIZED_BYTES,
         measured_ms=measured,
     )
 
@@ -181,7 +181,7 @@ def _winner(ms: Mapping[str, float]) -> Strategy:
 def _measure(
     shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype, phase: str
 ) -> dict[str, float]:
-    """Return the median ms of each strategy for the largest work that there is time for."""
+    """Return the median ms of each strategy for the largest work that fits into the time."""
     measured: dict[str, float] = {}
     left_s, size = _PHASE_S, 0
     token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
@@ -189,7 +189,7 @@ def _measure(
         if size:
             expected_s = sum(measured.values()) / 1e3 * _layers_of(work) * work.size / size
             n_bytes = work.n_rows * work.n_keys * token_bytes
-            if expected_s * _N_ROUNDS_AT_LEAST > left_s or n_bytes > MAX_PLAIN_BYTES:
+            if expected_s * _N_ROUNDS_AT_LEAST > left_s or n_bytes > MAX_DEQUANTIZED_BYTES:
                 break
         measured, took_s = _race(_Layers(shape, precision, dtype, work), left_s)
         left_s -= took_s
@@ -200,13 +200,13 @@ def _measure(
 
 
 def _layers_of(work: _Work) -> int:
-    """One decode step is over before its time can be told; so several layers are timed as one."""
+    """Return how many layers to time together; a single decode step is too short to time."""
     return 4 if work.n_queries == 1 else 1
 
 
 class _Layers:
-    """Made-up layers of one model; each has buffers of its own, so that none is found in the
-    memory next to the device because it was just read."""
+    """Random layers of one model, each with buffers of its own, so that none is in a cache of the
+    device because another was just read."""
 
     def __init__(
         self, shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype, work: _Work
@@ -215,58 +215,58 @@ class _Layers:
         self.scale = shape.k_dim**-0.5
         lead = (work.n_rows, shape.n_q_heads, work.n_queries)
         self.queries = _random((*lead, shape.k_dim)).astype(dtype)
-        self.held = []
+        self.layers = []
         for _ in range(_layers_of(work)):
             lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
-            keys = _made_up((*lead, shape.k_dim), precision, dtype)
-            values = _made_up((*lead, shape.v_dim), precision.of_values, dtype)
-            self.held.append(
+            keys = _random_packed((*lead, shape.k_dim), precision, dtype)
+            values = _random_packed((*lead, shape.v_dim), precision.of_values, dtype)
+            self.layers.append(
                 (
                     PackedKV.of(keys, precision, work.n_keys),
                     PackedKV.of(values, precision.of_values, work.n_keys),
                 )
             )
         token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
-        self.plain_bytes = work.n_rows * work.n_keys * token_bytes
-        mx.eval(self.queries, self.held)
+        self.dequantized_bytes = work.n_rows * work.n_keys * token_bytes
+        mx.eval(self.queries, self.layers)
 
     def attend(self, attention: Callable[..., mx.array]) -> float:
-        """Attend layer by layer; return the ms that one takes."""
+        """Attend layer by layer; return the ms per layer."""
         start_s = time.perf_counter()
         queries = self.queries
-        for keys, values in self.held:
+        for keys, values in self.layers:
             out = attention(queries, keys, values, self.scale, self.mask)
             (queries,) = mx.depends([queries], [out])
         mx.eval(out)
-        return (time.perf_counter() - start_s) * 1e3 / len(self.held)
+        return (time.perf_counter() - start_s) * 1e3 / len(self.layers)
 
 
 def _race(layers: _Layers, left_s: float) -> tuple[dict[str, float], float]:
     """Return the median ms of each strategy, and the seconds that measuring took.
 
-    Stops when `left_s` seconds are over; what is far behind drops out before.
+    Stops after `left_s` seconds; a strategy that is much slower drops out before.
     """
-    ways: dict[str, Callable[..., mx.array]] = {
+    racing: dict[str, Callable[..., mx.array]] = {
         "dequantize": dequantized_attention,
         "packed": packed_attention,
     }
-    if layers.plain_bytes > NEAR_BYTES:
-        ways["tiled"] = partial(tiled_attention, tile_bytes=NEAR_BYTES)
-    for attention in ways.values():
-        layers.attend(attention)  # the first call may compile: it does not count
+    if layers.dequantized_bytes > NEAR_BYTES:
+        racing["tiled"] = partial(tiled_attention, tile_bytes=NEAR_BYTES)
+    for attention in racing.values():
+        layers.attend(attention)  # the first call may compile, so it is not timed
     start_s = time.perf_counter()
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in racing}
     for n_round in range(1, _N_ROUNDS + 1):
-        for name, attention in ways.items():
+        for name, attention in racing.items():
             times[name].append(layers.attend(attention))
         if n_round >= _N_ROUNDS_AT_LEAST and time.perf_counter() - start_s > left_s:
             break
-        quickest = min(min(times[name]) for name in ways)
-        ways = {
+        quickest = min(min(times[name]) for name in racing)
+        racing = {
             name: attention
-            for name, attention in ways.items()
+            for name, attention in racing.items()
             if name == "dequantize"
-            or n_round == 1  # once may have been bad luck
+            or n_round == 1  # a disturbance may have hit the first round
             or min(times[name]) < _HOPELESS * quickest
         }
     took_s = time.perf_counter() - start_s
@@ -274,12 +274,12 @@ def _race(layers: _Layers, left_s: float) -> tuple[dict[str, float], float]:
 
 
 def _random(shape: tuple[int, ...]) -> mx.array:
-    # A key of our own: what the server samples must not depend on whether we measured.
+    # With a key of its own, because measuring must not change what the server samples.
     return mx.random.normal(shape, key=mx.random.key(0))
 
 
-def _made_up(shape: tuple[int, ...], precision: KVPrecision, dtype: mx.Dtype) -> Packed:
-    """Return packed numbers of `shape` [B, H, T, D]; drawing them all would take too long."""
+def _random_packed(shape: tuple[int, ...], precision: KVPrecision, dtype: mx.Dtype) -> Packed:
+    """Return packed numbers of `shape` [B, H, T, D]: a few random ones, repeated to save time."""
     some = _random((1, shape[1], min(shape[2], 64), shape[3])).astype(dtype)
     packed = pk.quantize(some, precision)
     times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
@@ -291,7 +291,7 @@ def _shape_key(shape: AttentionShape) -> str:
 
 
 def _known(cache_file: Path | None) -> dict[str, Any]:
-    """Return the results in the file; none where there is no file, or it is damaged."""
+    """Return the results in the file; none if there is no file or it is damaged."""
     if cache_file is None:
         return {}
     try:
@@ -307,7 +307,7 @@ def _known(cache_file: Path | None) -> dict[str, Any]:
 
 
 def _read_plan(measured: Any) -> AttentionPlan | None:
-    """Return the plan of stored results, or None unless they are as we write them."""
+    """Return the plan of stored results, or None if they are malformed."""
     try:
         ms = {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
         if not all(math.isfinite(v) and v >= 0 for times in ms.values() for v in times.values()):
@@ -328,6 +328,6 @@ def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, cache_file)
     except OSError as error:
-        with suppress(OSError):  # there may not even be a folder
+        with suppress(OSError):  # the folder may not exist
             temporary.unlink()
-        logger.warning("kvpersist: what attention takes is measured again next time: %s", error)
+        logger.warning("kvpersist: attention will be measured again at the next start: %s", error)

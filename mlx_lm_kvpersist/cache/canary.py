@@ -22,17 +22,17 @@ __all__ = [
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
-"""Most that recomputed KV may differ from stored, as a share of its size.
+"""Most that recomputed KV may differ from stored KV, as a share of its norm.
 
-Arithmetic noise moves few values to the next of 16 steps: some percent. KV of other tokens, other
-positions or another model differs by its whole size.
+Arithmetic noise moves a few values to the next of 16 steps: some percent. KV of other tokens, other
+positions or another model differs by about its whole norm.
 """
 
 
 def can_step_back(spec: ModelCacheSpec, n_tokens: int) -> bool:
-    """Say whether caches of so many tokens can forget the last ones, to compute them again.
+    """Return whether caches of `n_tokens` can forget the last ones, to compute them again.
 
-    A state cannot, nor can a window that has dropped what it would need again.
+    A state cannot; nor can a window that has dropped the tokens before it.
     """
     return not spec.recurrent and all(n_tokens < window for window in spec.sliding)
 
@@ -44,12 +44,12 @@ def canary_difference(
     pieces: Pieces,
     ids: Sequence[int],
 ) -> float:
-    """Run the last tokens of restored caches again; return how far their KV is off, 0 for not.
+    """Run the last tokens of restored caches again; return how far their KV differs, 0 for equal.
 
-    `pieces` are what the caches were joined from, or the `trailing` ones of these, `ids` all their
-    tokens; they can step back. The result is the largest, over slots, keys and values, of the
-    median over tokens of |new - old| / |old|. The caches hold the stored values again afterwards:
-    nothing depends on there being a canary.
+    The caches were joined from `pieces` (the `trailing` ones suffice), hold the tokens `ids` and
+    can step back. The result is the largest, over slots, keys and values, of the median over
+    tokens of |new - old| / |old|. Afterwards the caches hold the stored values again, so that a
+    reply does not depend on whether there was a canary.
     """
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
@@ -88,19 +88,19 @@ def _differences(
 ) -> mx.array:
     """Return, for each slot of a group, the median over tokens of |new - old| / |old|, [slots].
 
-    `old` holds [slots, H, n, D]. All slots at once: one by one they are a thousand operations.
+    `old` is [slots, H, n, D]. All slots together: one by one would take a thousand operations.
     """
     by_slot = [tokens(slots[slot], start, stop)[part == "v"] for slot in group.slots]
     new = tuple(mx.concatenate(list(arrays), axis=0) for arrays in zip(*by_slot, strict=True))
     precision = group.precision.of_values if group.precision and part == "v" else group.precision
-    was, now = _plain(old, precision), _plain(new, precision)
+    was, now = _dequantized(old, precision), _dequantized(new, precision)
     error = mx.square(now - was).sum(axis=(1, 3))
     size = mx.square(was).sum(axis=(1, 3))
     ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
     return ratio[:, (stop - start) // 2]
 
 
-def _plain(fields: Fields, precision: KVPrecision | None) -> mx.array:
+def _dequantized(fields: Fields, precision: KVPrecision | None) -> mx.array:
     if precision is None:
         (values,) = fields
     else:
@@ -112,7 +112,7 @@ def _plain(fields: Fields, precision: KVPrecision | None) -> mx.array:
 
 
 def trailing(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return those of the pieces that the canary looks at: the last ones."""
+    """Return the last pieces, which hold the tokens that the canary recomputes."""
     last: list[Piece] = []
     n_missing = CANARY_TOKENS
     for piece in reversed(pieces):

@@ -1,4 +1,4 @@
-"""Tell models apart by what decides their KV: config, weights, tokenizer, adapter."""
+"""Fingerprint a model by what decides its KV: config, weights, tokenizer, adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import ModelNotSupported
 __all__ = ["content_hash", "model_fingerprint"]
 
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
-"""Keys of config.json that change with who saved the model, not with what it computes."""
+"""Keys of config.json that do not change what the model computes."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _READ_BYTES = 8 << 20
@@ -26,9 +26,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def model_fingerprint(
     model_path: Path, adapter_path: Path | None, hash_file: Callable[[Path], str]
 ) -> str:
-    """Return a hex digest that two models share only if equal ids give them equal KV.
+    """Return a hex digest that two models share only if equal ids give equal KV in both.
 
-    `hash_file` gives a file's content hash; pass `content_hash`, or one that remembers.
+    `hash_file` returns a file's content hash, as `content_hash` does.
 
     Raises:
         ModelNotSupported: a folder has no config or no weights, or the config is not JSON.
@@ -47,7 +47,7 @@ def model_fingerprint(
         },
     }
     if adapter_path is not None:
-        # The one file mlx-lm loads; beside it lie checkpoints of the training.
+        # mlx-lm loads this file only; the others in the folder are checkpoints of the training.
         adapter = adapter_path / "adapters.safetensors"
         if not adapter.is_file():
             raise ModelNotSupported(f"no adapters.safetensors in {adapter_path}")
@@ -60,9 +60,9 @@ def model_fingerprint(
 
 
 def content_hash(path: Path) -> str:
-    """Return a hex hash of a file's content: its sha256 if a hub cache knows it, else xxh3_128.
+    """Return a hex hash of a file's content: its sha256 in a hub cache, else xxh3_128.
 
-    A file of a Hugging Face hub cache is a link to `blobs/<sha256>`; then nothing is read.
+    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so it is not read.
 
     Raises:
         OSError: the file cannot be read.

@@ -39,19 +39,14 @@ class Piece:
 class Pieces:
     """All that a prompt cache of `n_tokens` is made of.
 
-    `blocks` hold its tokens from the first on, `windows`, by window, its last ones, and `state`
-    what the recurrent groups had behind them. What a spec has no groups for is left empty.
+    `blocks` hold its tokens from the first on, `windows` its last tokens by window, and `state` the
+    states of the recurrent groups after the last token. A kind without groups is left empty.
     """
 
     n_tokens: int
     blocks: Sequence[Piece] = ()
     windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
     state: Arrays = field(default_factory=dict)
-
-    @property
-    def n_bytes(self) -> int:
-        pieces = [*self.blocks, *(piece for window in self.windows.values() for piece in window)]
-        return sum(n_bytes(piece.arrays) for piece in pieces) + n_bytes(self.state)
 
 
 class Joiner:
@@ -85,13 +80,13 @@ class Joiner:
         """Add the next tokens of the full groups, or of those with a window.
 
         Raises:
-            ValueError: the piece has not the tokens that are asked for, asks for none, or there
-                is no room for them.
+            ValueError: the piece's range is empty or goes beyond its arrays, or there is no room
+                for its tokens.
         """
         self._buffers[window].add(piece)
 
     def add_state(self, state: Arrays) -> None:
-        """Add what the recurrent groups had behind the last token."""
+        """Add the states of the recurrent groups after the last token."""
         self._state = state
 
     def finish(self) -> list[Any]:
@@ -112,16 +107,13 @@ class Joiner:
                         tuple(buffers.arrays[name][place] for name in part) for part in names
                     )
                     refill(slots[slot], keys, values, start, self._n_tokens)
-        states: list[mx.array] = []
         for group in self._spec.recurrent if self._state else ():
             for number, form in enumerate(group.states):
-                if form is None:
-                    continue
-                stacked = self._state[f"{group.name}.{number}"]
-                for place, slot in enumerate(group.slots):
-                    slots[slot].cache[number] = stacked[place : place + 1]
-                    states.append(slots[slot].cache[number])
-        mx.eval(states)
+                if form is not None:
+                    rows = mx.split(self._state[f"{group.name}.{number}"], len(group.slots))
+                    for slot, row in zip(group.slots, rows, strict=True):
+                        slots[slot].cache[number] = row
+                    mx.eval(rows)
         return caches
 
 
@@ -142,7 +134,7 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
 
 
 class _Buffers:
-    """The buffers [1, H, S, ...] of the slots of some groups, by array name, filled from 0 on."""
+    """The buffers [1, H, S, ...] of some groups' slots, by array name, filled from token 0 on."""
 
     def __init__(
         self, groups: Sequence[LayerGroup], n_tokens: int, headroom: int, *, whole: bool
@@ -183,14 +175,14 @@ class _Buffers:
             self._place()
 
     def _place(self) -> None:
-        """Copy the pieces that wait behind those that were placed before."""
+        """Copy the waiting pieces behind those that were placed before."""
         pieces, self._waiting = self._waiting, []
         start = self._n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
             stacked = mx.concatenate(_parts(pieces, name, 0, None), axis=2)
             for place, buffer in enumerate(buffers):
                 part = stacked[place : place + 1]
-                if part.shape == buffer.shape:  # mlx would not copy, but share the piece's memory
+                if part.shape == buffer.shape:  # MLX would share the piece's memory here
                     buffers[place] = copied(part)
                 else:
                     buffer[:, :, start : self._n_added] = part

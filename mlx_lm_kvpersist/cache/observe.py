@@ -1,4 +1,4 @@
-"""Can a model's attention take packed keys? Found by running it, never by its name."""
+"""Find out whether a model's attention can take packed keys, by running it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from .attention_plan import forced_plan
 from .quantized import SequenceQuantizedKVCache
 from .slots import slots_of
 
-__all__ = ["AttentionCall", "AttentionShape", "observed_attention", "probe_packed"]
+__all__ = [
+    "AttentionCall",
+    "AttentionShape",
+    "logits_difference",
+    "observed_attention",
+    "probe_packed",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +31,13 @@ _PROMPT = ((1, 2, 3), (4,))
 _CUT = ((1, 2), (3,), (4,))
 _TIMES_NOISE = 4
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 0.25, 0.8
-"""Of the spread of logits: rounding may send a token to another expert; a wrong read does more."""
+"""Shares of the spread of logits. Rounding may send a token to another expert; a wrong read makes
+a larger difference."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What decides how long attention of a layer takes, besides the number of tokens."""
+    """The geometry of a layer's attention: besides the number of tokens, it decides the time."""
 
     n_q_heads: int
     n_kv_heads: int
@@ -40,7 +47,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of attention over packed keys. `keys` are whatever the cache had returned."""
+    """One call of attention over packed keys; `keys` are what the cache returned."""
 
     shape: AttentionShape
     n_queries: int
@@ -49,25 +56,19 @@ class AttentionCall:
 
 @contextlib.contextmanager
 def observed_attention() -> Iterator[list[AttentionCall]]:
-    """Yield a list that fills with the calls of attention over our packed keys.
+    """Yield a list that collects the calls of attention over our packed keys.
 
-    Works in a server that has the patch of attention, and in a process that has none: our keys
-    are attended to by their own method. While it lasts this is so for all threads.
+    This works with and without the attention patch, because our keys bring a method that attends
+    to them. It applies to all threads until the context ends.
     """
     calls: list[AttentionCall] = []
     before = getattr(base, _TARGET)
 
     def observe(
-        queries: mx.array,
-        q_keys: Any,
-        q_values: Any,
-        scale: float,
-        mask: Any,
-        *args: Any,
-        **kw: Any,
+        queries: mx.array, q_keys: Any, q_values: Any, scale: float, mask: Any, *a: Any, **kw: Any
     ) -> Any:
         if not isinstance(q_keys, PackedKV):
-            return before(queries, q_keys, q_values, scale, mask, *args, **kw)
+            return before(queries, q_keys, q_values, scale, mask, *a, **kw)
         out = q_keys.attend(queries, q_values, scale, mask)
         shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
         calls.append(AttentionCall(shape, queries.shape[2], q_keys))
@@ -86,11 +87,11 @@ def probe_packed(
     layers: Sequence[int] | None = None,
     evaluate: bool = True,
 ) -> list[AttentionShape | None]:
-    """Return, for each cache, the shape of its layer's attention, None where it must stay plain.
+    """Return, for each slot, the shape of its layer's attention, or None if it must dequantize.
 
-    make_caches: returns a new prompt cache; only those of its slots that are ours, at the places
-    `layers` (None: all of ours), are tried packed, all at once. If the model cannot run so, or its
-    logits are others than over plain keys (looked at only with `evaluate`), all are None.
+    `make_caches` returns a new prompt cache. Its quantized slots at the places `layers` (None: all
+    of them) are tried packed, together. If the model fails, or its logits differ from those over
+    dequantized keys (compared only with `evaluate`), all are None.
     """
     caches = list(make_caches())
     slots = slots_of(caches)
@@ -115,28 +116,28 @@ def probe_packed(
                         logger.debug("layer %d does not attend over its packed keys", i)
                         return refused
                     shapes[i] = call.shape
-            if evaluate and not _agree(model, make_caches, logits):
+            if evaluate and not _agrees(model, make_caches, logits):
                 logger.debug("packed keys change the model's output")
                 return refused
     except Exception as error:
-        # Any exception: what a model does with keys that it does not expect is up to the model.
+        # A model may raise anything when it gets keys that it does not expect.
         logger.debug("the model does not take packed keys: %r", error)
         return refused
     return shapes
 
 
-def _agree(model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.array) -> bool:
-    """Whether `logits` of the last token are those over plain keys, rounding aside.
+def _agrees(model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.array) -> bool:
+    """Return whether `logits` of the last token are those over dequantized keys, but for rounding.
 
-    How much rounding makes of itself is seen from a prompt that is cut elsewhere.
+    The same prompt in other chunks shows how much difference rounding makes.
     """
-    expected, cut = (_plain_logits(model, make_caches, prompt) for prompt in (_PROMPT, _CUT))
-    noise = _TIMES_NOISE * _difference(expected, cut)
-    tolerance = mx.clip(noise, _LEAST_TOLERANCE, _MOST_TOLERANCE)
-    return bool(_difference(expected, logits) <= tolerance)
+    expected, cut = (_dequantized_logits(model, make_caches, chunks) for chunks in (_PROMPT, _CUT))
+    noise = _TIMES_NOISE * logits_difference(expected, cut)
+    tolerance = min(max(noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+    return logits_difference(expected, logits) <= tolerance
 
 
-def _plain_logits(
+def _dequantized_logits(
     model: Any, make_caches: Callable[[], Sequence[Any]], prompt: Sequence[Sequence[int]]
 ) -> mx.array:
     caches = list(make_caches())
@@ -148,13 +149,14 @@ def _plain_logits(
     return logits
 
 
-def _difference(one: mx.array, other: mx.array) -> mx.array:
+def logits_difference(one: mx.array, other: mx.array) -> float:
     """Return how far logits differ, as a share of their spread (root mean squares)."""
-    return mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6)
+    one, other = one.astype(mx.float32), other.astype(mx.float32)
+    return float(mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6))
 
 
 def _logits(out: Any) -> mx.array:
-    """Return the logits of the last token in float32; some models return a tuple."""
-    logits: mx.array = out[0] if isinstance(out, tuple) else out
-    logits = getattr(logits, "logits", logits)
-    return logits[:, -1].astype(mx.float32)
+    """Return the logits of the last token; some models return a tuple or an object."""
+    out = out[0] if isinstance(out, tuple) else out
+    logits: mx.array = getattr(out, "logits", out)[:, -1]
+    return logits

@@ -1,4 +1,4 @@
-"""How finely keys and values are quantized: what is asked for, and what a layer group gets."""
+"""The precision of keys and values: what is requested, and what a layer group gets."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cached_property
 __all__ = ["GROUP_SIZES", "OWN_BITS", "KVPrecision", "PrecisionChoice"]
 
 GROUP_SIZES = (64, 32, 128)
-"""The group sizes MLX has kernels for, in the order in which we try them."""
+"""The group sizes that MLX has kernels for, in the order in which they are tried."""
 
 OWN_BITS = 16
-"""Stands for the precision that the model computes in, whatever that is."""
+"""Stands for full precision: the dtype that the model computes in."""
 
 _BITS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)
 class KVPrecision:
-    """MLX affine quantization: `bits` a number, one scale and one bias per `group_size` numbers.
+    """MLX affine quantization: `bits` per number, one scale and bias per `group_size` numbers.
 
-    Values may take other bits than keys: `value_bits`, equal to `bits` when None is given.
+    `value_bits` are the bits of values; None stands for the same as keys.
 
     Raises:
         ValueError: MLX has no kernel for these bits or this group size.
@@ -49,12 +49,12 @@ class KVPrecision:
 
     @cached_property
     def of_values(self) -> KVPrecision:
-        """The precision of the values, as one for keys and values alike."""
+        """The precision of the values, as a precision of its own."""
         assert self.value_bits is not None
         return KVPrecision(self.value_bits, self.group_size)
 
     def fits(self, dim: int) -> bool:
-        """Whether a last dimension of `dim` numbers can be quantized."""
+        """Return whether a last dimension of `dim` numbers can be quantized."""
         return dim > 0 and dim % self.group_size == 0
 
     def packed_dim(self, dim: int) -> int:
@@ -72,9 +72,9 @@ class KVPrecision:
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The precision that is asked for: bits of keys and of values, `OWN_BITS` for the model's own.
+    """The requested bits of keys and of values; `OWN_BITS` requests full precision.
 
-    Without a group size, each group of layers takes the first of `GROUP_SIZES` that fits it.
+    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it.
     """
 
     key_bits: int = 4
@@ -83,11 +83,11 @@ class PrecisionChoice:
 
     @property
     def is_own(self) -> bool:
-        """Whether nothing is to be quantized."""
+        """Whether full precision is requested."""
         return OWN_BITS in (self.key_bits, self.value_bits)
 
     def candidates(self) -> list[KVPrecision]:
-        """Return the precisions to try, in order; none when nothing is to be quantized."""
+        """Return the precisions to try, in order; none for full precision."""
         if self.is_own:
             return []
         sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)

@@ -1,7 +1,7 @@
-"""Run a model for a few tokens to see what its caches hold, and what of it can live in 4 bits.
+"""Run a model for a few tokens to learn its caches' geometry, and which of them can be quantized.
 
 Nothing is decided by a model's name. Its own caches are filled first, to learn their geometry; then
-ours take their place, and the forward pass says whether the model can work with them.
+ours take their place, and a forward pass shows whether the model can work with them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import ModelNotSupported
+from .observe import logits_difference
 from .precision import KVPrecision, PrecisionChoice
 from .quantized import SequenceQuantizedKVCache
 from .slots import COMPOSITE, KEPT, REFUSED, GroupKind, replaced, slots_of, window_of
@@ -25,28 +26,28 @@ __all__ = ["probe_spec"]
 logger = logging.getLogger(__name__)
 
 _PROBE_IDS = tuple(range(1, 17))
-"""More than any convolution or n-gram looks back, so that what they keep has its final form."""
+"""Longer than the context of any convolution or n-gram, so that states have their final shape."""
 
 _SCALE_DTYPES = ("float16", "bfloat16", "float32")
 _ROWS = ((1, 2, 3), (5, 4, 6, 2, 3, 1, 4))
 _NEXT_ID = 1
 _BATCH_TOLERANCE, _MOST_TOLERANCE = 0.08, 0.5
 _TIMES_NOISE = 4
-"""Logits of sequences run together may differ from alone by this share of their spread, or by so
-many times what cutting their prompt elsewhere makes: some percent in bfloat16 and 4 bits.
+"""Logits of a batch may differ from those of each sequence alone by this share of their spread, or
+by this many times the difference that other chunks of the prompt make: some percent in bfloat16.
 """
 
 
 def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) -> ModelCacheSpec:
-    """Return the spec of a model for the precision that is asked for.
+    """Return the spec of a model for the requested precision.
 
     Full groups get the first precision whose group size divides their last dimensions and with
-    which a forward pass works; the others stay in their own. Without `evaluate` only shapes are
-    looked at, which takes no time and no weights; how far batches are right then stays open.
+    which a forward pass works; the others stay in full precision. Without `evaluate` nothing is
+    computed but shapes, which takes no time and no weights; batching then is not tested.
 
     Raises:
-        ModelNotSupported: a layer's cache is of a class that is not kept, or does not hold what
-            its class promises; or the model fails on a few tokens.
+        ModelNotSupported: a layer's cache is of a class that is not supported, or has another
+            form than its class should have; or the model fails on a few tokens.
         ValueError: MLX cannot quantize to these bits, or in groups of this size.
     """
     candidates = choice.candidates()
@@ -55,7 +56,7 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) ->
     except ModelNotSupported:
         raise
     except Exception as error:
-        # Whatever a model does here, stock may still be able to serve it.
+        # Stock may still be able to serve the model, whatever it raised.
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
@@ -77,7 +78,7 @@ def _probe(
         raise ModelNotSupported("the model keeps no cache")
 
     def spec_of(groups: Sequence[LayerGroup]) -> ModelCacheSpec:
-        # Made anew, not emptied: a cache that was used may keep traces of it.
+        # New caches, because an emptied one may keep traces of its use.
         return ModelCacheSpec(tuple(groups), _template(make_prompt_cache(model), groups))
 
     groups = _working(groups, lambda trial: _why_not(model, spec_of(trial), evaluate=evaluate))
@@ -96,12 +97,12 @@ def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
             continue
         name = type(cache).__name__
         if type(cache) not in KEPT:
-            reason = REFUSED.get(name, "the plugin does not know how to keep this class")
-            raise ModelNotSupported(f"{where} keeps a {name}: {reason}")
+            reason = REFUSED.get(name, "the plugin does not support this class")
+            raise ModelNotSupported(f"{where} has a {name}: {reason}")
         if isinstance(cache, RotatingKVCache) and cache.keep:
             raise ModelNotSupported(
-                f"{where} keeps a RotatingKVCache that never drops its first {cache.keep} tokens: "
-                "mlx-lm forgets this when it batches, so it cannot be kept"
+                f"{where} has a RotatingKVCache that never drops its first {cache.keep} tokens: "
+                "mlx-lm loses them when it batches, so it is not supported"
             )
 
 
@@ -115,7 +116,7 @@ def _forward(model: Any, caches: list[Any]) -> mx.array:
 def _groups(
     caches: Sequence[Any], candidates: Sequence[KVPrecision], choice: PrecisionChoice
 ) -> list[LayerGroup]:
-    """Group the slots of a filled prompt cache by what they hold. Slots left empty are in none."""
+    """Group the slots of a filled prompt cache by their form; those left empty are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
     part_of = [part for cache in caches for part in range(len(slots_of([cache])))]
     for number, slot in enumerate(slots_of(caches)):
@@ -129,7 +130,7 @@ def _groups(
             groups.append(LayerGroup(name, kind, cache, tuple(slots), states=form))
             continue
         keys, values, window = form
-        precision, why = None, "its window is kept in the model's own precision"
+        precision, why = None, "windows stay in full precision"
         if kind is GroupKind.FULL:
             precision, why = _fitting(keys, values, candidates, choice)
         groups.append(
@@ -139,11 +140,13 @@ def _groups(
 
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
-    """Return what a filled slot looks like; None for one that the model left empty."""
+    """Return a filled slot's shapes, dtypes and window; None for one that the model left empty."""
     if KEPT[type(slot)] is GroupKind.RECURRENT:
         for x in slot.cache:
             if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):
-                raise ModelNotSupported(f"cache {number} keeps a state that is no array of a row")
+                raise ModelNotSupported(
+                    f"cache {number} has a state that is not an array with one row"
+                )
         states = [
             None if x is None else (tuple(x.shape[1:]), dtype_name(x.dtype)) for x in slot.cache
         ]
@@ -158,7 +161,7 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
     for name, x in (("keys", slot.keys), ("values", slot.values)):
         if not isinstance(x, mx.array) or x.ndim != 4 or x.shape[0] != 1:
             raise ModelNotSupported(
-                f"cache {number} keeps {name} of shape {getattr(x, 'shape', None)}, expected "
+                f"cache {number} has {name} of shape {getattr(x, 'shape', None)}, expected "
                 "(1, heads, tokens, dim)"
             )
         shapes.append(TensorShape(x.shape[1], x.shape[3], dtype_name(x.dtype)))
@@ -189,11 +192,10 @@ def _fitting(
 def _working(
     groups: list[LayerGroup], why_not: Callable[[Sequence[LayerGroup]], str | None]
 ) -> list[LayerGroup]:
-    """Leave those groups in their own precision whose quantized form the model cannot take."""
+    """Leave groups in full precision if the model cannot work with their quantized form."""
     if not any(group.precision for group in groups) or why_not(groups) is None:
         return groups
-    plain = [_unquantized(group, "") if group.precision else group for group in groups]
-    working = list(plain)
+    working = [_unquantized(group, "") if group.precision else group for group in groups]
     for place, group in enumerate(groups):
         if group.precision is None:
             continue
@@ -220,7 +222,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
 
 
 def _template(caches: list[Any], groups: Sequence[LayerGroup]) -> list[Any]:
-    """Return an empty prompt cache in which ours stand where a group is quantized."""
+    """Return an empty prompt cache with our caches in the slots of quantized groups."""
     slots = slots_of(caches)
     for group in groups:
         if group.precision is not None:
@@ -231,17 +233,17 @@ def _template(caches: list[Any], groups: Sequence[LayerGroup]) -> list[Any]:
 
 
 def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching:
-    """Find out how far sequences of unequal length can share forward passes and stay right.
+    """Find out which forward passes sequences of unequal length can share and stay correct.
 
-    What is right is seen over the model's `own` caches, without the noise of quantizing; over
-    those of `spec`, that it does not fail.
+    Correctness is tested over the model's `own` caches, without the noise of quantizing. Those of
+    `spec` only must not fail.
     """
     if not all(hasattr(cache, "merge") for cache in spec.template):
         return Batching.NONE
     alone = [_alone(model, own, [row]) for row in _ROWS]
     cut = [_alone(model, own, [row[:2], row[2:]]) for row in _ROWS]
     mx.eval(alone, cut)
-    noise = max(map(_difference, alone, cut))
+    noise = max(map(logits_difference, alone, cut))
     tolerance = min(max(_BATCH_TOLERANCE, _TIMES_NOISE * noise), _MOST_TOLERANCE)
     for batching, run in (
         (Batching.ALL, _prefilled_together),
@@ -253,7 +255,7 @@ def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching
         except Exception as error:
             logger.debug("%s together fails: %s", batching.value, error)
             continue
-        differences = list(map(_difference, alone, together))
+        differences = list(map(logits_difference, alone, together))
         logger.debug("%s together differs by %s, noise is %.3f", batching.value, differences, noise)
         if all(difference <= tolerance for difference in differences):  # nan is not
             return batching
@@ -267,12 +269,6 @@ def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) ->
         model(mx.array([list(chunk)], mx.int32), cache=caches)
     logits: mx.array = model(mx.array([[_NEXT_ID]], mx.int32), cache=caches)[0, -1]
     return logits
-
-
-def _difference(one: mx.array, other: mx.array) -> float:
-    """Return how far logits differ, as a share of their spread (root mean squares)."""
-    one, other = one.astype(mx.float32), other.astype(mx.float32)
-    return float(mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6))
 
 
 def _prefilled_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:

@@ -1,8 +1,8 @@
-"""The caches of a model one by one: which of mlx-lm's classes we keep, and what a live one holds.
+"""The slots of a prompt cache: which of mlx-lm's classes are supported, and what one holds.
 
-A model's prompt cache is a list with a cache per layer; a CacheList is several in one place. Its
-slots are the caches that are none, in order. This module alone knows mlx-lm's cache classes from
-inside. Generation thread.
+A prompt cache is a list with one cache per layer. A CacheList is flattened; only its leaf caches
+count. These, in order, are the slots. This module alone knows the internals of mlx-lm's cache
+classes. Generation thread.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = [
 ]
 
 Fields = tuple[mx.array, ...]
-"""Keys or values of one slot: (plain,) or (weights, scales, biases), each [1, H, T, ...]."""
+"""Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
 
 
 class GroupKind(Enum):
-    """What of a prefix a cache can be put back to."""
+    """Which prefixes a group's caches can be restored to."""
 
     FULL = "full"
-    """Any prefix: every token is held."""
+    """Any prefix: the cache holds every token."""
     SLIDING = "sliding"
-    """A prefix whose last tokens, as many as the window has, are there."""
+    """A prefix whose last window of tokens is stored."""
     RECURRENT = "recurrent"
-    """A prefix whose state was copied when it ended there."""
+    """A prefix at whose end the state was copied."""
 
 
 KEPT: dict[type, GroupKind] = {
@@ -60,19 +60,19 @@ KEPT: dict[type, GroupKind] = {
     ChunkedKVCache: GroupKind.SLIDING,
     ArraysCache: GroupKind.RECURRENT,
 }
-"""The caches that can be cut into files and made again from them."""
+"""The classes that can be stored and restored."""
 
 COMPOSITE = CacheList
-"""Kept by its parts."""
+"""Stored by its parts."""
 
 BATCH_FORMS = ("BatchKVCache", "BatchRotatingKVCache")
-"""Live forms of several sequences: merged from kept classes, and extracted to them."""
+"""Classes of a batch: merged from supported classes, and extracted to them."""
 
 REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
 }
-"""Classes of mlx-lm that no model is known to make, and why they are not kept."""
+"""Classes of mlx-lm that no known model makes, and why they are not supported."""
 
 
 def slots_of(caches: Sequence[Any]) -> list[Any]:
@@ -89,13 +89,13 @@ def _slots(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
-    """Return a prompt cache built as `caches` is, of these slots."""
+    """Return a prompt cache of the same structure as `caches` with these slots."""
     rest = iter(slots)
     return [_replaced(cache, rest) for cache in caches]
 
 
 def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
-    # Not a closure: one that calls itself is a cycle, and would keep the caches until it is found.
+    # A closure that calls itself is a reference cycle: it would keep the caches alive.
     if not isinstance(cache, COMPOSITE):
         return next(rest)
     again = copy.copy(cache)
@@ -104,21 +104,21 @@ def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
 
 
 def window_of(cache: Any) -> int:
-    """Return how many tokens a sliding cache needs to go on as if it had seen all."""
+    """Return how many of its last tokens a sliding cache needs to continue."""
     return int(cache.chunk_size if isinstance(cache, ChunkedKVCache) else cache.max_size)
 
 
 def cached_positions(cache: Any) -> tuple[int, int]:
     """Return the positions [start, stop) whose keys and values a cache holds.
 
-    Of a ring that was taken out of a batch, what is before its window may be padding.
+    In a ring extracted from a batch, positions before its window may be padding.
     """
     if cache.keys is None:
         return 0, 0
     stop = int(cache.offset)
     if isinstance(cache, RotatingKVCache):
         size = int(cache.keys.shape[2])
-        # Behind its end a ring holds its oldest tokens, a buffer that still grows nothing.
+        # Behind `_idx` a full ring holds its oldest tokens; one that still grows holds none.
         n_tokens = size if cache._idx == size or cache._idx < stop else int(cache._idx)
         return max(0, stop - n_tokens), stop
     if isinstance(cache, ChunkedKVCache):
@@ -146,10 +146,10 @@ def tokens(cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
 
 
 def refill(cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
-    """Make an empty cache hold positions [start, stop), as if it had seen all before them.
+    """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
 
-    The arrays become its own. Those of a full cache may be longer than it is to hold; those of a
-    sliding one hold exactly these positions.
+    The arrays become its own. Those of a full cache may have spare room; those of a sliding cache
+    hold exactly these positions.
     """
     if isinstance(cache, SequenceQuantizedKVCache):
         assert len(keys) == len(values) == 3

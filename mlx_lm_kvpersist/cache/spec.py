@@ -1,4 +1,4 @@
-"""What a model's prompt cache looks like: found by running it, never read from its config."""
+"""The geometry of a model's prompt cache, found by running the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _FIELDS = ("weights", "scales", "biases")
-"""Of keys or values that are quantized; those in their own precision are one array."""
+"""The arrays of quantized keys or values; in full precision they are one array."""
 
 ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
 """Name, shape and dtype of an array in a file."""
@@ -34,7 +34,7 @@ ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Keys, or values, of a slot: `n_heads` heads of `dim` numbers, `dtype` being "bfloat16"."""
+    """Keys, or values, of a slot: `n_heads` heads of `dim` numbers; `dtype` is like "bfloat16"."""
 
     n_heads: int
     dim: int
@@ -46,7 +46,7 @@ class TensorShape:
         return dtype
 
     def n_bytes(self, precision: KVPrecision | None) -> int:
-        """Bytes of one token, quantized or plain."""
+        """Bytes of one token, quantized or (None) in full precision."""
         if precision is None:
             return self.n_heads * self.dim * self.mx_dtype.size
         return self.n_heads * precision.n_bytes(self.dim, self.mx_dtype.size)
@@ -54,12 +54,12 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Slots of one kind and geometry, kept with their arrays stacked.
+    """Slots of one kind and geometry, stored with their arrays stacked.
 
     `name` is the group's number as text and `cache` the class that the model makes. `slots` are
-    places in the flattened prompt cache, ascending. `keys` and `values` are None for a recurrent
-    group, whose `states` are shape (without the row) and dtype of each array, None for one that
-    the model leaves empty. `window` is a sliding group's. `why` says why a group is not quantized.
+    places in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
+    its `states` are the shape (without the row) and dtype of each array, None for an array that
+    the model leaves empty. A sliding group has a `window`. `why` says why a group is not quantized.
     """
 
     name: str
@@ -83,12 +83,12 @@ class LayerGroup:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots, whatever the number of tokens."""
+        """Bytes of the states of all slots, for any number of tokens."""
         return sum(_n_bytes(form) for form in self.state_arrays())
 
     @property
     def own_bytes_per_token(self) -> int:
-        """Bytes of one token in all slots in the precision that the model computes in."""
+        """Bytes of one token in all slots in full precision."""
         if self.keys is None or self.values is None:
             return 0
         return len(self.slots) * (self.keys.n_bytes(None) + self.values.n_bytes(None))
@@ -144,22 +144,22 @@ class LayerGroup:
 
 
 class Batching(Enum):
-    """What of sequences of unequal length may run in one forward pass, and be right."""
+    """Which forward passes sequences of unequal length can share with correct results."""
 
     ALL = "prefill and decode"
-    """Prompts are padded on the right, as mlx-lm does."""
+    """Prompts too, padded on the right as in mlx-lm."""
     DECODE = "decode"
-    """The model reads the padding of a prompt as if it were tokens."""
+    """Not prompts: the model reads their padding as tokens."""
     NONE = "nothing"
-    """The model mixes rows up, fails, or its caches have no form for a batch."""
+    """None: the model mixes rows up, fails, or its caches cannot be merged."""
 
 
 @dataclass(frozen=True)
 class ModelCacheSpec:
     """The layer groups of a model, and how its live caches are made.
 
-    `template` is an empty prompt cache of the classes that run live. `plans` say, by the name of
-    a quantized group, how its layers attend; without one they dequantize.
+    `template` is an empty prompt cache of the live classes. `plans` has, by the name of a quantized
+    group, its attention plan; layers without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -172,13 +172,13 @@ class ModelCacheSpec:
         cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
     ) -> ModelCacheSpec:
         """Find a model's spec by running it: see `probe_spec`."""
-        from .probe import probe_spec  # it builds on this module
+        from .probe import probe_spec  # probe imports this module
 
         return probe_spec(model, choice or PrecisionChoice(), evaluate=evaluate)
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:
-        """Groups that hold every token: what a block's own file has."""
+        """Groups that hold every token; block files have these."""
         return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
 
     @cached_property
@@ -192,7 +192,7 @@ class ModelCacheSpec:
 
     @cached_property
     def recurrent(self) -> tuple[LayerGroup, ...]:
-        """Groups whose state is copied at restore points."""
+        """Groups whose state is copied at checkpoints."""
         return tuple(group for group in self.groups if group.kind is GroupKind.RECURRENT)
 
     @property
@@ -202,7 +202,7 @@ class ModelCacheSpec:
 
     @property
     def layout(self) -> str:
-        """How this model's KV is stored, in one word that tells different ways apart."""
+        """One word for how this model's KV is stored; different layouts have different words."""
         forms = [str(group.precision or "own") for group in self.full]
         forms += [f"w{window}" for window in self.sliding]
         forms += ["state"] if self.recurrent else []
@@ -210,12 +210,12 @@ class ModelCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token in the groups that hold every token, live and on disk."""
+        """Bytes of a token in the full groups, live and on disk."""
         return sum(group.bytes_per_token for group in self.full)
 
     @property
     def point_bytes(self) -> int:
-        """Bytes that restoring needs beyond the full groups, at most: windows and states."""
+        """Most bytes that a restore needs beside the full groups: windows and states."""
         windows = sum(
             window * group.bytes_per_token
             for window, groups in self.sliding.items()
@@ -224,7 +224,7 @@ class ModelCacheSpec:
         return windows + sum(group.state_bytes for group in self.recurrent)
 
     def make_cache(self) -> list[Any]:
-        """Return an empty prompt cache; takes the place of a model's `make_cache`."""
+        """Return an empty prompt cache; replaces the model's `make_cache`."""
         return replaced(self.template, [copy.deepcopy(slot) for slot in slots_of(self.template)])
 
     def describe(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class ModelCacheSpec:
 
 
 def arrays_fit(forms: Iterator[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:
-    """Return in what `arrays` differ from the arrays that they should be, or None."""
+    """Return how `arrays` differ from the expected `forms`, or None."""
     expected = {name: (shape, dtype) for name, shape, dtype in forms}
     if missing := sorted(expected.keys() - arrays.keys()):
         return f"no array {missing[0]}"

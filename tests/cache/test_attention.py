@@ -371,15 +371,15 @@ TILED = forced_plan("tiled", can_take_packed=True)
     ],
 )
 def test_a_plan_decides_by_size(n_queries: int, n_keys: int, n_rows: int, expected: str) -> None:
-    plan = AttentionPlan("dequantize", "packed", "tiled", True, max_plain_bytes=10_000)
+    plan = AttentionPlan("dequantize", "packed", "tiled", True, max_dequantized_bytes=10_000)
     assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
 
 
 def test_what_the_model_cannot_take_is_never_chosen() -> None:
-    plan = AttentionPlan(max_plain_bytes=1)
+    plan = AttentionPlan(max_dequantized_bytes=1)
     assert plan.choose(1, 1000, 8, 1000) == "dequantize"
     assert forced_plan("packed", can_take_packed=False).choose(1, 9, 1, 9) == "dequantize"
-    with pytest.raises(ValueError, match="plain keys only"):
+    with pytest.raises(ValueError, match="cannot take packed keys"):
         AttentionPlan(decode="packed")
     with pytest.raises(ValueError, match="expected one of"):
         AttentionPlan(decode="fast")  # type: ignore[arg-type]
@@ -397,7 +397,7 @@ def test_a_plan_describes_itself() -> None:
     about = plan.describe()
     assert about["decode"] == {"strategy": "packed", "ms": {"packed": 1.0}}
     assert about["prefill"] == {"strategy": "dequantize", "ms": {}}
-    assert about["can_take_packed"] and about["max_plain_bytes"] > 0
+    assert about["can_take_packed"] and about["max_dequantized_bytes"] > 0
 
 
 def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantizedKVCache:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import calibration
-from mlx_lm_kvpersist.cache.attention import MAX_PLAIN_BYTES, NEAR_BYTES, Strategy
+from mlx_lm_kvpersist.cache.attention import MAX_DEQUANTIZED_BYTES, NEAR_BYTES, Strategy
 from mlx_lm_kvpersist.cache.attention_plan import PHASES, AttentionPlan
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
@@ -55,11 +55,11 @@ def test_takes_about_a_second(shape: AttentionShape) -> None:
 @pytest.mark.parametrize(
     ("ms", "expected", "tile_bytes"),
     [
-        ({"dequantize": 1.0, "packed": 0.9}, "packed", MAX_PLAIN_BYTES),
-        ({"dequantize": 1.0, "packed": 0.97}, "dequantize", MAX_PLAIN_BYTES),
-        ({"dequantize": 1.0, "packed": 2.0}, "dequantize", MAX_PLAIN_BYTES),
+        ({"dequantize": 1.0, "packed": 0.9}, "packed", MAX_DEQUANTIZED_BYTES),
+        ({"dequantize": 1.0, "packed": 0.97}, "dequantize", MAX_DEQUANTIZED_BYTES),
+        ({"dequantize": 1.0, "packed": 2.0}, "dequantize", MAX_DEQUANTIZED_BYTES),
         ({"dequantize": 1.0, "packed": 0.9, "tiled": 0.5}, "tiled", NEAR_BYTES),
-        ({"dequantize": 1.0}, "dequantize", MAX_PLAIN_BYTES),
+        ({"dequantize": 1.0}, "dequantize", MAX_DEQUANTIZED_BYTES),
     ],
 )
 def test_a_winner_must_win_clearly(
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_written_costs_a_line(
         calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "file" / "attention.json")
         (tmp_path / "folder.json").mkdir()
         calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "folder.json")
-    assert caplog.text.count("measured again next time") == 2
+    assert caplog.text.count("measured again at the next start") == 2
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.json"}
 
 
@@ -191,7 +191,7 @@ def test_slow_devices_are_measured_on_little_and_quick_ones_on_much(
     sizes: list[int] = []
 
     def race(layers: Any, left_s: float) -> tuple[dict[str, float], float]:
-        sizes.append(int(layers.held[0][0].n_tokens))
+        sizes.append(int(layers.layers[0][0].n_tokens))
         ms = speed * sizes[-1]
         return {"dequantize": ms, "packed": ms}, 6 * ms / 1e3
 
@@ -207,7 +207,7 @@ def test_slow_devices_are_measured_on_little_and_quick_ones_on_much(
 class Scripted:
     """Stands for layers whose ways take the times it is given, call by call."""
 
-    plain_bytes = 0
+    dequantized_bytes = 0
 
     def __init__(self, **ms: list[float]) -> None:
         self.ms = ms

@@ -175,12 +175,12 @@ def test_windows_are_a_group_of_their_own() -> None:
         (lambda: OddLayers([(2, 64)]), "forward pass of 16 tokens failed"),  # type: ignore[list-item]
         (
             lambda: with_caches(RotatingKVCache(16, keep=4)),
-            "layer 0 keeps a RotatingKVCache that never drops its first 4 tokens",
+            "layer 0 has a RotatingKVCache that never drops its first 4 tokens",
         ),
-        (lambda: with_caches(QuantizedKVCache()), "layer 0 keeps a QuantizedKVCache: it has no"),
+        (lambda: with_caches(QuantizedKVCache()), "layer 0 has a QuantizedKVCache: it has no"),
         (
             lambda: with_caches(CacheList(KVCache(), ConcatenateKVCache())),
-            "layer 0 part 1 keeps a ConcatenateKVCache",
+            "layer 0 part 1 has a ConcatenateKVCache",
         ),
     ],
     ids=["no-layers", "fails", "pinned-tokens", "quantized", "composite"],

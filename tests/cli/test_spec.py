@@ -53,7 +53,7 @@ def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
     model = str(make_zoo_model(tmp_path / "own", "deepseek_v41"))
     assert cli.main(["spec", "--model", model]) == 1
-    assert "nothing is kept: layer 0 keeps a LayerCache" in capsys.readouterr().out
+    assert "nothing is kept: layer 0 has a LayerCache" in capsys.readouterr().out
     assert described(capsys, "--model", model)["kept"] is False
 
 

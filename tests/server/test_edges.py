@@ -193,7 +193,7 @@ def test_a_cache_of_the_models_own_is_served_as_stock(
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
     model = make_zoo_model(tmp_path / "model", "deepseek_v41")
     reply = server.chat([SYSTEM, user("What is kept?")], model=str(model))
-    assert_says_stock(server, reply, "layer 0 keeps a LayerCache")
+    assert_says_stock(server, reply, "layer 0 has a LayerCache")
 
 
 def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
