@@ -80,20 +80,12 @@ def content_hash(path: Path) -> str:
 
 def _config(path: Path) -> Any:
     try:
-        return _without_volatile_keys(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_volatile)
     except FileNotFoundError:
         raise ModelNotSupported(f"no {path.name} in {path.parent}") from None
     except ValueError as error:
         raise ModelNotSupported(f"{path} is not JSON: {error}") from error
 
 
-def _without_volatile_keys(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without_volatile_keys(item)
-            for key, item in value.items()
-            if key not in _VOLATILE_KEYS
-        }
-    if isinstance(value, list):
-        return [_without_volatile_keys(item) for item in value]
-    return value
+def _without_volatile(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if key not in _VOLATILE_KEYS}

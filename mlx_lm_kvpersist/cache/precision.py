@@ -57,18 +57,6 @@ class KVPrecision:
         """Return whether a last dimension of `dim` numbers can be quantized."""
         return dim > 0 and dim % self.group_size == 0
 
-    def packed_dim(self, dim: int) -> int:
-        """Length in uint32 of the packed last dimension of `dim` keys."""
-        return self.bits * dim // 32
-
-    def groups(self, dim: int) -> int:
-        """Number of scales, and of biases, of a last dimension of `dim` numbers."""
-        return dim // self.group_size
-
-    def n_bytes(self, dim: int, scale_bytes: int) -> int:
-        """Bytes of `dim` quantized keys whose scales and biases take `scale_bytes` each."""
-        return 4 * self.packed_dim(dim) + 2 * scale_bytes * self.groups(dim)
-
 
 @dataclass(frozen=True)
 class PrecisionChoice:

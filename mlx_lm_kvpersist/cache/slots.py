@@ -77,15 +77,10 @@ REFUSED = {
 
 def slots_of(caches: Sequence[Any]) -> list[Any]:
     """Return the slots of a prompt cache."""
-    return list(_slots(caches))
-
-
-def _slots(caches: Sequence[Any]) -> Iterator[Any]:
+    slots: list[Any] = []
     for cache in caches:
-        if isinstance(cache, COMPOSITE):
-            yield from _slots(cache.caches)
-        else:
-            yield cache
+        slots += slots_of(cache.caches) if isinstance(cache, COMPOSITE) else [cache]
+    return slots
 
 
 def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -45,12 +46,6 @@ class TensorShape:
         dtype: mx.Dtype = getattr(mx, self.dtype)
         return dtype
 
-    def n_bytes(self, precision: KVPrecision | None) -> int:
-        """Bytes of one token, quantized or (None) in full precision."""
-        if precision is None:
-            return self.n_heads * self.dim * self.mx_dtype.size
-        return self.n_heads * precision.n_bytes(self.dim, self.mx_dtype.size)
-
 
 @dataclass(frozen=True)
 class LayerGroup:
@@ -76,22 +71,17 @@ class LayerGroup:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all slots; 0 for a recurrent group."""
-        if self.keys is None or self.values is None:
-            return 0
-        values = self.precision.of_values if self.precision else None
-        return len(self.slots) * (self.keys.n_bytes(self.precision) + self.values.n_bytes(values))
+        return _n_bytes(self.token_arrays(1))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots, for any number of tokens."""
-        return sum(_n_bytes(form) for form in self.state_arrays())
+        return _n_bytes(self.state_arrays())
 
     @property
-    def own_bytes_per_token(self) -> int:
+    def full_precision_bytes(self) -> int:
         """Bytes of one token in all slots in full precision."""
-        if self.keys is None or self.values is None:
-            return 0
-        return len(self.slots) * (self.keys.n_bytes(None) + self.values.n_bytes(None))
+        return replace(self, precision=None).bytes_per_token
 
     def array_names(self, part: str) -> list[str]:
         """Return the names of the arrays of the keys ("k") or values ("v") of this group."""
@@ -110,10 +100,9 @@ class LayerGroup:
             if precision is None:
                 yield name, (*lead, shape.dim), shape.mx_dtype
                 continue
-            n_groups = precision.groups(shape.dim)
-            yield f"{name}.weights", (*lead, precision.packed_dim(shape.dim)), mx.uint32
-            yield f"{name}.scales", (*lead, n_groups), shape.mx_dtype
-            yield f"{name}.biases", (*lead, n_groups), shape.mx_dtype
+            yield f"{name}.weights", (*lead, shape.dim * precision.bits // 32), mx.uint32
+            for what in ("scales", "biases"):
+                yield f"{name}.{what}", (*lead, shape.dim // precision.group_size), shape.mx_dtype
 
     def state_arrays(self) -> Iterator[ArrayForm]:
         """Yield the arrays of this group's states, [slots, ...]."""
@@ -275,9 +264,5 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _n_bytes(form: ArrayForm) -> int:
-    _, shape, dtype = form
-    n_bytes = int(dtype.size)
-    for n in shape:
-        n_bytes *= n
-    return n_bytes
+def _n_bytes(forms: Iterator[ArrayForm]) -> int:
+    return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)

@@ -59,7 +59,7 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
             "" if group.window is None else f"{group.window:,}",
             str(group.precision or "own"),
             show_bytes(group.bytes_per_token) if group.bytes_per_token else "",
-            show_bytes(group.own_bytes_per_token) if group.own_bytes_per_token else "",
+            show_bytes(group.full_precision_bytes) if group.full_precision_bytes else "",
             show_bytes(group.state_bytes) if group.state_bytes else "",
         ]
         for group in spec.groups
@@ -70,7 +70,7 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
     for group in spec.groups:
         if group.why and group.kind is GroupKind.FULL:
             out.print(f"{_names(group)} not quantized: {group.why}")
-    own = sum(group.own_bytes_per_token for group in spec.full)
+    own = sum(group.full_precision_bytes for group in spec.full)
     if own:
         share = spec.bytes_per_token / own
         out.print(

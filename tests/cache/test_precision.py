@@ -4,6 +4,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.precision import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.slots import GroupKind
+from mlx_lm_kvpersist.cache.spec import LayerGroup, TensorShape
 
 
 def test_reads_like_a_name() -> None:
@@ -14,11 +16,13 @@ def test_reads_like_a_name() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
+    shape = TensorShape(2, 256, "float32")
     precision = KVPrecision(bits, group_size)
-    weights, scales, biases = mx.quantize(mx.ones((1, 256)), group_size=group_size, bits=bits)
-    assert weights.shape[-1] == precision.packed_dim(256)
-    assert scales.shape[-1] == biases.shape[-1] == precision.groups(256)
-    assert precision.n_bytes(256, 4) == weights.nbytes + scales.nbytes + biases.nbytes
+    group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
+    packed = mx.quantize(mx.ones((2, 2, 5, 256)), group_size=group_size, bits=bits)
+    assert [form[1:] for form in group.token_arrays(5)] == [(x.shape, x.dtype) for x in packed] * 2
+    assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
+    assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
 
 
 def test_a_dimension_fits_in_whole_groups_only() -> None:

@@ -15,6 +15,10 @@ from .conftest import K_DIM, V_DIM, address, random_kv, same_bits, same_packed
 PRECISION = KVPrecision(4, 32)
 
 
+def packed_bytes(precision: KVPrecision, dim: int) -> int:
+    return sum(int(x.nbytes) for x in pk.quantize(mx.zeros((1, dim)), precision))
+
+
 def filled(n_tokens: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> SequenceQuantizedKVCache:
     cache = SequenceQuantizedKVCache(PRECISION)
     cache.update_and_fetch(*random_kv(seed, n_tokens, dtype=dtype))
@@ -48,7 +52,7 @@ def test_values_may_take_other_bits_than_keys() -> None:
     for found, again in zip(plain, cache.keys_and_values(), strict=True):
         assert same_bits(found, again)
     assert cache.nbytes == (9 + 512) * 2 * (
-        precision.n_bytes(K_DIM, 4) + precision.of_values.n_bytes(V_DIM, 4)
+        packed_bytes(precision, K_DIM) + packed_bytes(precision.of_values, V_DIM)
     )
 
 
@@ -130,7 +134,7 @@ def test_an_empty_cache_is_nothing() -> None:
 
 
 def test_bytes_are_those_of_the_buffers() -> None:
-    per_token = 2 * (PRECISION.n_bytes(K_DIM, 4) + PRECISION.n_bytes(V_DIM, 4))
+    per_token = 2 * (packed_bytes(PRECISION, K_DIM) + packed_bytes(PRECISION, V_DIM))
     assert filled(8).nbytes == (8 + 512) * per_token
 
 
