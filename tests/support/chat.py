@@ -10,10 +10,10 @@ from typing import Any
 from mlx_lm.server import process_message_content
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.keys import Root, pack_ids
 from mlx_lm_kvpersist.match.splice import splice
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_text
+from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import remember, respell
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -29,6 +29,10 @@ class ChatTurn:
     rendered: list[int]
     fed: list[int]
     n_reused: int
+    n_reused_by_ids: int
+    """How much of what was fed is stored, compared by ids."""
+    n_agreed: int
+    """Characters of the prompt that are stored."""
     reply: list[int]
     message: Message
 
@@ -40,8 +44,15 @@ class ChatTurn:
 class Chat:
     """One tree and one root of replies behind a tokenizer and its template."""
 
-    def __init__(self, tokenizer: Any, store: BlockStore, name: str, **template_args: Any) -> None:
-        tokens = TokenText.of(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Any,
+        store: BlockStore,
+        name: str,
+        tokens: TokenText | None = None,
+        **template_args: Any,
+    ) -> None:
+        tokens = tokens or TokenText.of(tokenizer)
         assert tokens is not None
         nothing: Any = None
         self.tokenizer, self.tokens = tokenizer, tokens
@@ -81,13 +92,16 @@ class Chat:
             ids = spliced.ids
         message = sent_for(
             self.tokenizer,
-            ids,
+            rendered,  # from which the server tells whether the prompt ends inside of thinking
             reply,
             finish_reason,
             stop_words,
             self.template_args.get("tools"),
         )
         remember(messages, ids, reply, message, self.root, self._store, self.loaded)
+        by_ids = match_ids(self._tree, ROOT, pack_ids(ids))
         self._tree.add([*ids, *reply])
         n_reused = spliced.n_stored if spliced is not None else 0
-        return ChatTurn(rendered, ids, n_reused, list(reply), message)
+        return ChatTurn(
+            rendered, ids, n_reused, by_ids.n_tokens, match.n_agreed, list(reply), message
+        )

