@@ -136,7 +136,9 @@ def _split(
                     whole.setdefault(name, []).append(array)
     if prefers_few_copies():
         whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
-    pieces = {name: [_cut(x, at, axis=2) for x in arrays] for name, arrays in whole.items()}
+    pieces: Any = {
+        name: [mx.split(x, at, axis=2) for x in arrays] for name, arrays in whole.items()
+    }
     blocks: list[dict[str, mx.array]] = []
     waiting_bytes = 0
     for _, stop in ranges:
@@ -151,11 +153,6 @@ def _split(
             mx.eval(blocks)
             waiting_bytes = 0
     return blocks
-
-
-def _cut(array: mx.array, at: int | list[int], axis: int) -> list[mx.array]:
-    pieces: Any = mx.split(array, at, axis=axis)  # mlx's own annotation says one array
-    return list(pieces)
 
 
 def prefers_few_copies() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from . import packed as pk
 from .join import Piece, Pieces
 from .precision import KVPrecision
 from .slots import Fields, slots_of, tokens
@@ -54,15 +55,13 @@ def canary_difference(
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
     slots = slots_of(caches)
-    used = {
-        slot for groups in (spec.full, *spec.sliding.values()) for g in groups for slot in g.slots
-    }
-    for slot in used:
-        slots[slot].trim(n_tokens)
-    model(mx.array([list(ids[start:])]), cache=list(caches))
     sources = [(group, pieces.blocks) for group in spec.full]
     for window, groups in spec.sliding.items():
         sources += [(group, pieces.windows[window]) for group in groups]
+    used = [slots[number] for group, _ in sources for number in group.slots]
+    for slot in used:
+        slot.trim(n_tokens)
+    model(mx.array([list(ids[start:])]), cache=list(caches))
     differences, stored = [], []
     for group, source in sources:
         for part in ("k", "v"):
@@ -71,16 +70,13 @@ def canary_difference(
             stored.append((group, part, old))
     worst = float(mx.max(mx.concatenate(differences)))
     for group, part, old in stored:
-        for place, slot in enumerate(group.slots):
-            buffers = slots[slot].keys if part == "k" else slots[slot].values
-            for buffer, values in zip(_fields(buffers), old, strict=True):
+        for place, number in enumerate(group.slots):
+            buffers = slots[number].keys if part == "k" else slots[number].values
+            buffers = [buffers] if isinstance(buffers, mx.array) else buffers
+            for buffer, values in zip(buffers, old, strict=True):
                 buffer[:, :, start:stop] = values[place : place + 1]
-    mx.eval([slots[slot].state for slot in used])
+    mx.eval([slot.state for slot in used])
     return worst
-
-
-def _fields(buffers: Any) -> Fields:
-    return (buffers,) if isinstance(buffers, mx.array) else tuple(buffers)
 
 
 def _differences(
@@ -101,14 +97,8 @@ def _differences(
 
 
 def _dequantized(fields: Fields, precision: KVPrecision | None) -> mx.array:
-    if precision is None:
-        (values,) = fields
-    else:
-        weights, scales, biases = fields
-        values = mx.dequantize(
-            weights, scales, biases, group_size=precision.group_size, bits=precision.bits
-        )
-    return values.astype(mx.float32)
+    x = fields[0] if precision is None else pk.read(fields, precision)
+    return x.astype(mx.float32)
 
 
 def trailing(pieces: Sequence[Piece]) -> list[Piece]:

@@ -50,9 +50,9 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) ->
             form than its class should have; or the model fails on a few tokens.
         ValueError: MLX cannot quantize to these bits, or in groups of this size.
     """
-    candidates = choice.candidates()
+    choice.candidates()  # its ValueError is about the choice, not about the model
     try:
-        return _probe(model, candidates, choice, evaluate=evaluate)
+        return _probe(model, choice, evaluate=evaluate)
     except ModelNotSupported:
         raise
     except Exception as error:
@@ -60,9 +60,7 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) ->
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
-def _probe(
-    model: Any, candidates: Sequence[KVPrecision], choice: PrecisionChoice, *, evaluate: bool
-) -> ModelCacheSpec:
+def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
     own = make_prompt_cache(model)
     _check_classes(own)
     try:
@@ -73,7 +71,7 @@ def _probe(
         raise ModelNotSupported(
             f"a forward pass of {len(_PROBE_IDS)} tokens failed: {error!r}"
         ) from error
-    groups = _groups(own, candidates, choice)
+    groups = _groups(own, choice)
     if not groups:
         raise ModelNotSupported("the model keeps no cache")
 
@@ -85,7 +83,7 @@ def _probe(
     spec = spec_of(groups)
     if not evaluate:
         return spec
-    own_spec = spec_of([_unquantized(group, "") for group in groups])
+    own_spec = spec_of([replace(group, precision=None) for group in groups])
     return ModelCacheSpec(spec.groups, spec.template, _batching(model, spec, own_spec))
 
 
@@ -113,9 +111,7 @@ def _forward(model: Any, caches: list[Any]) -> mx.array:
     return logits
 
 
-def _groups(
-    caches: Sequence[Any], candidates: Sequence[KVPrecision], choice: PrecisionChoice
-) -> list[LayerGroup]:
+def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
     """Group the slots of a filled prompt cache by their form; those left empty are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
     part_of = [part for cache in caches for part in range(len(slots_of([cache])))]
@@ -132,7 +128,7 @@ def _groups(
         keys, values, window = form
         precision, why = None, "windows stay in full precision"
         if kind is GroupKind.FULL:
-            precision, why = _fitting(keys, values, candidates, choice)
+            precision, why = _fitting(keys, values, choice)
         groups.append(
             LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
         )
@@ -170,17 +166,15 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
 
 
 def _fitting(
-    keys: TensorShape,
-    values: TensorShape,
-    candidates: Sequence[KVPrecision],
-    choice: PrecisionChoice,
+    keys: TensorShape, values: TensorShape, choice: PrecisionChoice
 ) -> tuple[KVPrecision | None, str]:
     """Return the first precision that a group's geometry allows, or why there is none."""
     if choice.is_own:
-        return None, "asked for"
+        return None, "full precision is requested"
     for shape in (keys, values):
         if shape.dtype not in _SCALE_DTYPES:
             return None, f"MLX does not quantize {shape.dtype}"
+    candidates = choice.candidates()
     for precision in candidates:
         if precision.fits(keys.dim) and precision.fits(values.dim):
             return precision, ""
@@ -195,18 +189,12 @@ def _working(
     """Leave groups in full precision if the model cannot work with their quantized form."""
     if not any(group.precision for group in groups) or why_not(groups) is None:
         return groups
-    working = [_unquantized(group, "") if group.precision else group for group in groups]
+    working = [replace(group, precision=None) for group in groups]
     for place, group in enumerate(groups):
-        if group.precision is None:
-            continue
-        trial = [*working[:place], group, *working[place + 1 :]]
-        reason = why_not(trial)
-        working[place] = group if reason is None else _unquantized(group, reason)
+        if group.precision is not None:
+            reason = why_not([*working[:place], group, *working[place + 1 :]])
+            working[place] = replace(working[place], why=reason) if reason else group
     return working
-
-
-def _unquantized(group: LayerGroup, why: str) -> LayerGroup:
-    return replace(group, precision=None, why=why)
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:

@@ -125,7 +125,7 @@ def test_keys_may_have_more_bits_than_values() -> None:
 
 def test_nothing_is_quantized_unless_asked_for() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(16, 16))
-    assert spec.layout == "own" and spec.groups[0].why == "asked for"
+    assert spec.layout == "own" and spec.groups[0].why == "full precision is requested"
     assert [type(cache) for cache in spec.make_cache()] == [KVCache, KVCache]
     assert [name for name, _, _ in spec.block_arrays(10)] == ["0.k", "0.v"]
 
