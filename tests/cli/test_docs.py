@@ -36,6 +36,19 @@ def test_every_command_and_option_stands_there(group: str) -> None:
             assert option in rows[name], f"{group} {name} {option}"
 
 
+def test_c5_sizes_are_in_binary_units_everywhere() -> None:
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("mlx_lm_kvpersist/**/*.py")]
+    decimal = re.compile(r"\b\d*[KMGT]B\b|/ ?1e[69]\b")
+    found = {
+        f"{path.relative_to(root)}: {line.strip()}"
+        for path in pages
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if decimal.search(line)
+    }
+    assert len(pages) > 50 and found == set()
+
+
 def test_every_fault_stands_there() -> None:
     page = PAGE[PAGE.index("What `store verify` finds:") :]
     assert re.findall(r"`(\w+)` \(", page) == [fault.value for fault in Fault]
