@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, RequestRefused
 from . import manager
-from .request_checks import check_body_length, check_messages, check_parameters, check_prompt
+from .request_checks import (
+    check_bias,
+    check_body_length,
+    check_messages,
+    check_parameters,
+    check_prompt,
+)
 from .routes import Route
 
 if TYPE_CHECKING:
@@ -119,11 +125,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(json.dumps(content).encode())
 
     def validate_model_parameters(self) -> None:
+        check_bias(self.logit_bias)
+        super().validate_model_parameters()
         check_parameters(self.body, self)
         if self.stream_options is not None:
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
-        super().validate_model_parameters()
 
     def handle_health_check(self) -> None:
         healthy = self.response_generator.is_healthy

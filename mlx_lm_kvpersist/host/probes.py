@@ -74,16 +74,14 @@ class ProbePlugin:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.reply: dict[str, Any] = {}
         self.fetched = False
-        self.fetched_for: list[str] = []
 
     @hookimpl
     def add_options(self, parser: ArgumentParser) -> None:
-        parser.add_argument_group("probe").add_argument("--probe-option", type=int)
+        parser.add_argument("--probe-option", type=int)
 
     @hookimpl
-    def configure(self, args: Namespace) -> None:
+    def configure(self) -> None:
         self.asked.append("configure")
 
     @hookimpl
@@ -95,11 +93,11 @@ class ProbePlugin:
         self.asked.append("shutdown")
 
     @hookimpl
-    def model_loaded(self, provider: Any) -> None:
+    def model_loaded(self) -> None:
         self.asked.append("model_loaded")
 
     @hookimpl
-    def make_prompt_cache(self, model: Any) -> list[Any]:
+    def make_prompt_cache(self) -> list[Any]:
         return [ProbeCache()]
 
     @hookimpl
@@ -107,11 +105,15 @@ class ProbePlugin:
         return f"{len(caches)} merged by the plugin"
 
     @hookimpl
-    def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
+    def joins_prompts(self) -> bool:
+        return False
+
+    @hookimpl
+    def request_received(self, headers: Message, body: dict[str, Any]) -> None:
         self.asked.append(f"request_received {body['prompt']} {headers['X-Probe']}")
 
     @hookimpl
-    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
+    def prepare_messages(self, request: Any) -> None:
         request.messages[0]["content"] += "!"
 
     @hookimpl
@@ -120,7 +122,7 @@ class ProbePlugin:
 
     @hookimpl
     def prefetch(self, request: Any) -> Callable[[], bool] | None:
-        self.fetched_for.append(request.prompt)
+        self.asked.append(f"prefetch {request.prompt}")
         return None if request.prompt == "p" else lambda: self.fetched
 
     @hookimpl
@@ -133,13 +135,11 @@ class ProbePlugin:
         self.asked.append(f"insert_cache {handle} {tokens} {cache_type}")
 
     @hookimpl
-    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+    def response_headers(self) -> list[tuple[str, str]]:
         return [("X-Probe-Reply", "yes"), ("X-Bad", "a\r\nb: c")]
 
     @hookimpl
-    def reply_sent(
-        self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
-    ) -> None:
+    def reply_sent(self, content: str) -> None:
         self.asked.append(f"reply_sent {content}")
 
     @hookimpl
@@ -178,9 +178,8 @@ def options_reach_plugins(server: ModuleType) -> None:
     with probing():
         parser = server.argparse.ArgumentParser(description="probe")
         parser.add_argument("--stock", type=int)
-        args, unknown = parser.parse_known_args(
-            ["--stock", "1", "--plugin", "a", "--plugin=b", "--probe-option", "2"]
-        )
+        given = "--stock 1 --plugin a --plugin=b --probe-option 2"
+        args, unknown = parser.parse_known_args(given.split())
     expect("unknown options", unknown, [])
     expect("options", (args.stock, args.plugin, args.probe_option), (1, ["a", "b"], 2))
 
@@ -197,8 +196,8 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
         provider.load_default()
         caches = server.make_prompt_cache(provider.model)
     expect("hooks asked", plugin.asked, ["model_loaded"])
-    expect("caches of the model", [type(cache) for cache in caches], [ProbeCache])
-    expect("batching", provider.is_batchable, True)
+    found = ([type(cache) for cache in caches], provider.is_batchable)
+    expect("caches of the model, and batching", found, ([ProbeCache], True))
 
 
 class ProbeModel:
@@ -210,53 +209,44 @@ class ProbeModel:
         return [object(), object()]
 
 
+def encode(text: str) -> list[int]:
+    """Stand for a tokenizer's method."""
+    return [ord(char) for char in text if char.islower() or char == "!"]
+
+
+TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
+PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, is_batchable=True)
+
+
 def requests_pass_plugins(server: ModuleType) -> None:
     """Plugins take requests, and a request that a plugin prefetches for lets another pass."""
-    plugins_take_requests(server)
-    requests_wait_for_plugins(server)
-
-
-def requests_wait_for_plugins(server: ModuleType) -> None:
-    """A generator made as `run` makes its own lets a request wait while others are served."""
-    tokenizer = SimpleNamespace(has_chat_template=False, encode=lambda text: [ord(c) for c in text])
-    provider = SimpleNamespace(
-        cli_args=ARGS, tokenizer=tokenizer, processor=None, is_batchable=True
-    )
-    requests = [server.CompletionRequest("text", text, [], None, None) for text in "wap"]
     with (
         probing() as plugin,
         mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
     ):
-        generator = server.ResponseGenerator(provider, None)
+        generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
         generator.join()
-        for request in requests:
+        chat = [{"role": "user", "content": "x"}]
+        request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
+        taken = generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
+        for text in "wap":
+            request = server.CompletionRequest("text", text, [], None, None)
             generator.requests.put((None, request, GENERATION_ARGS))
         served = [generator._next_request(0.1), generator._next_request()]
         stayed = generator._next_request()
         plugin.fetched = True
         served.append(generator._next_request())
         idle = generator._next_request(0.0)
+    ids, segments, types, *_ = taken
+    prompt = [ord("x"), ord("!")]
+    expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
+    expect("type of a slice of the ids", type(ids[:1]), TakenTokens)
+    expect("plugin that took the request", ids[:].taken.plugin is plugin, True)
     order = [queued[1].prompt for queued in served if queued is not None]
     expect("requests in the order of being served", order, ["w", "p", "a"])
     expect("requests while one waits, and after all", (stayed, idle), (None, None))
-    expect("prompts that were prefetched for", plugin.fetched_for, ["a", "p"])
-    expect("hooks asked", plugin.asked, ["serving_changed True", "serving_changed False"])
-
-
-def plugins_take_requests(server: ModuleType) -> None:
-    """A tokenized chat shows what both hooks did, and slices of its ids know who took it."""
-    request = server.CompletionRequest("chat", "", [{"role": "user", "content": "x"}], None, None)
-    tokenizer = SimpleNamespace(
-        has_chat_template=False, encode=lambda text: [ord(c) for c in text if c in "x!"]
-    )
-    with probing() as plugin:
-        generator = object.__new__(server.ResponseGenerator)  # __init__ would start a thread
-        generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
-        ids, segments, types, *_ = generator._tokenize(tokenizer, request, GENERATION_ARGS)
-    expect("ids", list(ids), [ord("x"), ord("!"), 0])
-    expect("segments", (segments, types), ([[ord("x"), ord("!")], [0]], ["user", "assistant"]))
-    expect("type of a slice of the ids", type(ids[:1]), TakenTokens)
-    expect("plugin that took the request", ids[:].taken.plugin is plugin, True)
+    asked = ["serving_changed True", "prefetch a", "prefetch p", "serving_changed False"]
+    expect("hooks asked", plugin.asked, asked)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
@@ -278,7 +268,7 @@ def batches_merge_through_plugins(server: ModuleType) -> None:
         generator = server.BatchGenerator(
             ProbeModel(),
             completion_batch_size=2,
-            prefill_batch_size=2,
+            prefill_batch_size=4,
             prefill_step_size=8,
             stream=core.default_stream(core.default_device()),
         )
@@ -290,6 +280,7 @@ def batches_merge_through_plugins(server: ModuleType) -> None:
         finally:
             generator.close()
     expect("batch cache", batch.prompt_cache, ["2 merged by the plugin"])
+    expect("prompts computed together", generator.prefill_batch_size, 1)
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:
@@ -357,27 +348,15 @@ def answer(server: ModuleType, request: bytes) -> str:
             self.make_handler(connection, ("127.0.0.1", 0), self)
 
     # From 0.32.0 a state machine over text, before that a state in every response.
-    text_states = {}
-    if hasattr(server, "TextStateMachine"):
-        text_states["text_sm"] = server.TextStateMachine({"normal": []})
+    states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
     context = SimpleNamespace(
-        has_tool_calling=False,
-        has_thinking=False,
-        tool_parser=None,
-        initial_state="normal",
-        prompt=[1],
-        prompt_cache_count=0,
-        stop=lambda: None,
-        **text_states,
+        tool_parser=None, initial_state="normal", text_sm=states,
+        prompt=[1], prompt_cache_count=0, stop=lambda: None,
+        has_tool_calling=False, has_thinking=False,
     )
     response = SimpleNamespace(
-        text="pong",
-        token=1,
-        logprob=0.0,
-        finish_reason="length",
-        top_tokens=(),
-        state="normal",
-        match=None,
+        text="pong", token=1, logprob=0.0, finish_reason="length",
+        top_tokens=(), state="normal", match=None,
     )
     generator = SimpleNamespace(
         cli_args=ARGS,

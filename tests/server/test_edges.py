@@ -314,7 +314,7 @@ def assert_as_cold(server: ServerProcess, reply: Reply, messages: list[Message])
 @pytest.mark.parametrize("prompt", [["one", "two"], [], ""], ids=["list", "empty-list", "empty"])
 def test_prompts_that_are_none(server: ServerProcess, prompt: Any) -> None:
     status, _, body = server.request("POST", "/v1/completions", {"prompt": prompt})
-    assert status == 404
+    assert status == 400
     assert json.loads(body)["error"]
     assert server.healthy()
     assert server.complete(f"after {prompt}", max_tokens=3).completion_tokens == 3
@@ -322,7 +322,7 @@ def test_prompts_that_are_none(server: ServerProcess, prompt: Any) -> None:
 
 def test_no_messages(server: ServerProcess) -> None:
     status, _, body = server.request("POST", "/v1/chat/completions", {"messages": []})
-    assert (status, bool(json.loads(body)["error"])) == (404, True)
+    assert (status, bool(json.loads(body)["error"])) == (400, True)
     assert server.chat([user("Still there?")], max_tokens=3).completion_tokens == 3
 
 
