@@ -33,6 +33,9 @@ Default = TypeVar("Default")
 
 logger = logging.getLogger(__name__)
 
+_MIN_QUEUE_BYTES = 512 << 10
+"""Even where RAM holds nothing, turns must wait to be written."""
+
 
 @dataclass
 class StoreCounters:
@@ -69,7 +72,7 @@ class BlockStore:
         self._reader = BlockReader(
             folder, self.pool, verify=limits.verify, gone=self._is_gone, bad=self._quarantine
         )
-        self._writer = Writer(limits.max_ram_bytes // 2)
+        self._writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
         self._writer.submit(self._sweep)
 
     @property
@@ -167,7 +170,7 @@ class BlockStore:
     ) -> None:
         """Keep a turn's new blocks and parts in RAM and have it written in the background.
 
-        Until that is done, none of its blocks and parts leaves RAM.
+        Until that is done, those of its blocks and parts that are not on disk stay in RAM.
         """
         self.n_changes += 1
         known: tuple[Node | Part, ...] = (*turn.nodes, *turn.parts)
@@ -181,13 +184,13 @@ class BlockStore:
         self.pool.touch(node.key for node in turn.nodes)
         for reply in turn.replies:
             self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
-        entries = (self.pool.get(key) for key in pinned)
-        n_bytes = sum(entry.n_bytes for entry in entries if entry and not entry.on_disk)
+        held = [block for block in map(self.pool.get, pinned) if block is not None]
+        sizes = {block.key: block.n_bytes for block in held if not block.on_disk}
         self._writer.submit_turn(
             turn,
             save=partial(self._save, turn, pinned),
             abandon=partial(self._abandon, turn, pinned),
-            n_bytes=n_bytes,
+            sizes=sizes,
         )
 
     def drop_unwritten(self, key: bytes) -> None:

@@ -149,7 +149,7 @@ def move(folder: Path, source: Path, target: Path) -> None:
         source.lstat()
         raise StoreError(f"{source} is no file of the store's; move it away")
     make_private(target.parent)
-    if not _may_stand(folder, target) or (target.exists() and not _is_own(folder, target)):
+    if not _may_stand(folder, target) or (os.path.lexists(target) and not _is_own(folder, target)):
         raise StoreError(f"{target} is no file of the store's; move it away")
     os.replace(source, target)
 

@@ -1,7 +1,7 @@
 """The hot tier: blocks and parts in RAM under a byte budget, least recently used ones going first.
 
-Of blocks only leaves go. Any thread may call it. Entries are immutable; what they hold is shared,
-never changed.
+Of blocks only leaves go, unless all are needed. Any thread may call it. Entries are
+immutable; what they hold is shared, never changed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .part import Part
 class KVBlock:
     """A block in RAM: what the tree knows of it, and its KV arrays (opaque to the pool).
 
-    `pins` counts those who need it here: turns that wait to be written with it, and prompts that
-    it was read ahead for. `read_s` is how long it took to read from disk, until a restore with it
+    `pins` counts the turns that wait to be written with it, `holds` the prompts that it was read
+    ahead for. `read_s` is how long it took to read from disk, until a restore with it
     has been completed: only then is it as good as one that was computed here.
     """
 
@@ -30,6 +30,7 @@ class KVBlock:
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
+    holds: int = 0
     read_s: float | None = None
 
     @property
@@ -46,6 +47,7 @@ class KVPart:
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
+    holds: int = 0
     read_s: float | None = None
 
     @property
@@ -121,7 +123,7 @@ class BlockPool:
             if present is None:
                 present = entry
                 self._add(entry)
-            present.pins += 1
+            present.holds += 1
             self._evict()
             if present is entry and self._n_bytes > self.max_bytes:
                 self._remove(entry.key)
@@ -133,14 +135,14 @@ class BlockPool:
         with self._lock:
             held = [self._entries[key] for key in keys if key in self._entries]
             for entry in held:
-                entry.pins += 1
+                entry.holds += 1
             return held
 
     def let_go(self, entries: Iterable[KVBlock | KVPart]) -> None:
         """Let go of what was held; it may have been dropped meanwhile."""
         with self._lock:
             for entry in entries:
-                entry.pins -= 1
+                entry.holds -= 1
             self._evict()
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -159,15 +161,15 @@ class BlockPool:
                     entry.read_s = None
 
     def pin(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Hold those of these blocks and parts that are here; return which."""
+        """Pin those of these blocks and parts that are here; return which."""
         with self._lock:
-            held = [key for key in keys if key in self._entries]
-            for key in held:
+            pinned = [key for key in keys if key in self._entries]
+            for key in pinned:
                 self._entries[key].pins += 1
-            return held
+            return pinned
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Let go of what has been written, or never will be."""
+        """Unpin what has been written, or never will be."""
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
@@ -217,16 +219,18 @@ class BlockPool:
             unneeded = (
                 key
                 for key, entry in self._entries.items()
-                if not entry.pins and key not in self._children
+                if not entry.pins and not entry.holds and key not in self._children
             )
-            victim = next(unneeded, None)
+            # Turns that wait may need whole conversations. What is on disk can be read again.
+            stored = (k for k, entry in self._entries.items() if entry.on_disk and not entry.holds)
+            victim = next(unneeded, None) or next(stored, None)
             if victim is None:
                 return
             is_gone = not self._entries[victim].on_disk
             self._remove(victim)
             # Parts of a block that is nowhere else would be of no use; there are none of a part.
             for part in list(self._parts.get(victim, ())) if is_gone else ():
-                if not self._entries[part].pins:
+                if not self._entries[part].pins and not self._entries[part].holds:
                     self._remove(part)
 
 

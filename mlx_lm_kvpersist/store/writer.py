@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from .turn import Turn
@@ -25,27 +25,30 @@ MAX_AGE_S = 5.0
 
 @dataclass
 class _Task:
-    """Something to do. For a turn to be saved: what to do instead, and the bytes it holds."""
+    """Something to do. For a turn to be saved: what to do instead, and what it holds in RAM."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     turn: Turn | None = None
     abandon: Callable[[], None] = lambda: None
-    n_bytes: int = 0
+    sizes: Mapping[bytes, int] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
 
 
 class Writer:
     """Runs tasks in order on one long-lived thread.
 
-    At most `max_bytes` of turns wait or are being written, but the newest always may. When more
-    come, the oldest turn that a later one of the same conversation contains is left out, and if
-    there is none, the oldest turn: no request waits.
+    At most `max_bytes` of blocks and parts wait. When more come, the oldest turn that a later one
+    of the same conversation contains is left out, and if there is none, the oldest turn: no
+    request waits. The newest turn may be as much again, together with the one that is being
+    written; one turn alone, or behind one that is bigger than that, may always wait.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._tasks: deque[_Task] = deque()
         self._n_bytes = 0
+        self._holders: Counter[bytes] = Counter()
+        """In how many turns a block or part waits, or is being written; it is in RAM once."""
         self._closing = False
         self._running: _Task | None = None
         self._gentle = False
@@ -56,7 +59,7 @@ class Writer:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the turns that wait or are being written."""
+        """Bytes of the blocks and parts that wait or are being written."""
         return self._n_bytes
 
     @property
@@ -70,29 +73,58 @@ class Writer:
             turns = [task.turn for task in self._tasks if task.turn is not None]
         return {key for turn in turns for key in turn.keys()}
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], object]) -> None:
         with self._changed:
             self._tasks.append(_Task(task))
             self._changed.notify_all()
 
     def submit_turn(
-        self, turn: Turn, save: Callable[[], None], abandon: Callable[[], None], n_bytes: int
+        self,
+        turn: Turn,
+        save: Callable[[], None],
+        abandon: Callable[[], None],
+        sizes: Mapping[bytes, int],
     ) -> None:
-        """Have a turn saved, or abandoned when too much waits; it holds `n_bytes` in RAM."""
+        """Have a turn saved, or abandoned when too much waits.
+
+        `sizes` are the bytes of its blocks and parts that are in RAM alone.
+        """
         victims: list[_Task] = []
+        newest = _Task(save, turn, abandon, sizes)
         with self._changed:
-            self._tasks.append(_Task(save, turn, abandon, n_bytes))
-            self._n_bytes += n_bytes
+            self._tasks.append(newest)
+            self._hold(newest)
             while self._n_bytes > self.max_bytes:
                 victim = self._superseded() or self._oldest()
-                if victim is None or victim.turn is turn:
+                if victim is None:
+                    break
+                if victim is newest and self._fits(newest):
                     break
                 self._tasks.remove(victim)
-                self._n_bytes -= victim.n_bytes
+                self._let_go(victim)
                 victims.append(victim)
             self._changed.notify_all()
         for victim in victims:
             victim.abandon()
+
+    def _fits(self, newest: _Task) -> bool:
+        """Say whether a turn may wait beside the one that is being written."""
+        if self._n_bytes <= 2 * self.max_bytes or self._running is None:
+            return True
+        n_added = sum(n for key, n in newest.sizes.items() if self._holders[key] == 1)
+        return n_added <= self.max_bytes < sum(self._running.sizes.values()) // 2
+
+    def _hold(self, task: _Task) -> None:
+        for key, n_bytes in task.sizes.items():
+            self._holders[key] += 1
+            self._n_bytes += n_bytes if self._holders[key] == 1 else 0
+
+    def _let_go(self, task: _Task) -> None:
+        for key, n_bytes in task.sizes.items():
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self._n_bytes -= n_bytes
 
     def _superseded(self) -> _Task | None:
         """Return the oldest waiting turn whose end a later waiting turn goes beyond."""
@@ -152,7 +184,7 @@ class Writer:
         with self._changed:
             left = [task for task in (self._running, *self._tasks) if task and task.turn]
             self._tasks.clear()
-            return len(left), sum(task.n_bytes for task in left)
+            return len(left), self._n_bytes
 
     def is_alive(self) -> bool:
         """Say whether the thread still runs a task."""
@@ -173,5 +205,5 @@ class Writer:
             finally:
                 with self._changed:
                     self._running = None
-                    self._n_bytes -= task.n_bytes
+                    self._let_go(task)
                     self._changed.notify_all()

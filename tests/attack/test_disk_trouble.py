@@ -220,7 +220,7 @@ def make_a_dead_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-CHANGES = [damage, truncate, empty, zero, cut_the_header, make_a_folder]
+CHANGES = [damage, truncate, empty, zero, cut_the_header]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -247,21 +247,45 @@ def test_a_changed_block(
     check_on_disk(talk, cold, ids)
 
 
-@pytest.mark.parametrize("remove", [Path.unlink, make_a_dead_link], ids=["gone", "dead-link"])
-def test_a_block_that_is_gone(
-    talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture, remove: Callable[[Path], None]
-) -> None:
+def test_a_block_that_is_gone(talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture) -> None:
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
     path = talk.blocks(ids)[1]
     talk.forget_hot_blocks()
-    remove(path)
+    path.unlink()
     answer = talk.ask([*ids, 5])
     cold.check(answer)
     assert answer.outcome.n_reused == 256
     assert f"block {path.stem} is no longer on disk" in caplog.text
     assert quarantined_reasons(talk) == []
     talk.go_on(answer, 3, "s")
+    check_on_disk(talk, cold, ids)
+
+
+@pytest.mark.parametrize("take_its_place", [make_a_folder, make_a_dead_link])
+def test_a_block_whose_place_is_taken(
+    talk: Talk,
+    cold: Cold,
+    caplog: pytest.LogCaptureFixture,
+    take_its_place: Callable[[Path], None],
+) -> None:
+    """What is not the store's own stays, and the conversation stays in memory."""
+    ids = conversation_ids(talk.loaded, 600, seed=1)
+    talk.remember(ids, "s")
+    path = talk.blocks(ids)[1]
+    talk.forget_hot_blocks()
+    take_its_place(path)
+    there = path.lstat().st_ino
+    answer = talk.ask([*ids, 5])
+    cold.check(answer)
+    assert answer.outcome.n_reused == 256
+    assert "is no regular file" in caplog.text and quarantined_reasons(talk) == []
+    after = talk.go_on(answer, 3, "s")
+    talk.store.drain()
+    assert "is no file of the store's; move it away" in caplog.text
+    assert path.lstat().st_ino == there
+    path.rmdir() if path.is_dir() else path.unlink()
+    talk.go_on(talk.ask([*after, 5]), 3, "s")
     check_on_disk(talk, cold, ids)
 
 

@@ -118,7 +118,7 @@ def test_a_release_while_it_reads_holds_nothing(
     may_go_on.set()
     wait_until(ahead.is_done, "the end of reading")
     assert in_ram(store, nodes) == 1
-    assert [entry.pins for entry in store.pool._entries.values()] == [0]
+    assert [entry.holds for entry in store.pool._entries.values()] == [0]
 
 
 def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -> None:
@@ -166,7 +166,7 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             wait_until(ahead.is_done, "the end of reading")
         assert store.pool.n_bytes <= store.pool.max_bytes
         store.drain()  # what was not there is forgotten by then
-    assert not any(entry.pins for entry in store.pool._entries.values())
+    assert not any(entry.holds for entry in store.pool._entries.values())
 
 
 def test_load_all_reads_little_beyond_what_is_taken(

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
+from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.store import writer as writer_module
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.budget import WriteMeter
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
 from tests.support import wait_until
 
-from .conftest import ROOT, arrays_of, chain
+from .conftest import ROOT, arrays_of, chain, save_turn
 
-TURN = Turn(ROOT, ())
 FOR_EVER_S = 1000.0
 
 
@@ -26,8 +36,15 @@ def writer() -> Iterator[Writer]:
     writer.close(10)
 
 
-def submit(writer: Writer, n_bytes: int) -> None:
-    writer.submit_turn(TURN, save=lambda: None, abandon=lambda: None, n_bytes=n_bytes)
+def submit(
+    writer: Writer,
+    n_bytes: int,
+    save: Callable[[], Any] = lambda: None,
+    abandon: Callable[[], None] = lambda: None,
+    key: bytes | None = None,
+) -> None:
+    sizes = {key or uuid.uuid4().bytes: n_bytes}
+    writer.submit_turn(Turn(ROOT, ()), save=save, abandon=abandon, sizes=sizes)
 
 
 def resting(writer: Writer, worked_s: float = FOR_EVER_S) -> threading.Event:
@@ -91,3 +108,244 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
     store.drain()
     assert len(rests) == 3 and all(worked_s > 0 for worked_s in rests)
     assert store.index.n_blocks() == 3
+
+
+# What waits: how much, and how long.
+
+
+def test_a10_a_turn_that_is_old_ends_the_rest(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_AGE_S", 0.5)
+    writer.set_gentle(True)
+    rests: list[float] = []
+
+    def save() -> None:
+        for _ in range(3):
+            started = time.monotonic()
+            writer.rest(FOR_EVER_S)
+            rests.append(time.monotonic() - started)
+
+    submit(writer, 1, save)
+    wait_until(lambda: len(rests) == 3, "three rests")
+    assert 0.2 < rests[0] < 10 and max(rests[1:]) < rests[0]
+
+
+def test_a10_what_is_being_written_counts(writer: Writer) -> None:
+    may_go_on = threading.Event()
+    dropped: list[str] = []
+
+    def wait(name: str, n_bytes: int, key: bytes | None = None) -> None:
+        submit(writer, n_bytes, partial(may_go_on.wait, 10), partial(dropped.append, name), key)
+
+    wait("running", 60, b"running")
+    wait_until(lambda: not writer._tasks, "the first turn being written")
+    assert writer.n_bytes == 60
+    wait("waiting", 30, b"waiting")
+    assert (writer.n_bytes, dropped) == (90, [])
+    wait("same", 60, b"running")
+    assert (writer.n_bytes, dropped) == (90, [])  # it is in RAM once
+    wait("newest", 30)
+    assert (writer.n_bytes, dropped) == (90, ["waiting"])
+    wait("much", 140)
+    assert (writer.n_bytes, dropped) == (200, ["waiting", "same", "newest"])
+    wait("too much", 141)
+    assert (writer.n_bytes, dropped[3:]) == (60, ["much", "too much"])
+    may_go_on.set()
+    writer.drain()
+    assert writer.n_bytes == 0
+    may_go_on.clear()
+    wait("alone", 1000)
+    wait_until(lambda: not writer._tasks, "the big turn being written")
+    wait("behind it", 100)
+    assert (writer.n_bytes, dropped[5:]) == (1100, [])
+    may_go_on.set()
+
+
+def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Requests are served all the time, so the writer rests wherever it may."""
+    limits = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=1 << 30)
+    store = BlockStore(tmp_path / "store", limits)
+    store.drain()
+    store.set_gentle(True)
+    ends = time.monotonic() + 8
+    peaks: list[int] = []
+    generation_thread = threading.Lock()
+    chains: dict[int, list[bytes]] = {}
+
+    def client(number: int) -> None:
+        ids = [[1000 + number]]
+        while time.monotonic() < ends:
+            ids.append([len(ids)])
+            nodes = chain(*ids)
+            keys = tuple(node.key for node in nodes)
+            leaf = Leaf(f"c{number}", keys[-1], nodes[-1].stop, keys)
+            with generation_thread:
+                new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
+                store.keep_turn(Turn(ROOT, tuple(nodes), leaf), new)
+                peaks.append(store.pool.n_bytes)
+            chains[number] = list(keys)
+            time.sleep(0.1)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    queue = store.stats()["queue"]
+    assert max(peaks) <= limits.max_ram_bytes
+    assert queue["bytes"] <= queue["max_bytes"] == limits.max_ram_bytes // 2
+    store.close()
+    disk = DiskStore(tmp_path / "store", limits)
+    assert {s.name: s.leaf for s in disk.index.sessions()} == {
+        f"c{number}": keys[-1] for number, keys in chains.items()
+    }
+    assert all(key in disk.index for keys in chains.values() for key in keys)
+    disk.close()
+
+
+def test_a10_what_is_not_written_at_the_end_is_counted(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.drain()
+    hangs = threading.Event()
+    store._writer.submit(partial(hangs.wait, 30))
+    for number in range(3):
+        nodes = chain([number])
+        store.keep_turn(Turn(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
+    started = time.monotonic()
+    store.close(0.3)
+    assert time.monotonic() - started < 5
+    hangs.set()
+    said = [r.getMessage() for r in caplog.records if "written" in r.getMessage()]
+    assert len(said) == 1 and "\n" not in said[0]
+    assert said[0].startswith("3 turns (192.0 KiB) could not be written within 0 s")
+
+
+# Other processes.
+
+
+@pytest.fixture
+def resting_store(store: BlockStore) -> Iterator[BlockStore]:
+    """A store whose writer rests for 50 ms after each file."""
+    store.drain()
+    store._writer.rest = lambda worked_s: time.sleep(0.05)  # type: ignore[method-assign]
+    yield store
+
+
+def keep(store: BlockStore, n_blocks: int) -> None:
+    nodes = chain(*([n] for n in range(n_blocks)))
+    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+
+
+def test_a11_another_process_waits_little_for_a_writer_that_rests(
+    resting_store: BlockStore,
+) -> None:
+    started = time.monotonic()
+    keep(resting_store, 20)
+    waits: list[float] = []
+    while resting_store.index.n_blocks() == 0:
+        asked = time.monotonic()
+        with StoreLock(resting_store.folder / "lock").held():
+            waits.append(time.monotonic() - asked)
+        time.sleep(0.01)
+    taken = time.monotonic() - started
+    assert taken > 20 * 0.05 and len(waits) > 10
+    assert max(waits) < taken / 3, f"{max(waits):.3f} of {taken:.3f} s"
+
+
+def test_a11_another_process_may_sweep_and_make_room_meanwhile(
+    resting_store: BlockStore, limits: StoreLimits
+) -> None:
+    other = DiskStore(resting_store.folder, limits)
+    before = other.used_bytes()
+    keep(resting_store, 10)
+    wait_until(lambda: other.used_bytes() > before + 600_000, "the announcement of 10 blocks")
+    n_changes = 0
+    while other.index.n_blocks() == 0:
+        assert other.sweep() == 0
+        assert other.make_room(100_000) and not other.make_room(1 << 22)
+        n_changes += 1
+    assert n_changes > 1
+    resting_store.drain()
+    assert other.index.n_blocks() == 10 and other.sweep() == 0
+    assert find_problems(other.folder, other.index) == []
+    assert not list((other.folder / "writing").iterdir())
+    other.close()
+
+
+def test_a11_what_goes_while_a_turn_is_written_is_written_again(
+    resting_store: BlockStore, limits: StoreLimits
+) -> None:
+    """Another process evicts the beginning of the conversation that is being written."""
+    (first,) = save_turn(resting_store, chain([0]))
+    other = DiskStore(resting_store.folder, limits)
+    keep(resting_store, 10)
+    wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
+    other.forget(first)
+    resting_store.drain()
+    assert resting_store.counters.turns_not_saved == 0
+    assert other.index.n_blocks() == 10 and other.sweep() == 0
+    other.close()
+
+
+def test_a11_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> None:
+    store.drain()
+    (store.folder / "writing").mkdir()
+    for name in ("0badcafe.lock", f"0badcafe-{'ab' * 16}.safetensors"):
+        (store.folder / "writing" / name).write_bytes(b"1000")
+    assert store.disk.sweep() == 2
+    assert not list((store.folder / "writing").iterdir())
+
+
+# Budgets.
+
+
+def test_d_bytes_of_an_hour_ago_are_given_back() -> None:
+    now = 0.0
+    meter = WriteMeter(lambda: now)
+    meter.add(100)
+    now = 1800.0
+    meter.add(30)
+    assert meter.last_hour_bytes() == 130
+    now = 3601.0
+    assert (meter.last_hour_bytes(), meter.total_bytes) == (30, 130)
+    now = 5401.0
+    assert meter.last_hour_bytes() == 0
+
+
+def test_d_turns_are_saved_again_an_hour_later(tmp_path: Path, limits: StoreLimits) -> None:
+    now = 0.0
+    store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=100_000))
+    store.disk.written = WriteMeter(lambda: now)
+    save_turn(store, chain([1]))
+    save_turn(store, chain([2]))
+    assert (store.counters.turns_saved, store.counters.turns_not_saved) == (1, 1)
+    now = 3601.0
+    save_turn(store, chain([3]))
+    assert store.counters.turns_saved == 2
+    store.close()
+
+
+@pytest.mark.parametrize("n_chars", [10, 100_000])
+def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path, n_chars: int) -> None:
+    """What files say of themselves counts before they are written."""
+    limits = StoreLimits(4 << 20, 2 << 20)
+    root = Root("fingerprint", "4b64", namespace="n" * n_chars)
+    store = BlockStore(tmp_path / "store", limits)
+    nodes = chain(*([n] for n in range(20)), parent=root.key)
+    for n in range(1, 21):
+        turn = Turn(root, tuple(nodes[:n]))
+        store.keep_turn(turn, [(nodes[n - 1], {})])
+        store.drain()
+        assert sum(p.stat().st_size for p in store.folder.rglob("*") if p.is_file()) <= 2 << 20
+    store.close()
+
+
+def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
+    space = store.space()
+    assert (space.folder, space.max_bytes) == (store.folder, limits.max_disk_bytes)
+    assert space.used_bytes == store.disk.used_bytes() and "min-free" not in str(space)
+    store.disk.limits = replace(limits, min_free_bytes=1 << 60)
+    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.space())
+    assert "\n" not in str(store.space())

@@ -1,0 +1,279 @@
+"""What is damage and what is only a moment's trouble; what replaces a damaged file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.errors import BlockCorrupt
+from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.files import block_path, read_block
+from mlx_lm_kvpersist.store.part import Part
+from mlx_lm_kvpersist.store.rebuild import rebuild_index
+
+from .conftest import ROOT, chain, save_turn, state
+
+NODES = chain([1], [2])
+PART = state(NODES[1])
+WHATS: list[Node | Part] = [*NODES, PART]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, limits: StoreLimits) -> Iterator[BlockStore]:
+    """An open store with one pinned session on disk and nothing in RAM."""
+    store = BlockStore(tmp_path / "store", limits)
+    save_turn(store, NODES, "s", [PART])
+    (session,) = store.index.sessions()
+    store.disk.set_pinned(session, True)
+    store.pool.clear()
+    yield store
+    store.close()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Let this process open no further file: EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def opening(code: int) -> Callable[[], AbstractContextManager[None]]:
+    """Let the opening of blocks and parts to read them fail."""
+    real = os.open
+
+    def fail(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors") and not flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, flags, *args, **options)
+
+    @contextmanager
+    def trouble() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            yield
+
+    return trouble
+
+
+def loading(error: Exception) -> Callable[[], AbstractContextManager[None]]:
+    """Let MLX's loader fail."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    @contextmanager
+    def trouble() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mx, "load", fail)
+            yield
+
+    return trouble
+
+
+TROUBLES = {
+    "EMFILE": no_descriptors,
+    "EACCES": opening(errno.EACCES),
+    "EIO": opening(errno.EIO),
+    "ENOMEM": opening(errno.ENOMEM),
+    "loader": loading(RuntimeError("[load_safetensors] Failed to open file")),
+    "read": loading(RuntimeError("[read] Unable to read 100 bytes from file.")),
+    "memory": loading(MemoryError()),
+}
+
+
+@contextmanager
+def writer_held(store: BlockStore) -> Iterator[None]:
+    may_go_on = threading.Event()
+    store.drain()
+    store._writer.submit(partial(may_go_on.wait, 30))
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        store.drain()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(("index", "lock"))
+    }
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> None:
+    before = files_of(stored.folder)
+    stored.drain()
+    with TROUBLES[name]():
+        for what in WHATS:
+            assert stored.load(what, ROOT) is None
+        assert list(stored.load_all(NODES, ROOT)) == [None, None]
+        ahead = stored.read_ahead([(node, 1) for node in NODES], ROOT)
+        while not ahead.is_done():
+            pass
+        ahead.release()
+    stored.drain()
+    assert stored.counters.blocks_quarantined == stored.counters.blocks_gone == 0
+    assert files_of(stored.folder) == before
+    assert stored.children(ROOT.key) == [NODES[0]] and NODES[1].key in stored
+    (session,) = stored.index.sessions()
+    assert session.pinned and session.leaf == NODES[1].key
+    for what in WHATS:  # by itself, without anything being saved or opened again
+        assert stored.load(what, ROOT) is not None
+
+
+def test_a9_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with TROUBLES["EMFILE"]():
+            for node in NODES * 3:
+                stored.load(node, ROOT)
+        assert stored.load(NODES[0], ROOT) is not None
+        stored.pool.clear()
+    assert [r.getMessage() for r in caplog.records if "cannot be read now" in r.getMessage()] == [
+        f"block {NODES[0].key.hex()} cannot be read now: [Errno 24] Too many open files: "
+        f"'{block_path(stored.folder, NODES[0].key)}'"
+    ] * 2
+
+
+def test_a9_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
+    path = block_path(stored.folder, NODES[1].key)
+    with writer_held(stored):
+        path.rename(path.with_name("away"))
+        assert stored.load(NODES[1], ROOT) is None
+        assert NODES[1].key not in stored
+        path.with_name("away").rename(path)
+    assert NODES[1].key in stored and stored.load(NODES[1], ROOT) is not None
+    assert len(stored.index.sessions()) == 1
+
+
+def test_a9_a_file_that_is_gone_loses_its_row(stored: BlockStore) -> None:
+    block_path(stored.folder, NODES[1].key).unlink()
+    assert stored.load(NODES[1], ROOT) is None
+    stored.drain()
+    assert NODES[1].key not in stored.index
+
+
+def test_a9_verify_tells_trouble_from_damage(
+    stored: BlockStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(stored.folder)
+    with TROUBLES["EACCES"]():
+        for fix in ([], ["--fix"]):
+            at = ["--kvpersist-dir", str(stored.folder)]
+            assert cli.main(["store", "verify", *at, *fix]) == 1
+            said = capsys.readouterr().out
+            assert said.count("unreadable") == 3 and "corrupt" not in said
+    assert files_of(stored.folder) == before and stored.index.n_blocks() == 2
+
+
+def test_a9_a_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
+    with TROUBLES["EIO"](), pytest.raises(OSError, match="Input/output error"):
+        rebuild_index(stored.folder)
+    assert stored.index.n_blocks() == 2 and stored.disk.sweep() == 0
+    assert rebuild_index(stored.folder) == 2
+
+
+def damage(store: BlockStore, key: bytes) -> None:
+    path = block_path(store.folder, key)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a9_damage_is_still_damage(stored: BlockStore) -> None:
+    damage(stored, NODES[1].key)
+    assert stored.load(NODES[1], ROOT) is None
+    stored.drain()
+    assert stored.counters.blocks_quarantined == 1
+    assert not block_path(stored.folder, NODES[1].key).exists()
+    assert len(list((stored.folder / "quarantine").iterdir())) == 2
+
+
+def test_a18_a_block_computed_again_replaces_the_damaged_file(
+    stored: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, also where it could not be moved to quarantine."""
+    node = NODES[1]
+    damage(stored, node.key)
+
+    def fail(key: bytes, reason: str) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(stored.disk, "quarantine", fail)
+    assert stored.load(node, ROOT) is None
+    stored.drain()
+    with pytest.raises(BlockCorrupt):
+        read_block(stored.folder, node.key)
+    assert node.key not in stored
+    content = save_turn(stored, NODES, "s")
+    read, _, arrays = read_block(stored.folder, node.key)
+    assert read == node
+    assert all(mx.array_equal(arrays[name], array) for name, array in content[node.key].items())
+    stored.pool.clear()
+    assert node.key in stored and stored.load(node, ROOT) is not None
+
+
+def test_a18_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> None:
+    """The turn was saved between the failed check and the move to quarantine."""
+    node = NODES[1]
+    damage(stored, node.key)
+    with writer_held(stored):
+        assert stored.load(node, ROOT) is None
+        late = stored._writer._tasks.pop()
+        save = threading.Thread(target=save_turn, args=(stored, NODES, "s"))
+        save.start()
+        while not stored._writer._tasks:
+            pass
+        stored._writer._tasks.append(late)
+    save.join()
+    assert read_block(stored.folder, node.key)[0] == node
+    assert not (stored.folder / "quarantine").exists()
+
+
+def test_d_a_failure_is_logged_again_after_something_worked(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    for n_failures in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(store.disk, "save", fail)
+            for number in range(3):
+                save_turn(store, chain([n_failures], [number]))
+        assert len(store.counters.failures) == 1
+        said = [r for r in caplog.records if "cannot save a turn" in r.getMessage()]
+        assert len(said) == n_failures
+        save_turn(store, chain([n_failures], [7]))
+        assert not store.counters.failures
+
+
+def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
+    """What is left of a conversation goes in the order in which it was used, as a whole."""
+    old, recent = chain([1]), chain([2], [3])
+    save_turn(store, old, "old")
+    save_turn(store, recent, "recent")
+    with store.index.transaction() as db:
+        for node, used in ((old[0], 50), (recent[0], 1), (recent[1], 100)):
+            db.execute("UPDATE blocks SET used = ? WHERE key = ?", (used, node.key))
+    store.disk.forget(recent[1].key)
+    assert [key for _, key in store.index.unused_leaves()] == [old[0].key, recent[0].key]
