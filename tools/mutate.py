@@ -55,11 +55,11 @@ TESTS = {
     "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
     "cache/packed": ["tests/cache/test_quantized.py", "tests/cache/test_batch.py"],
     "cache/join": ["tests/cache/test_blocks.py"],
-    "request/costs": ["tests/request/test_costs.py"],
+    "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
     "request/insert": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
     "request/lookup": ["tests/request/test_lookup.py", "tests/request/test_prefetch.py"],
     "request/restore": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
-    "store/budget": ["tests/store/test_store.py", "tests/store/test_writer.py"],
+    "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
     "store": ["tests/store"],
 }
 """The tests of a module or folder, where they are not `tests/<folder>/test_<module>.py`."""

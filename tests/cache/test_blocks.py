@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes, n_cached_tokens, split_blocks
+from mlx_lm_kvpersist.cache.blocks import (
+    BLOCK_TOKENS,
+    copy_state,
+    n_bytes,
+    n_cached_tokens,
+    split_blocks,
+)
 from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.slots import GroupKind
@@ -359,3 +365,45 @@ def test_b5_a_hot_32k_prompt_is_joined_with_few_large_operations(
                 stored = mx.concatenate([b[name][place : place + 1] for b in blocks], axis=2)
                 assert mx.array_equal(array[:, :, : n_blocks * BLOCK_TOKENS], stored)
                 assert not array[:, :, n_blocks * BLOCK_TOKENS :].any()
+
+
+STATES = LayerGroup(
+    "0", GroupKind.RECURRENT, "ArraysCache", (0, 1), states=(((3,), "float32"), None)
+)
+STATE_SPEC = ModelCacheSpec((STATES,), [ArraysCache(2), ArraysCache(2)])
+
+
+def states_of(*arrays: tuple[mx.array | None, mx.array | None]) -> list[ArraysCache]:
+    caches: list[ArraysCache] = STATE_SPEC.make_cache()
+    for cache, pair in zip(caches, arrays, strict=True):
+        cache.cache = list(pair)
+    return caches
+
+
+def test_states_are_copied_with_their_slots_stacked() -> None:
+    caches = states_of((mx.full((1, 3), 1.0), None), (mx.full((1, 3), 2.0), None))
+    state = copy_state(STATE_SPEC, caches)
+    assert {name: array.tolist() for name, array in state.items()} == {
+        "0.0": [[1.0] * 3, [2.0] * 3]
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ((None, None), "group 0 has array 0 in some layers only"),
+        ((mx.ones((1, 3)), mx.ones((1, 3))), "group 0 has array 1 in some layers only"),
+        ((mx.ones((1, 4)), None), "."),
+    ],
+)
+def test_a_state_of_another_form_is_refused(
+    second: tuple[mx.array | None, mx.array | None], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        copy_state(STATE_SPEC, states_of((mx.ones((1, 3)), None), second))
+
+
+def test_a_state_of_another_dtype_is_refused() -> None:
+    half = mx.ones((1, 3), mx.float16)
+    with pytest.raises(ValueError, match="0.0 is float16, expected float32"):
+        copy_state(STATE_SPEC, states_of((half, None), (half, None)))

@@ -91,6 +91,10 @@ def test_appends_in_place() -> None:
         mx.eval(cache.update_and_fetch(*random_kv(step, 1)))
         mx.eval(cache.state)
     assert [address(x) for x in cache.keys] == before
+    capacity = cache.keys[0].shape[2]
+    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all that there is room for
+    mx.eval(cache.state)
+    assert [address(x) for x in cache.keys] == before
 
 
 def test_trim_forgets_and_is_written_over() -> None:

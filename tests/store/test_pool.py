@@ -131,3 +131,41 @@ def test_blocks_of_no_bytes() -> None:
     pool.put(KVPart(state(nodes[-1]), object(), 20))
     # What goes makes no room until the part itself is the oldest; then it goes.
     assert pool.n_bytes == 0 and pool.n_parts == 0
+
+
+def test_what_is_pinned_by_its_key_stays() -> None:
+    pool = BlockPool(max_bytes=20)
+    keys = filled(pool, chain([1], [2]))
+    assert pool.pin([*keys, b"not here"]) == keys
+    filled(pool, chain([9]))
+    assert len(pool) == 2 and all(key in pool for key in keys)
+    pool.unpin(keys)
+    (new,) = filled(pool, chain([9]))
+    assert new in pool and keys[1] not in pool
+
+
+def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
+    pool = BlockPool(max_bytes=20)
+    keys = filled(pool, chain([1], [2]), pinned=True)
+    (node,) = chain([9])
+    entry = KVBlock(node, object(), 10, on_disk=True)
+    assert pool.admit(entry) is None
+    assert node.key not in pool and pool.n_bytes == 20
+    pool.unpin(keys)
+    entry = KVBlock(node, object(), 10, on_disk=True)
+    assert pool.admit(entry) is entry
+    assert entry.pins == 1 and pool.n_bytes == 20 and keys[1] not in pool
+    assert pool.admit(KVBlock(node, object(), 10, on_disk=True)) is entry
+    assert entry.pins == 2
+    pool.let_go([entry, entry])
+    assert entry.pins == 0
+
+
+def test_what_a_restore_has_used_is_proven() -> None:
+    pool = BlockPool(max_bytes=20)
+    nodes = chain([1], [2])
+    for node in nodes:
+        pool.put(KVBlock(node, object(), 10, read_s=0.5))
+    pool.trust([nodes[0].key, b"not here"])
+    found = [pool.get(node.key) for node in nodes]
+    assert [entry and entry.read_s for entry in found] == [None, 0.5]

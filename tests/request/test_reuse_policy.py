@@ -1,0 +1,144 @@
+"""How many tokens of a diverging conversation are reused, by rates or by a fixed share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_lm_kvpersist.cache.slots import GroupKind
+from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import Match, Node
+from mlx_lm_kvpersist.request.costs import (
+    MIN_RESTORE_BYTES,
+    MIN_REUSE_CHARS,
+    MIN_TOKENS,
+    CostModel,
+    ReusePolicy,
+)
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+
+ROOT = Root("fingerprint", "own")
+SHAPE = TensorShape(1, 64, "float32")
+FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)
+SLIDING = LayerGroup("1", GroupKind.SLIDING, "RotatingKVCache", (1,), SHAPE, SHAPE, window=256)
+PLAIN = ModelCacheSpec((FULL,), [KVCache()])
+WINDOWED = ModelCacheSpec((FULL, SLIDING), [KVCache(), RotatingKVCache(256)])
+BLOCK_BYTES = 256 * PLAIN.bytes_per_token
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30))
+    yield store
+    store.close()
+
+
+def blocks(first_id: int, *texts: str, parent: Node | None = None) -> list[Node]:
+    """Return a chain of blocks of 256 tokens with these texts."""
+    nodes: list[Node] = []
+    for number, text in enumerate(texts):
+        key = parent.key if parent else ROOT.key
+        packed = pack_ids([first_id + number] * 256)
+        start = parent.stop if parent else 0
+        parent = Node(block_key(key, packed), key, start, packed, text)
+        nodes.append(parent)
+    return nodes
+
+
+def keep_hot(store: BlockStore, nodes: list[Node]) -> None:
+    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {"0.k": mx.zeros(1)}) for node in nodes])
+    store.drain()
+
+
+def tokens_to_reuse(
+    store: BlockStore,
+    nodes: list[Node],
+    n_tokens: int,
+    block_s: float,
+    spec: ModelCacheSpec = PLAIN,
+) -> tuple[int, Reason | None]:
+    """Ask a policy that prefills 1,000 tokens a second, and reads a block in `block_s`."""
+    policy = ReusePolicy()
+    policy.costs.prefill.per_s = 1000.0
+    policy.costs.from_ram.per_s = BLOCK_BYTES / 0.001
+    policy.costs.from_disk.per_s = BLOCK_BYTES / block_s
+    match = Match(tuple(nodes), n_tokens, 0, False)
+    return policy.tokens_to_reuse(match, n_tokens, store, spec)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "block_s", "expected"),
+    [
+        (512, 0.1, (512, None)),
+        (256 + 150, 0.1, (406, None)),
+        # The last block takes longer to read than its 50 tokens to compute; the first does not.
+        (256 + 50, 0.1, (256, Reason.NOT_WORTH_IT)),
+        (256, 0.1, (256, None)),
+        (50, 0.1, (0, Reason.NOT_WORTH_IT)),
+        (256 + 150, 0.3, (0, Reason.NOT_WORTH_IT)),
+    ],
+)
+def test_blocks_on_disk_are_read_where_that_is_quicker(
+    store: BlockStore, n_tokens: int, block_s: float, expected: tuple[int, Reason | None]
+) -> None:
+    assert tokens_to_reuse(store, blocks(1, "a", "b"), n_tokens, block_s) == expected
+
+
+def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    keep_hot(store, nodes)
+    assert tokens_to_reuse(store, nodes, 50, 100.0) == (50, None)
+    assert tokens_to_reuse(store, nodes, 256 + 50, 100.0) == (306, None)
+    assert tokens_to_reuse(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
+    assert tokens_to_reuse(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
+    store.pool.drop(nodes[0].key)
+    # The last block costs nothing, but reading the first takes longer than computing both.
+    assert tokens_to_reuse(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
+    assert tokens_to_reuse(store, nodes, 256 + 50, 0.2) == (306, None)
+
+
+def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    assert WINDOWED.point_bytes == BLOCK_BYTES
+    # Two blocks and a window of as many bytes: 300 ms.
+    assert tokens_to_reuse(store, nodes, 310, 0.1, WINDOWED) == (310, None)
+    assert tokens_to_reuse(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
+    keep_hot(store, nodes)
+    assert tokens_to_reuse(store, nodes, 290, 0.1, WINDOWED) == (290, None)
+    assert tokens_to_reuse(store, nodes, 2, 0.1, WINDOWED) == (0, None)
+
+
+def test_a_fixed_share_counts_the_longest_branch(store: BlockStore) -> None:
+    path = blocks(1, "x" * 300)
+    for first_id, text in ((10, "y" * 100), (20, "z" * 500), (30, "w" * 50)):
+        keep_hot(store, [*path, *blocks(first_id, text, parent=path[0])])
+    policy = ReusePolicy(min_reuse=0.25)  # of 800 characters
+    for n_chars, expected in ((200, (60, None)), (199, (0, Reason.BELOW_THRESHOLD))):
+        match = Match(tuple(path), 60, n_chars, False)
+        assert policy.tokens_to_reuse(match, 60, store, PLAIN) == expected
+
+
+def test_a_fixed_share_of_little_is_at_least_some_characters(store: BlockStore) -> None:
+    path = blocks(1, "x" * (MIN_REUSE_CHARS + 20))
+    policy = ReusePolicy(min_reuse=0.0)
+    for n_chars, expected in (
+        (MIN_REUSE_CHARS, (7, None)),
+        (MIN_REUSE_CHARS - 1, (0, Reason.BELOW_THRESHOLD)),
+    ):
+        match = Match(tuple(path), 7, n_chars, False)
+        assert policy.tokens_to_reuse(match, 7, store, PLAIN) == expected
+
+
+def test_a_restore_teaches_the_rate_of_each_tier_of_which_it_was_enough() -> None:
+    costs = CostModel()
+    costs.learn_restore(2.0, MIN_RESTORE_BYTES, 4.0, MIN_RESTORE_BYTES - 1)
+    assert (costs.from_ram.per_s, costs.from_disk.per_s) == (MIN_RESTORE_BYTES / 2, None)
+    costs = CostModel()
+    costs.learn_restore(2.0, MIN_RESTORE_BYTES - 1, 4.0, MIN_RESTORE_BYTES)
+    assert (costs.from_ram.per_s, costs.from_disk.per_s) == (None, MIN_RESTORE_BYTES / 4)
