@@ -248,8 +248,11 @@ class ServerProcess:
     def _is_taken(self) -> bool:
         """Say whether another process listens on this server's port."""
         with socket.socket() as probe:
-            taken = probe.connect_ex((HOST, self.port or 0)) == 0
-        return taken and not listens(self.pid, self.port or 0)
+            if probe.connect_ex((HOST, self.port or 0)) != 0:
+                return False
+            # A probe that was given this very port as its own has connected to itself.
+            is_itself = probe.getsockname() == (HOST, self.port)
+        return not is_itself and not listens(self.pid, self.port or 0)
 
     def _health(self) -> int | None:
         """Return the status of /health, None where nobody answers."""
