@@ -350,13 +350,23 @@ def answer(server: ModuleType, request: bytes) -> str:
     # From 0.32.0 a state machine over text, before that a state in every response.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
     context = SimpleNamespace(
-        tool_parser=None, initial_state="normal", text_sm=states,
-        prompt=[1], prompt_cache_count=0, stop=lambda: None,
-        has_tool_calling=False, has_thinking=False,
+        tool_parser=None,
+        initial_state="normal",
+        text_sm=states,
+        prompt=[1],
+        prompt_cache_count=0,
+        stop=lambda: None,
+        has_tool_calling=False,
+        has_thinking=False,
     )
     response = SimpleNamespace(
-        text="pong", token=1, logprob=0.0, finish_reason="length",
-        top_tokens=(), state="normal", match=None,
+        text="pong",
+        token=1,
+        logprob=0.0,
+        finish_reason="length",
+        top_tokens=(),
+        state="normal",
+        match=None,
     )
     generator = SimpleNamespace(
         cli_args=ARGS,

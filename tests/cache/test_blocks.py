@@ -405,5 +405,5 @@ def test_a_state_of_another_form_is_refused(
 
 def test_a_state_of_another_dtype_is_refused() -> None:
     half = mx.ones((1, 3), mx.float16)
-    with pytest.raises(ValueError, match="0.0 is float16, expected float32"):
+    with pytest.raises(ValueError, match=r"0\.0 is float16, expected float32"):
         copy_state(STATE_SPEC, states_of((half, None), (half, None)))
