@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .blocks import Arrays, concatenated, copied, n_bytes, prefers_few_copies
+from .blocks import Arrays, concatenated, copied, prefers_few_copies
 from .slots import refill, slots_of
-from .spec import LayerGroup, ModelCacheSpec
+from .spec import LayerGroup, ModelCacheSpec, forms_bytes
 
 __all__ = ["Joiner", "Piece", "Pieces", "join"]
 
@@ -143,12 +143,11 @@ class _Buffers:
         self.n_tokens = n_tokens
         self._headroom = headroom
         self._whole = whole
-        self.arrays: dict[str, list[mx.array]] = {}
-        for group in groups:
-            for name, shape, dtype in group.token_arrays(n_tokens + headroom):
-                n_slots, *rest = shape
-                n_made = 0 if whole else n_slots
-                self.arrays[name] = [mx.zeros((1, *rest), dtype) for _ in range(n_made)]
+        self._forms = [form for g in groups for form in g.token_arrays(n_tokens + headroom)]
+        self.arrays: dict[str, list[mx.array]] = {
+            name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
+            for name, (n_slots, *rest), dtype in self._forms
+        }
         mx.eval(self.arrays)
         self._waiting: list[Piece] = []
         self._n_added = 0
@@ -195,13 +194,13 @@ class _Buffers:
         they are still stacked, which takes one copy per piece and array, and are then taken apart.
         """
         pieces, self._waiting = self._waiting, []
-        total = sum(n_bytes(piece.arrays) for piece in pieces)
+        total = forms_bytes(self._forms)
         left = total + total // _SPARE_SHARE
-        for name, buffers in self.arrays.items():
-            like = pieces[0].arrays[name]
-            n_slots, n_heads, _, dim = like.shape
-            spare = [mx.zeros((1, n_heads, self._headroom, dim), like.dtype)]
-            slot_bytes = n_heads * (self.n_tokens + self._headroom) * dim * like.dtype.size
+        for form in self._forms:
+            name, (n_slots, n_heads, _, dim), dtype = form
+            buffers = self.arrays[name]
+            spare = [mx.zeros((1, n_heads, self._headroom, dim), dtype)]
+            slot_bytes = forms_bytes([form]) // n_slots
             while (first := len(buffers)) < n_slots:
                 n_at_once = max(1, left // (2 * slot_bytes))
                 stacked = mx.concatenate(_parts(pieces, name, first, first + n_at_once), axis=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -24,6 +24,7 @@ __all__ = [
     "TensorShape",
     "arrays_fit",
     "dtype_name",
+    "forms_bytes",
 ]
 
 _FIELDS = ("weights", "scales", "biases")
@@ -71,12 +72,12 @@ class LayerGroup:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all slots; 0 for a recurrent group."""
-        return _n_bytes(self.token_arrays(1))
+        return forms_bytes(self.token_arrays(1))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots, for any number of tokens."""
-        return _n_bytes(self.state_arrays())
+        return forms_bytes(self.state_arrays())
 
     @property
     def full_precision_bytes(self) -> int:
@@ -264,5 +265,6 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def _n_bytes(forms: Iterator[ArrayForm]) -> int:
+def forms_bytes(forms: Iterable[ArrayForm]) -> int:
+    """Bytes of arrays of these forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)
