@@ -104,12 +104,10 @@ def with_plans(
         if group.precision is None or group.keys is None:
             continue
         found = probe_packed(model, spec.make_cache, group.slots)
-        shapes = {found[slot] for slot in group.slots}
-        shape = shapes.pop() if len(shapes) == 1 else None
-        if shape is None:
-            plan = AttentionPlan()
-        else:
-            plan = calibrate(shape, group.precision, group.keys.mx_dtype, True, cache_file, choice)
+        shape, *others = {found[slot] for slot in group.slots}
+        plan = AttentionPlan()
+        if shape is not None and not others:
+            plan = calibrate(shape, group.precision, group.keys.mx_dtype, cache_file, choice)
         plans[group.name] = plan
         for slot in group.slots:
             slots[slot].plan = plan
@@ -120,20 +118,17 @@ def calibrate(
     shape: AttentionShape,
     precision: KVPrecision,
     dtype: mx.Dtype,
-    can_take_packed: bool,
     cache_file: Path | None,
     choice: Strategy | Literal["auto"] = "auto",
 ) -> AttentionPlan:
-    """Return the quickest plan for layers of `shape` that compute in `dtype`.
+    """Return the quickest plan for layers of `shape` that compute in `dtype` and take packed keys.
 
-    Measuring takes about a second. Nothing is measured if `cache_file` has the results, if the
-    model cannot take packed keys, or if `choice` is a strategy instead of "auto". A cache file
-    that cannot be read or written is logged and otherwise ignored. Evaluates MLX.
+    Measuring takes about a second. Nothing is measured if `cache_file` has the results, or if
+    `choice` is a strategy instead of "auto". A cache file that cannot be read or written is logged
+    and otherwise ignored. Evaluates MLX.
     """
     if choice != "auto":
-        return forced_plan(choice, can_take_packed)
-    if not can_take_packed:
-        return AttentionPlan()
+        return forced_plan(choice, can_take_packed=True)
     key = " ".join((device_key(), _shape_key(shape), str(precision), str(dtype)))
     known = _known(cache_file)
     plan = _read_plan(known.get(key))

@@ -35,7 +35,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
     """The plan of a device on which every phase takes these times."""
     monkeypatch.setattr(calibration, "_measure", lambda *args: dict(ms))
-    return calibrate(SHAPE, PRECISION, mx.float32, True, None)
+    return calibrate(SHAPE, PRECISION, mx.float32, None)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
 )
 def test_takes_about_a_second(shape: AttentionShape) -> None:
     start_s = time.perf_counter()
-    plan = calibrate(shape, KVPrecision(8, 64, 4), mx.float32, True, None)
+    plan = calibrate(shape, KVPrecision(8, 64, 4), mx.float32, None)
     assert time.perf_counter() - start_s < 6  # others may be using the machine
     assert plan.can_take_packed
     for phase in PHASES:
@@ -71,16 +71,10 @@ def test_a_winner_must_win_clearly(
     assert plan.describe()["decode"] == {"strategy": expected, "ms": ms}
 
 
-def test_models_that_take_plain_keys_are_not_measured(no_measuring: None) -> None:
-    plan = calibrate(SHAPE, PRECISION, mx.float32, False, None)
-    assert plan == AttentionPlan()
-
-
 @pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
-@pytest.mark.parametrize("can", [True, False])
-def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy, can: bool) -> None:
-    plan = calibrate(SHAPE, PRECISION, mx.float32, can, None, choice)
-    assert plan.decode == plan.prefill == (choice if can else "dequantize")
+def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy) -> None:
+    plan = calibrate(SHAPE, PRECISION, mx.float32, None, choice)
+    assert plan.decode == plan.prefill == choice
 
 
 def test_results_are_kept_for_each_shape_device_and_precision(
@@ -94,9 +88,9 @@ def test_results_are_kept_for_each_shape_device_and_precision(
         return {"dequantize": 1.0, "packed": 0.5}
 
     monkeypatch.setattr(calibration, "_measure", measure)
-    first = calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    first = calibrate(SHAPE, PRECISION, mx.float32, path)
     assert len(measured) == len(PHASES)
-    assert calibrate(SHAPE, PRECISION, mx.float32, True, path) == first
+    assert calibrate(SHAPE, PRECISION, mx.float32, path) == first
     assert len(measured) == len(PHASES)
     others: list[tuple[AttentionShape, KVPrecision, mx.Dtype]] = [
         (AttentionShape(8, 2, 64, 64), PRECISION, mx.float32),
@@ -104,10 +98,10 @@ def test_results_are_kept_for_each_shape_device_and_precision(
         (SHAPE, PRECISION, mx.bfloat16),
     ]
     for n, other in enumerate(others, 2):
-        calibrate(*other, True, path)
+        calibrate(*other, path)
         assert len(measured) == n * len(PHASES)
     monkeypatch.setattr(calibration, "device_key", lambda: "another device")
-    calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    calibrate(SHAPE, PRECISION, mx.float32, path)
     assert len(measured) == 5 * len(PHASES)
     assert len(json.loads(path.read_text())["measured_ms"]) == 5
     assert [child.name for child in path.parent.iterdir()] == [path.name]
@@ -154,12 +148,12 @@ def test_a_damaged_file_is_measured_again(
         return {"dequantize": 1.0, "packed": 0.5}
 
     monkeypatch.setattr(calibration, "_measure", measure)
-    first = calibrate(SHAPE, PRECISION, mx.float32, True, path)
+    first = calibrate(SHAPE, PRECISION, mx.float32, path)
     _, content = list(damaged(path).items())[n]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     measured.clear()
     for _ in range(2):
-        assert calibrate(SHAPE, PRECISION, mx.float32, True, path) == first
+        assert calibrate(SHAPE, PRECISION, mx.float32, path) == first
     assert len(measured) == len(PHASES)
 
 
@@ -169,9 +163,9 @@ def test_a_file_that_cannot_be_written_costs_a_line(
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         monkeypatch.setattr(calibration, "_measure", lambda *args: {"dequantize": 1.0})
-        calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "file" / "attention.json")
+        calibrate(SHAPE, PRECISION, mx.float32, tmp_path / "file" / "attention.json")
         (tmp_path / "folder.json").mkdir()
-        calibrate(SHAPE, PRECISION, mx.float32, True, tmp_path / "folder.json")
+        calibrate(SHAPE, PRECISION, mx.float32, tmp_path / "folder.json")
     assert caplog.text.count("measured again at the next start") == 2
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.json"}
 
@@ -180,7 +174,7 @@ def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()
     mx.random.seed(3)
-    calibrate(SHAPE, PRECISION, mx.float32, True, None)
+    calibrate(SHAPE, PRECISION, mx.float32, None)
     assert mx.random.uniform().item() == expected.item()
 
 
