@@ -49,8 +49,13 @@ ACCEPTED = Path(__file__).with_name("mutants.toml")
 MIN_TIMEOUT_S = 30.0
 TIMES_BASELINE = 5.0
 
+# Of tokenizers, one kind: with all four the tests of matching take a minute.
+_MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
 TESTS = {
-    "match": ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"],
+    "match/keys": _MATCHING,
+    "match/splice": _MATCHING,
+    "match/text": _MATCHING,
+    "match/tree": _MATCHING,
     "api/session_keys": ["tests/api/test_session_keys.py"],
     "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
     "cache/packed": ["tests/cache/test_quantized.py", "tests/cache/test_batch.py"],
@@ -60,7 +65,7 @@ TESTS = {
     "request/lookup": ["tests/request/test_lookup.py", "tests/request/test_prefetch.py"],
     "request/restore": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
     "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
-    "store": ["tests/store"],
+    "store": ["tests/store/test_store.py", "tests/store/test_recovery.py"],
 }
 """The tests of a module or folder, where they are not `tests/<folder>/test_<module>.py`."""
 

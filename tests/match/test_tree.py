@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.keys import pack_ids
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import Node, common_prefix, match_ids, match_text
 
 from .tree_in_memory import ROOT, MemoryTree
 
@@ -109,3 +109,31 @@ def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data
         match = match_text(tree, ROOT, text, token_text)
         assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
     assert match_ids(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
+
+
+@pytest.mark.parametrize("lie", ["start", "ids", "ids of its parent"])
+def test_d_a_block_that_is_not_what_its_key_says_is_not_matched(
+    token_text: TokenText, lie: str
+) -> None:
+    """A damaged index can lie about where a block stands, and of what ids it is made."""
+    spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
+    first, second, other = pack_ids(spelled[:2]), pack_ids(spelled[2:]), pack_ids(spelled[1:3])
+    parent_ids = other if lie == "ids of its parent" else first
+    parent = Node(block_key(ROOT, parent_ids), ROOT, 0, first, "ab")
+    key = block_key(parent.key, other if lie == "ids" else second)
+    child = Node(key, parent.key, 3 if lie == "start" else 2, second, "cd")
+    tree = MemoryTree(token_text, block_tokens=2)
+    for node in (parent, child):
+        tree.add_node(node)
+    n_right = 0 if lie == "ids of its parent" else 2
+    assert match_ids(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == n_right
+    assert match_text(tree, ROOT, "abcde", token_text).n_tokens == n_right
+
+
+def test_two_right_blocks_are_matched(token_text: TokenText) -> None:
+    """What the test above would find, were there no lie."""
+    spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
+    tree = MemoryTree(token_text, block_tokens=2)
+    tree.add(spelled)
+    assert match_ids(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == 4
+    assert match_text(tree, ROOT, "abcde", token_text).n_tokens == 4
