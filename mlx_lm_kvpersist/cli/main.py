@@ -34,8 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     except PermissionError as error:
         message = f"no permission for {error.filename}; run the command as the owner of the folder"
-    except (OSError, sqlite3.Error) as error:
-        message = f"{type(error).__name__}: {error}"
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except sqlite3.Error as error:
+        message = f"the index of the store cannot be used: {error}"
     except KeyboardInterrupt:
         return 130
     else:

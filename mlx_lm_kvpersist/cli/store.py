@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import StoreError
 from ..store.budget import StoreLimits, free_bytes
 from ..store.disk import DiskStore
-from ..store.dry_run import Rehearsal
+from ..store.dry_run import DryRun
 from ..store.folder import own_bytes
 from ..store.index import Session
 from ..store.lock import StoreLock
@@ -195,7 +195,7 @@ def _would_remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="kvpersist-gc-") as scratch,
     ):
         sessions = index.sessions()
-        copy = Rehearsal(folder, limits, Path(scratch))
+        copy = DryRun(folder, limits, index.path, Path(scratch))
         try:
             return {
                 "fits": copy.make_room(0),

@@ -1,4 +1,4 @@
-"""What making room would remove, found out by doing it to a copy of the index's outline."""
+"""Find out what making room would remove, by doing it on a copy of the index without texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .quarantine import Quarantine
 from .turn import Gone
 
 
-class Rehearsal(DiskStore):
-    """A store whose files stay while its rows go: what it forgets is only counted.
+class DryRun(DiskStore):
+    """A store that removes rows of a copy of its index and counts them; its files stay.
 
-    `scratch` is an empty folder for the copy. The store's folder must have an index.
+    index: the file to copy, the store's own or a copy of it. scratch: an empty folder.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits, scratch: Path) -> None:
-        # Not DiskStore's own: that takes the folder into use.
+    def __init__(self, folder: Path, limits: StoreLimits, index: Path, scratch: Path) -> None:
+        # DiskStore's own __init__ would take the folder into use.
         self.folder = folder
         self.limits = limits
         self.aside = Quarantine(folder)
@@ -29,7 +29,7 @@ class Rehearsal(DiskStore):
         self.n_parts = 0
         self.ended: list[str] = []
         self.index = Index(scratch / "index.sqlite")
-        self.index.copy_outline(folder / "index.sqlite")
+        self.index.copy_outline(index)
         self._used_before = super().used_bytes()
 
     def used_bytes(self) -> int:

@@ -98,7 +98,8 @@ finally:
             PermissionError(13, "Permission denied", "/a/b"),
             "no permission for /a/b; run the command as the owner of the folder",
         ),
-        (OSError(5, "Input/output error", "/a/b"), "OSError: [Errno 5] Input/output error: '/a/b'"),
+        (OSError(5, "Input/output error", "/a/b"), "/a/b: Input/output error"),
+        (OSError("no route"), "no route"),
     ],
 )
 def test_an_error_is_one_line(
