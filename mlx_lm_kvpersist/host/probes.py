@@ -25,35 +25,25 @@ from .hookspecs import hookimpl
 from .prompt import Prepared, Prompt, TakenTokens
 from .routes import Route
 
+_UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
+_OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
+_NUMBERS = {"num_draft_tokens": 3, "max_tokens": 4, "temp": 0.0, "top_p": 1.0, "top_k": 0}
 ARGS = Namespace(
     model="probe",
-    adapter_path=None,
-    draft_model=None,
-    pipeline=False,
-    trust_remote_code=False,
     chat_template="",
-    use_default_chat_template=False,
     chat_template_args={},
-    prompt_cache_size=10,
-    prompt_cache_bytes=None,
     allowed_origins=["*"],
-    num_draft_tokens=3,
-    max_tokens=4,
-    temp=0.0,
-    top_p=1.0,
-    top_k=0,
+    **dict.fromkeys(_UNSET),
+    **dict.fromkeys(_OFF, False),
+    **_NUMBERS,
     min_p=0.0,
-    kv_bits=None,
+    prompt_cache_size=10,
 )
 """What the server's objects read of its options, on every supported version."""
 
-GENERATION_ARGS = SimpleNamespace(
-    model="probe",
-    seed=None,
-    top_logprobs=0,
-    logits=SimpleNamespace(logit_bias=None),
-    sampling=SimpleNamespace(top_k=0),
-)
+GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
+GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
+GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
 """What is read of a request's arguments before it enters."""
 
 
@@ -349,31 +339,13 @@ def answer(server: ModuleType, request: bytes) -> str:
 
     # From 0.32.0 a state machine over text, before that a state in every response.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
-    context = SimpleNamespace(
-        tool_parser=None,
-        initial_state="normal",
-        text_sm=states,
-        prompt=[1],
-        prompt_cache_count=0,
-        stop=lambda: None,
-        has_tool_calling=False,
-        has_thinking=False,
-    )
-    response = SimpleNamespace(
-        text="pong",
-        token=1,
-        logprob=0.0,
-        finish_reason="length",
-        top_tokens=(),
-        state="normal",
-        match=None,
-    )
-    generator = SimpleNamespace(
-        cli_args=ARGS,
-        is_healthy=True,
-        generate=lambda *args, **kwargs: (context, iter([response])),
-        stop_and_join=lambda: None,
-    )
+    context = SimpleNamespace(prompt=[1], prompt_cache_count=0, text_sm=states, tool_parser=None)
+    context.has_tool_calling = context.has_thinking = False
+    context.initial_state, context.stop = "normal", lambda: None
+    response = SimpleNamespace(text="pong", token=1, logprob=0.0, finish_reason="length")
+    response.top_tokens, response.state, response.match = (), "normal", None
+    generator = SimpleNamespace(cli_args=ARGS, is_healthy=True, stop_and_join=lambda: None)
+    generator.generate = lambda *args, **kwargs: (context, iter([response]))
     server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
     return connection.written.getvalue().decode()
 
