@@ -65,9 +65,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def parse_request(self) -> bool:
         self._begin_request()
         parsed: bool = super().parse_request()
-        # http.server looks up do_DELETE and the like by name; stock has GET, POST and OPTIONS.
-        if parsed and self._route() is not None and not hasattr(self, f"do_{self.command}"):
-            setattr(self, f"do_{self.command}", self._answer_route)
+        # http.server looks up do_GET and the like on this object, then on its class.
+        if parsed and self._route() is not None:
+            self.__dict__[f"do_{self.command}"] = self._answer_route
+        elif parsed:
+            self.__dict__.pop(f"do_{self.command}", None)
         return parsed
 
     def _route(self) -> Route | None:
@@ -75,9 +77,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _answer_route(self) -> None:
         route = self._route()
-        if route is None:
-            self.send_error(501, f"Unsupported method ({self.command!r})")
-            return
+        assert route is not None
         try:
             route.handle(self)
         except ConnectionError:
@@ -88,13 +88,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             if not self._has_replied:
                 self.send_error(500)
 
-    def do_GET(self) -> None:
-        self._answer_route() if self._route() is not None else super().do_GET()
-
     def do_POST(self) -> None:
-        if self._route() is not None:
-            self._answer_route()
-            return
         try:
             check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
@@ -150,9 +144,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         models = [{"id": name, "object": "model", "created": self.created} for name in names]
         self._answer_json(200, {"object": "list", "data": models})
 
-    def do_OPTIONS(self) -> None:
-        self._answer_route() if self._route() is not None else super().do_OPTIONS()
-
     def handle_chat_completions(self) -> Any:
         check_messages(self.body.get("messages", []))
         return self._received(super().handle_chat_completions())
@@ -193,35 +184,15 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._has_replied = True
         super().end_headers()
 
-    def generate_response(
-        self,
-        text: str,
-        finish_reason: str | None,
-        prompt_token_count: int | None = None,
-        completion_token_count: int | None = None,
-        prompt_cache_count: int | None = None,
-        token_logprobs: list[float] | None = None,
-        top_tokens: list[tuple[dict[str, Any]]] | None = None,
-        tokens: list[int] | None = None,
-        tool_calls: list[Any] | None = None,
-        reasoning_text: str | None = None,
-    ) -> dict[str, Any]:
-        response: dict[str, Any] = super().generate_response(
-            text,
-            finish_reason,
-            prompt_token_count,
-            completion_token_count,
-            prompt_cache_count,
-            token_logprobs=token_logprobs,
-            top_tokens=top_tokens,
-            tokens=tokens,
-            tool_calls=tool_calls,
-            reasoning_text=reasoning_text,
-        )
-        self._content.append(text or "")
-        self._reasoning.append(reasoning_text or "")
-        self._tool_calls += tool_calls or []
-        if finish_reason is not None and self._completion is not None and not self._reply_is_whole:
+    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        response: dict[str, Any] = super().generate_response(*args, **kwargs)
+        choice = response["choices"][0]
+        message = choice.get("delta") or choice.get("message") or {}
+        self._content.append(message.get("content") or choice.get("text") or "")
+        self._reasoning.append(message.get("reasoning") or "")
+        self._tool_calls += message.get("tool_calls") or []
+        is_last = choice["finish_reason"] is not None
+        if is_last and self._completion is not None and not self._reply_is_whole:
             self._reply_is_whole = True
             manager.ask_all(
                 "reply_sent",
