@@ -45,10 +45,14 @@ SPEC = ModelCacheSpec(
 
 
 def join_blocks(
-    spec: ModelCacheSpec, used: list[tuple[dict[str, mx.array], int]], headroom: int
+    spec: ModelCacheSpec,
+    used: list[tuple[dict[str, mx.array], int]],
+    headroom: int,
+    *,
+    whole: bool = True,
 ) -> list[Any]:
     pieces = [Piece(arrays, 0, n_tokens) for arrays, n_tokens in used]
-    return join(spec, Pieces(sum(n for _, n in used), pieces), headroom)
+    return join(spec, Pieces(sum(n for _, n in used), pieces), headroom, whole=whole)
 
 
 def caches_of(n_tokens: int, spec: ModelCacheSpec = SPEC) -> list[SequenceQuantizedKVCache]:
@@ -82,9 +86,10 @@ def assert_same(
     rest=st.integers(0, 30),
     last_used=st.floats(0, 1),
     headroom=st.integers(0, 700),
+    whole=st.booleans(),
 )
 def test_any_cut_joins_to_the_same_bits(
-    sizes: list[int], first: int, rest: int, last_used: float, headroom: int
+    sizes: list[int], first: int, rest: int, last_used: float, headroom: int, whole: bool
 ) -> None:
     total = first + sum(sizes)
     caches = caches_of(total + rest)
@@ -98,7 +103,7 @@ def test_any_cut_joins_to_the_same_bits(
         None
     ] * len(sizes)
     used = [*sizes[:-1], max(1, round(last_used * sizes[-1]))]
-    restored = join_blocks(SPEC, list(zip(blocks, used, strict=True)), headroom)
+    restored = join_blocks(SPEC, list(zip(blocks, used, strict=True)), headroom, whole=whole)
     assert [cache.offset for cache in restored] == [sum(used)] * 3
     assert {cache.keys[0].shape[2] for cache in restored if cache.keys} == {sum(used) + headroom}
     assert_same(restored, caches, first, first + sum(used))

@@ -61,6 +61,9 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
     assert result.n_stored == len(stored)
     assert result.ids[: len(stored)] == stored
     assert result.ids != prompt
+    n_next = len(result.ids) - len(stored)
+    for n_behind in range(n_next + 1):  # what follows is cut where the prompt was cut
+        assert result.boundaries[len(prompt) - n_behind] == len(result.ids) - n_behind
 
 
 def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenText) -> None:

@@ -154,11 +154,11 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     pool.unpin(keys)
     entry = KVBlock(node, object(), 10, on_disk=True)
     assert pool.admit(entry) is entry
-    assert entry.pins == 1 and pool.n_bytes == 20 and keys[1] not in pool
+    assert entry.holds == 1 and pool.n_bytes == 20 and keys[1] not in pool
     assert pool.admit(KVBlock(node, object(), 10, on_disk=True)) is entry
-    assert entry.pins == 2
+    assert entry.holds == 2
     pool.let_go([entry, entry])
-    assert entry.pins == 0
+    assert entry.holds == 0
 
 
 def test_what_a_restore_has_used_is_proven() -> None:
