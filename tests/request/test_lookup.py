@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.cache.join import _Buffers
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match import tree
 from mlx_lm_kvpersist.match.keys import block_key
@@ -320,6 +321,34 @@ def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
     # The last two blocks besides: where the match ends, and where the next turn begins.
     assert decoded[0] <= len(ids) + 40 + 4 * 256, decoded
     assert hashed[0] <= 12 + 4, hashed
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_b5_only_what_is_in_ram_is_joined_whole(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sampled_turn(talk.loaded, 600)
+    talk.remember(ids, n_prompt=350)
+    ways: list[str] = []
+
+    def noted(way: str, method: Any) -> Any:
+        def call(self: _Buffers) -> None:
+            ways.append(way)
+            method(self)
+
+        return call
+
+    for way in ("_join", "_place"):
+        monkeypatch.setattr(_Buffers, way, noted(way, getattr(_Buffers, way)))
+    talk.ask([*ids, 5])
+    assert ways == ["_join"]
+    ways.clear()
+    talk.forget_hot_blocks()
+    talk.ask([*ids, 5])
+    assert set(ways) == {"_place"}
+    ways.clear()
+    talk.ask([*ids, 5])  # what was read from disk is in RAM now
+    assert ways == ["_join"]
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
