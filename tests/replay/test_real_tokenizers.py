@@ -163,7 +163,7 @@ class Speaker:
         return ids
 
     def split(self, token_id: int) -> list[int]:
-        if token_id in self.chat.tokenizer.all_special_ids:
+        if token_id in self.chat.tokenizer.get_added_vocab().values():
             return [token_id]
         single = self.vocabulary.bytes_ids
         parts = [single.get(bytes([byte])) for byte in self.chat.tokens.piece(token_id)]

@@ -24,6 +24,7 @@ from tests.support.wire import Message
 KINDS = [
     "byte-level",
     "byte-level-nfc",
+    "byte-level-holes",
     "metaspace-first",
     "metaspace-always",
     "metaspace-never",
@@ -46,6 +47,10 @@ def make_tokenizer(kind: str, folder: Path) -> Any:
     content = json.loads(path.read_text())
     if kind == "byte-level-nfc":
         content["normalizer"] = {"type": "NFC"}
+    if kind == "byte-level-holes":
+        for added in content["added_tokens"]:
+            added["id"] += 8000
+            content["model"]["vocab"][added["content"]] = added["id"]
     if kind.startswith("metaspace"):
         content["pre_tokenizer"]["prepend_scheme"] = kind.removeprefix("metaspace-")
     path.write_text(json.dumps(content))
@@ -108,7 +113,9 @@ def reply_with(chat: Chat, text: str, **options: Any) -> ChatTurn:
 
 def exactly(chat: Chat, text: str) -> list[int]:
     """Return ids that decode to `text`, one for each byte: no tokenizer cuts text like this."""
-    single = {chat.tokens.piece(i): i for i in reversed(range(len(chat.tokenizer)))}
+    single = {
+        chat.tokens.piece(i): i for i in sorted(chat.tokenizer.get_vocab().values(), reverse=True)
+    }
     specials = "|".join(re.escape(token) for token in EXTRA)
     ids = []
     for part in re.split(f"({specials})", text):
@@ -215,11 +222,9 @@ def thinking(kept: bool = False, opened: bool = False) -> str:
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["model-opens", "template-opens"])
-@pytest.mark.parametrize(
-    "arguments", ['{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }', {"a": [2], "b": 1}]
-)
+@pytest.mark.parametrize("arguments", ['{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }'])
 def test_c6_a_tool_call_after_reasoning(
-    tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: Any
+    tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: str
 ) -> None:
     """However the client serialises the call, and whatever white space stands around thinking."""
     chat = chat_with(tokenizers["byte-level"], store, thinking(opened=opened))
@@ -398,7 +403,8 @@ def test_what_is_read_differs_from_the_rendering_in_replies_only(
     tokenizer = tokenizers[kind]
     chat = chat_with(tokenizer, store, template)
     words = [exactly(chat, text) for text in (" ", "\n", "a", " b", "é", "é"[:1])]
-    random_ids = st.integers(0, 599).filter(lambda i: i not in tokenizer.all_special_ids)
+    used = sorted(tokenizer.get_vocab().values())
+    random_ids = st.sampled_from([i for i in used if i not in tokenizer.all_special_ids])
     piece = st.sampled_from(words) | st.lists(random_ids, min_size=1, max_size=4)
     messages: list[Message] = []
     replies: list[list[int]] = []
