@@ -85,3 +85,12 @@ def test_what_is_plain_python_stays_so(part: str) -> None:
     for path in parts()[part]:
         bad = {name for name in imported(path) if name.split(".")[0] in ("mlx", "mlx_lm")}
         assert not bad, f"{path.relative_to(PACKAGE)} imports {bad}"
+
+
+def test_e_no_two_classes_share_a_name() -> None:
+    found: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                other = found.setdefault(node.name, path)
+                assert other == path, f"{node.name} is in {other} and in {path}"
