@@ -78,6 +78,8 @@ class GuardedResponseGenerator(Stock):  # type: ignore[misc]
             super()._generate()
         except BaseException as error:
             self._end_server(error)
+        else:
+            self.requests.close(GenerationStopped("the server ends"))
 
     def _end_server(self, error: BaseException) -> None:
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""

@@ -84,3 +84,20 @@ def test_a8_whoever_waits_when_the_queue_closes_is_answered() -> None:
     assert waiting.get_nowait() is error
     with pytest.raises(GenerationStopped):
         requests.put((Queue(), "request", "args"))
+
+
+def test_a_server_that_is_stopped_answers_whoever_waits(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(tmp_path / "calls.json")),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+    ) as server:
+        events = server.events(CHAT, {**LONG, "stream": True})
+        next(events)
+        streamed = InThread(lambda: list(events))
+        assert server.terminate(25.0) == 0
+        streamed.join(5)
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]
