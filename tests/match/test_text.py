@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText
+from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText, _sentencepiece_piece
 
 TEXTS = ["Hello world", "Grüße, 世界 🎉!\n\n  tabs\tand  spaces ", '{"a": [1, 2.5, "ü"]}', "é" * 9]
 
@@ -87,3 +87,11 @@ def test_a_tokenizer_without_a_known_decoder_is_refused() -> None:
         pass
 
     assert TokenText.of(Slow()) is None
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [("<0x41>", b"A"), ("<0x41;", b"<0x41;"), ("\u2581<0x41>", b" <0x41>"), ("[0x41>", b"[0x41>")],
+)
+def test_only_a_byte_token_of_sentencepiece_is_a_byte(token: str, expected: bytes) -> None:
+    assert _sentencepiece_piece(token) == expected
