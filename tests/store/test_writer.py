@@ -327,18 +327,35 @@ def test_d_turns_are_saved_again_an_hour_later(tmp_path: Path, limits: StoreLimi
     store.close()
 
 
-@pytest.mark.parametrize("n_chars", [10, 100_000])
-def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path, n_chars: int) -> None:
+def whole_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
     """What files say of themselves counts before they are written."""
     limits = StoreLimits(4 << 20, 2 << 20)
-    root = Root("fingerprint", "4b64", namespace="n" * n_chars)
-    store = BlockStore(tmp_path / "store", limits)
-    nodes = chain(*([n] for n in range(20)), parent=root.key)
-    for n in range(1, 21):
-        turn = Turn(root, tuple(nodes[:n]))
-        store.keep_turn(turn, [(nodes[n - 1], {})])
+    for n_chars, n_saved in ((10, 1), (100_000, 0)):
+        root = Root("fingerprint", "4b64", namespace="n" * n_chars)
+        store = BlockStore(tmp_path / f"store{n_chars}", limits)
+        nodes = chain(*([n] for n in range(25)), parent=root.key)
+        store.keep_turn(Turn(root, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
-        assert sum(p.stat().st_size for p in store.folder.rglob("*") if p.is_file()) <= 2 << 20
+        assert store.counters.turns_saved == n_saved
+        assert whole_bytes(store.folder) <= limits.max_disk_bytes
+        store.close()
+
+
+def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
+    """Blocks of much text: the index and its log take more than the files."""
+    limits = StoreLimits(4 << 20, 4 << 20)
+    store = BlockStore(tmp_path / "store", limits)
+    for start in range(0, 2000, 200):
+        nodes = [
+            replace(node, text="€" * 1000) for node in chain(*([start + n] for n in range(200)))
+        ]
+        store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+        store.drain()
+        assert whole_bytes(store.folder) <= limits.max_disk_bytes
     store.close()
 
 
