@@ -453,8 +453,8 @@ def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
             before[name] = n_total(reply)
             wait_for_commit(store, name, before[name])
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]
-    assert stats["ram"]["max_bytes"] == 20 << 10
-    wait_until(lambda: ram_bytes(server) <= 20 << 10, "RAM within its budget")
+    assert stats["ram"]["max_bytes"] == 0
+    wait_until(lambda: ram_bytes(server) == 0, "RAM within its budget")
 
 
 def ram_bytes(server: ServerProcess) -> int:
