@@ -1,9 +1,13 @@
 """How long it takes to find a conversation among many, and how much memory that holds.
 
     python -m benchmarks.lookup [--sessions 10 100 1000 10000] [--tokens 32768]
+    python -m benchmarks.lookup --siblings 100 5000 20000 --verify 2000
 
 Only the index is filled, with sessions of as many tokens; the text is random words, the tokenizer a
 trained one. A lookup is what a request without a session key costs before its blocks are loaded.
+`--siblings` looks up a new conversation among as many that begin with one system prompt, by text
+and by ids, and saves its first turn. `--verify` checks and rebuilds a store of as many sessions
+of ten blocks, with tiny files.
 """
 
 from __future__ import annotations
@@ -15,16 +19,23 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node, match_text
-from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.match.tree import Node, match_ids, match_text
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.rebuild import rebuild_index
+from mlx_lm_kvpersist.store.turn import Turn
+from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.synthetic import synthetic_text, train_tokenizer
 
 from .report import Result
@@ -44,8 +55,15 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=list(N_SESSIONS))
     parser.add_argument("--tokens", type=int, default=N_TOKENS, help="of each session")
     parser.add_argument("--out", type=Path, help="folder of the result")
+    parser.add_argument("--siblings", type=int, nargs="+", help="below one system prompt")
+    parser.add_argument("--verify", type=int, help="sessions of a store to check and rebuild")
     args = parser.parse_args()
-    measure_all(args.out, args.sessions, args.tokens).show()
+    if args.siblings:
+        measure_siblings(args.out, args.siblings).show()
+    if args.verify:
+        measure_verify(args.out, args.verify).show()
+    if not args.siblings and not args.verify:
+        measure_all(args.out, args.sessions, args.tokens).show()
 
 
 def measure_all(
@@ -119,6 +137,86 @@ def measure(
     index.close()
     path.unlink()
     return row
+
+
+def measure_siblings(out: Path | None, counts: Sequence[int]) -> Result:
+    """Look up and save a new conversation below a block with each number of children."""
+    result = Result(
+        "siblings",
+        "Time to look up and save a new conversation among others with one system prompt.",
+        {"tokens per block": BLOCK_TOKENS},
+        folder=out,
+    )
+    tokens = TokenText({n: f"{n} ".encode() for n in range(5000)})
+    rng = random.Random(1)
+    root = Root("benchmark", "4b64")
+
+    def block(parent: Node | None) -> Node:
+        ids = [rng.randrange(5000) for _ in range(BLOCK_TOKENS)]
+        packed, above = pack_ids(ids), parent.key if parent else root.key
+        start = parent.stop if parent else 0
+        return Node(block_key(above, packed), above, start, packed, tokens.decode(ids))
+
+    for n_siblings in sorted(counts):
+        with tempfile.TemporaryDirectory() as folder:
+            index = Index(Path(folder) / "index.sqlite")
+            head = block(None)
+            siblings = [block(head) for _ in range(n_siblings)]
+            index.add_blocks(root, [(node, 1) for node in (head, *siblings)])
+            prompts = [[*head.ids, *rng.choice(siblings).ids[:64], *block(head).ids]]
+            prompts += [[*head.ids, *block(head).ids] for _ in range(20)]
+            texts, packed = [tokens.decode(ids) for ids in prompts], [*map(pack_ids, prompts)]
+            new = [[(block(head), 1)] for _ in range(20)]
+            asked: dict[str, list[Callable[[], object]]] = {
+                "by text ms": [partial(match_text, index, root.key, t, tokens) for t in texts],
+                "by ids ms": [partial(match_ids, index, root.key, ids) for ids in packed],
+                "save ms": [partial(index.commit_turn, root, b, None, None) for b in new],
+                "all bytes ms": [index.n_bytes] * 20,
+                "first to evict ms": [partial(first_to_evict, index)] * 20,
+            }
+            row: dict[str, Any] = {"siblings": n_siblings}
+            for name, acts in asked.items():
+                row[name] = statistics.median(map(timed_ms, acts))
+            result.add(row)
+            index.close()
+    return result
+
+
+def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Result:
+    """Check and rebuild a store of sessions with tiny files."""
+    result = Result("verify", "Time to check and rebuild a store.", {}, folder=out)
+    root = Root("benchmark", "4b64")
+    arrays = {"0.k": mx.zeros((1, 1, 1, 8))}
+    with tempfile.TemporaryDirectory() as folder:
+        disk = DiskStore(Path(folder), StoreLimits(0, 1 << 40))
+        for n in range(n_sessions):
+            parent, nodes = root.key, []
+            for start in range(n_blocks):
+                packed = pack_ids([start, n])
+                node = Node(block_key(parent, packed), parent, 2 * start, packed, f"{start} {n}")
+                nodes.append(node)
+                parent = node.key
+            leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
+            disk.save(Turn(root, tuple(nodes), leaf), lambda key: arrays)
+        row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.n_blocks()}
+        problems: list[object] = []
+        row["verify s"] = timed_ms(lambda: problems.extend(find_problems(disk.folder, disk.index)))
+        row["rebuild s"] = timed_ms(lambda: rebuild_index(disk.folder))
+        row |= {name: row[name] / 1e3 for name in ("verify s", "rebuild s")}
+        assert not problems
+        result.add(row)
+        disk.close()
+    return result
+
+
+def first_to_evict(index: Index) -> object:
+    return next(index.unused_leaves())
+
+
+def timed_ms(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return (time.perf_counter() - started) * 1e3
 
 
 def session_ids(rng: random.Random, vocabulary: list[int], n_tokens: int) -> list[int]:

@@ -26,7 +26,6 @@ def stats(args: argparse.Namespace) -> int:
     with reading(folder) as index:
         sessions = index.sessions()
         n_pinned = sum(session.pinned for session in sessions)
-        parts = index.parts_by_root()
         models: list[dict[str, Any]] = [
             {
                 "model": root.model,
@@ -34,11 +33,11 @@ def stats(args: argparse.Namespace) -> int:
                 "precision": root.precision,
                 "namespace": root.namespace,
                 "sessions": sum(session.root == root.key for session in sessions),
-                "blocks": n_blocks,
-                "parts": parts.get(root.key, (0, 0))[0],
-                "bytes": n_bytes + parts.get(root.key, (0, 0))[1],
+                "blocks": totals.n_blocks,
+                "parts": totals.n_parts,
+                "bytes": totals.block_bytes + totals.part_bytes,
             }
-            for root, n_blocks, n_bytes in index.roots()
+            for root, totals in index.roots()
         ]
         n_blocks, n_parts, version = index.n_blocks(), index.n_parts(), index.format()
         index_bytes = sum(

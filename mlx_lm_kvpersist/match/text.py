@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -84,14 +85,21 @@ class TokenText:
         text = decoder.decode(b"".join(map(self._pieces.__getitem__, ids)))
         return text, decoder.getstate()[0]
 
-    def ends(self, ids: Iterable[int], pending: bytes = b"") -> list[tuple[int, bool]]:
-        """Return each token's end: how many characters are complete, whether bytes are pending."""
+    def ends(
+        self, ids: Iterable[int], pending: bytes = b"", max_chars: float = math.inf
+    ) -> list[tuple[int, bool]]:
+        """Return each token's end: how many characters are complete, whether bytes are pending.
+
+        Nothing follows the first token that ends behind `max_chars`.
+        """
         decoder = _decoder("replace")
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:
             n_chars += len(decoder.decode(self.piece(token_id)))
             ends.append((n_chars, bool(decoder.getstate()[0])))
+            if n_chars > max_chars:
+                break
         return ends
 
 

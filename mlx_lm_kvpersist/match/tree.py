@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -50,11 +50,13 @@ class Node:
 class NodeSource(Protocol):
     """Where the walk finds blocks."""
 
-    def children(self, parent: bytes, ahead: str | None = None) -> Iterable[Node]:
-        """Return the blocks that continue `parent`.
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> Sequence[Node]:
+        """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text that lies ahead, those that have nothing more in common with it than
-        others may be left out.
+        With the text or the packed ids that lie ahead, those that have nothing more in common
+        with it than others may be left out.
         """
         ...
 
@@ -86,8 +88,8 @@ class Match:
 
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
 
-_AHEAD_CHARS = 8192
-"""Of a prompt that is shown to a source: more than a block's text is long."""
+_AHEAD = 8192
+"""Characters or bytes of a prompt that are shown to a source: more than a block has."""
 
 SHOWN_CHARS = 40
 """Of what is stored where a prompt parts from it, for people to see."""
@@ -108,7 +110,7 @@ def match_text(
         if (step.position + step.n_equal + 1, True) < best_rank:
             break
         pending = step.before.node.pending if step.before else b""
-        ends = tokens.ends(step.node.ids, pending)
+        ends = tokens.ends(step.node.ids, pending, step.n_equal)
         cut = _cut(ends, text[step.position : step.position + step.n_equal + 1], step.n_equal)
         if cut is None:
             continue
@@ -120,9 +122,8 @@ def match_text(
         return best
     farthest = steps[0]
     stored_next = farthest.node.text[farthest.n_equal :][:SHOWN_CHARS]
-    for child in source.children(farthest.node.key) if not stored_next else ():
+    for child in source.children(farthest.node.key, limit=1) if not stored_next else ():
         stored_next = child.text[:SHOWN_CHARS]
-        break
     return replace(best, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
 
 
@@ -165,9 +166,7 @@ class _Step:
         while step is not None:
             path.append(step.node)
             step = step.before
-        used_up = n_tokens == self.node.n_tokens and not any(
-            True for _ in source.children(self.node.key)
-        )
+        used_up = n_tokens == self.node.n_tokens and not source.children(self.node.key, limit=1)
         return Match(tuple(reversed(path)), self.node.start + n_tokens, n_chars, used_up)
 
 
@@ -184,8 +183,7 @@ def _steps(
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens = before.node.stop if before else 0
-        ahead = prompt[position : position + _AHEAD_CHARS] if isinstance(prompt, str) else None
-        for node in source.children(parent, ahead):
+        for node in source.children(parent, prompt[position : position + _AHEAD]):
             content = content_of(node)
             # A key does not cover where its block stands; a damaged index may lie.
             if content is None or node.start != n_tokens:

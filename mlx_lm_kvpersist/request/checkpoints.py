@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cache.spec import ModelCacheSpec
+from ..match.siblings import FEW
 from ..match.tree import Node
 from ..store.block_store import BlockStore
 from ..store.part import Part
@@ -159,7 +160,7 @@ def superseded_parts(
     places = _Places(chain, _with(stored, new), spec)
     made = [node for node in chain if places.made_at(node)]
     stay = {node.key for node in [*made[:1], *made[-MAX_POINTS:]]}
-    branches = [node for node in made if node.key not in stay and len(_children(node, store)) > 1]
+    branches = [n for n in made if n.key not in stay and len(store.children(n.key, limit=2)) > 1]
     stay.update(node.key for node in branches[-MAX_BRANCHES:])
     stay.update(n.key for n in made if n.key not in stay and store.sessions_at(n.key))
     needed: set[bytes] = set()
@@ -183,22 +184,21 @@ def _replies_left(chain: Sequence[Node], n_reused: int, store: BlockStore) -> li
     fork = bisect_right([node.stop for node in chain], n_reused) - 1
     if fork < 0 or fork + 1 >= len(chain):
         return []
+    children = store.children(chain[fork].key, limit=FEW + 1)
+    if len(children) > FEW:
+        return []  # so many are conversations with one beginning
     left: list[Part] = []
-    for child in _children(chain[fork], store):
+    for child in children:
         branch: list[Node] = []
         following = [child] if child.key != chain[fork + 1].key else []
         while len(following) == 1 and len(branch) < _MAX_REPLY_BLOCKS:
             branch += following
-            following = _children(branch[-1], store)
+            following = store.children(branch[-1].key, limit=2)
         parts = [part for found in store.parts([n.key for n in branch]).values() for part in found]
         is_reply = sum(part.kind == STATE for part in parts) == 1
         if branch and not following and is_reply:
             left += parts
     return left
-
-
-def _children(node: Node, store: BlockStore) -> list[Node]:
-    return store.children(node.key)
 
 
 def _with(stored: PartsByBlock, new: Sequence[Part]) -> dict[bytes, list[Part]]:

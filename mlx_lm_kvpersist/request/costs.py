@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..cache.spec import ModelCacheSpec
+from ..match.siblings import FEW
 from ..match.tree import Match, Node
 from ..store.block_store import BlockStore
 from .outcome import Reason
@@ -130,10 +131,15 @@ class ReusePolicy:
 
 def _branch_chars(match: Match, store: BlockStore) -> int:
     """Return the characters of the branch that a match lies on, followed to one of its ends."""
-    n_chars = sum(len(node.text) for node in match.path)
-    key = match.path[-1].key if match.path else b""
-    while children := list(store.children(key)):
-        longest = max(children, key=lambda node: len(node.text))
-        n_chars += len(longest.text)
-        key = longest.key
-    return n_chars
+    path = list(match.path)
+    while path:
+        # Each begins where its parent ends; a damaged index may go round in circles.
+        children = [
+            node
+            for node in store.children(path[-1].key, limit=FEW)
+            if node.start == path[-1].stop > path[-1].start
+        ]
+        if not children:
+            break
+        path.append(max(children, key=lambda node: len(node.text)))
+    return sum(len(node.text) for node in path)

@@ -192,8 +192,9 @@ def _replaced_tails(
     for node in chain:
         if node.stop <= n_reused:
             continue
-        for sibling in store.tails(node.parent, BLOCK_TOKENS):
-            if sibling.key != node.key and node.packed_ids.startswith(sibling.packed_ids):
+        for sibling in store.children(node.parent, node.packed_ids):
+            is_beginning = sibling.key != node.key and sibling.is_genuine
+            if is_beginning and node.packed_ids.startswith(sibling.packed_ids):
                 store.drop_unwritten(sibling.key)
                 replaced.append((sibling.key, node.key))
     return replaced

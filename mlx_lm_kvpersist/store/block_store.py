@@ -83,16 +83,19 @@ class BlockStore:
     def index(self) -> Index:
         return self.disk.index
 
-    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Node]:
         """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk.
 
-        With the text that lies ahead, those on disk may be only the ones that are near to it.
+        See `NodeSource.children`.
         """
         lost = self._lost.copy()  # before the index is read: they leave both, it first
-        stored = self._ask(partial(self.index.children, parent, ahead), ())
+        wanted = None if limit is None else limit + len(lost)
+        stored = self._ask(partial(self.index.children, parent, ahead, wanted), ())
         nodes = {node.key: node for node in stored if node.key not in lost}
-        nodes.update((node.key, node) for node in self.pool.children(parent))
-        return list(nodes.values())
+        nodes.update((node.key, node) for node in self.pool.children(parent, ahead, limit))
+        return list(nodes.values())[:limit]
 
     def __contains__(self, key: bytes) -> bool:
         if key in self.pool:
@@ -211,14 +214,6 @@ class BlockStore:
             self._failed("read the index", error)
             return []
 
-    def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
-        """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
-        stored = self._ask(partial(self.index.tails, parent, max_tokens), ())
-        nodes = {node.key: node for node in stored}
-        in_ram = self.pool.children(parent)
-        nodes.update((node.key, node) for node in in_ram if node.n_tokens < max_tokens)
-        return list(nodes.values())
-
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
         unwritten = self._unwritten_replies.get((root, digest))
@@ -230,8 +225,8 @@ class BlockStore:
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""
-        roots = self._ask(self.index.roots, ())
-        return [other for other, _, _ in roots if other.key != root.key][:limit]
+        roots = self._ask(partial(self.index.roots, limit + 1), ())
+        return [other for other, _ in roots if other.key != root.key][:limit]
 
     def file_hash(self, path: str, stamp: str) -> str | None:
         """Return what is remembered of a model's file, if its stamp is still the same."""
@@ -264,6 +259,7 @@ class BlockStore:
 
         "bytes" are all bytes; "part_bytes" says how many of them are those of parts.
         """
+        totals = self.index.totals()
         return {
             "folder": str(self.folder),
             "ram": {
@@ -274,10 +270,10 @@ class BlockStore:
                 "max_bytes": self.limits.max_ram_bytes,
             },
             "disk": {
-                "blocks": self.index.n_blocks(),
-                "parts": self.index.n_parts(),
+                "blocks": totals.n_blocks,
+                "parts": totals.n_parts,
                 "bytes": self.disk.used_bytes(),
-                "part_bytes": self.index.n_part_bytes(),
+                "part_bytes": totals.part_bytes,
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,
             },

@@ -32,6 +32,7 @@ from .files import Arrays, block_path, file_bytes, key_of, metadata_of, row_byte
 from .folder import INDEX_FILES, move, own_bytes, own_files, remove, sync, take_into_use
 from .index import Forgotten, Index, Session
 from .index_file import is_damage
+from .index_rows import row_bytes
 from .lock import StoreLock
 from .part import Part
 from .part_files import metadata_of_part, part_path, path_of, write_part
@@ -208,7 +209,9 @@ class DiskStore:
                     rows = sum(row_bytes(file.what) for file in todo)
                     needed = sum(file.n_bytes for file in todo) + max(0, rows - self.reserve_bytes)
                     self._check_wear(needed)
-                    self._make_room_for(needed, {*keep, *turn.keys()})
+                    # The rows of a long turn take more than what is reserved for them.
+                    rows = sum(row_bytes(file.what) for file in todo) - self.reserve_bytes
+                    self._make_room_for(needed + max(0, rows), {*keep, *turn.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()
@@ -226,8 +229,7 @@ class DiskStore:
     def _is_there(self, what: Node | Part) -> bool:
         """Say whether a block or a part has its row and its file, neither alone."""
         if isinstance(what, Part):
-            known = self.index.part(what.key) is not None
-            return known and part_path(self.folder, what.key).exists()
+            return self.index.has_part(what.key) and part_path(self.folder, what.key).exists()
         return self._is_block_there(what.key)
 
     def _is_block_there(self, key: bytes) -> bool:
@@ -270,7 +272,7 @@ class DiskStore:
     def _session_of(self, turn: Turn) -> Session | None:
         if turn.leaf is None:
             return None
-        now, leaf = time.time(), turn.leaf
+        now, leaf = self.index.now(), turn.leaf
         session = self.index.session_at(turn.root, leaf)
         if session is None:
             session = Session(
@@ -337,7 +339,8 @@ class DiskStore:
             while too_much > 0:
                 victim = self._victim(keep, pinned)
                 if victim is None:
-                    return False
+                    self.index.checkpoint()  # the rows of what went take room no longer
+                    return self._excess(n_bytes) <= 0
                 went = self.forget(victim)
                 for key in {victim, *went.parts}:
                     self._note_gone(key, Gone.EVICTED)
@@ -425,9 +428,8 @@ class DiskStore:
             chain = self.index.chain(session.leaf)
             self.index.remove_session(session.id)
             self._remove_note(session.id)
-            needed = {other.leaf for other in self.index.sessions()}
             for node, _ in reversed(chain):
-                if node.key in needed or self.index.children(node.key):
+                if self.index.sessions_at(node.key) or self.index.children(node.key, limit=1):
                     break
                 self.forget(node.key)
             self.index.checkpoint()
@@ -450,6 +452,8 @@ class DiskStore:
         """
         with self.lock.held():
             n_swept = sweep_staged(self.folder)
+            if self.index.faults():
+                rebuild_index(self.folder)  # or what its rows do not tell would be removed
             for name, keys in (("blocks", self.index.keys), ("parts", self.index.part_keys)):
                 known, present = keys(), set[bytes]()
                 for path in own_files(self.folder, name):

@@ -6,75 +6,38 @@ it holds the store's lock. What it says of blocks can be rebuilt from their file
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import astuple
+from typing import Any
 
-import xxhash
-
-from ..match.keys import Root, block_key
-from ..match.tree import Node, common_prefix
+from ..match.keys import Root
+from ..match.siblings import FEW, MAX_ALIKE, nearest
+from ..match.tree import Node
 from .index_parts import PartIndex
 from .index_requests import RequestIndex
+from .index_rows import (
+    NODE_COLUMNS,
+    SESSION_COLUMNS,
+    Forgotten,
+    Leaf,
+    Session,
+    StoredReply,
+    Totals,
+    read_node,
+    read_root,
+    read_session,
+    seal,
+    unsealed,
+)
 from .part import Part
 
+__all__ = ["Forgotten", "Index", "Leaf", "Session", "StoredReply"]
+
 _MAX_REPLIES = 10_000
-_FEW = 16
-"""Children of a block that are looked at one by one."""
-_MAX_KEY_CHARS = 4096
-"""Of the text ahead that is compared in SQL; few blocks have a longer text."""
-_MAX_STEPS = 64
-_SEAL_BYTES = 8
-_SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
-
-    `name` is what the client calls it, if anything. `chain` are the keys of all its blocks and
-    `replaced` those whose content is now part of longer blocks, with what took their place: the
-    session that ended in one of them is the one that moves.
-    """
-
-    name: str | None
-    key: bytes
-    n_tokens: int
-    chain: tuple[bytes, ...]
-    replaced: tuple[tuple[bytes, bytes], ...] = ()
-
-
-@dataclass(frozen=True)
-class StoredReply:
-    """The ids of a reply whose text, as the client saw it, is not what they decode to."""
-
-    digest: bytes
-    packed_ids: bytes
-
-
-@dataclass(frozen=True)
-class Session:
-    """A conversation on disk. `created` and `used` are seconds since the epoch."""
-
-    id: str
-    root: bytes
-    name: str | None
-    leaf: bytes
-    n_tokens: int
-    pinned: bool
-    created: float
-    used: float
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """What went with a block or a part: sessions (ids), parts (keys); bytes of files in all."""
-
-    n_bytes: int
-    sessions: tuple[str, ...]
-    parts: tuple[bytes, ...]
+_MAX_BRANCHES = 4
+"""Of a session that are preferred to others of equal length: those used last."""
+_ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 
 
 class Index(PartIndex, RequestIndex):
@@ -82,49 +45,31 @@ class Index(PartIndex, RequestIndex):
 
     # Reading.
 
-    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
-        """Return the blocks that continue `parent`, as they stand here.
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Node]:
+        """Return the blocks that continue `parent`, at most `limit`.
 
-        With the text that lies ahead, and where there are many, only those are returned whose
-        text is near to it: see `_near`. A damaged index may lie; the walk of the tree checks
-        those blocks that it means to use.
+        With the text or the packed ids that lie ahead, and where there are many, only the nearest
+        to them are returned. A damaged index may lie; the walk of the tree checks those blocks
+        that it means to use.
         """
-        limit = -1 if ahead is None else _FEW + 1
-        nodes = self._nodes(parent, "LIMIT ?", limit)
-        if ahead is None or len(nodes) <= _FEW:
+        if ahead is not None:
+            limit = FEW + 1
+        nodes = self._nodes("parent = ? LIMIT ?", parent, -1 if limit is None else limit)
+        if ahead is None or len(nodes) <= FEW:
             return nodes
-        return self._near(parent, ahead)
+        column = "text" if isinstance(ahead, str) else "ids"
 
-    def _near(self, parent: bytes, ahead: str) -> list[Node]:
-        """Return the children whose text has most in common with what lies ahead.
+        def find(how: str, content: str | bytes) -> list[Node]:
+            where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
+            return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
 
-        In sorted order, these stand next to it: the one behind, and the one before. A child
-        whose whole text stands ahead can be farther up, but then it begins the one before; so the
-        search goes on with what that one has in common with the text ahead.
-        """
-        key = ahead[:_MAX_KEY_CHARS]
-        nodes = self._nodes(parent, "AND text > ? ORDER BY text LIMIT 1", key)
-        for _ in range(_MAX_STEPS):
-            found = self._nodes(parent, "AND text <= ? ORDER BY text DESC LIMIT 1", key)
-            if not found:
-                break
-            text = found[0].text
-            nodes += self._nodes(parent, "AND text = ?", text)
-            n_common = common_prefix(text, ahead, 0)
-            # Behind a child that stands ahead as a whole, only shorter ones are of interest.
-            key = ahead[: n_common - 1 if n_common == len(text) else n_common]
-            if not key:
-                break
-        return nodes
+        return nearest(ahead, find)
 
-    def _nodes(self, parent: bytes, where: str, value: str | int) -> list[Node]:
-        rows = self._db.execute(
-            f"SELECT key, start, ids, text, pending FROM blocks WHERE parent = ? {where}",
-            (parent, value),
-        )
-        return [
-            Node(key, parent, start, ids, text, pending) for key, start, ids, text, pending in rows
-        ]
+    def _nodes(self, where: str, *values: Any) -> list[Node]:
+        rows = self._db.execute(f"SELECT {NODE_COLUMNS} FROM blocks WHERE {where}", values)
+        return [node for row in rows if (node := read_node(row)) is not None]
 
     def __contains__(self, key: bytes) -> bool:
         return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
@@ -133,20 +78,15 @@ class Index(PartIndex, RequestIndex):
         """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
         chain: list[tuple[Node, int]] = []
         key = leaf
-        while True:
-            row = self._db.execute(
-                "SELECT parent, root, start, ids, text, pending, n_bytes FROM blocks WHERE key = ?",
-                (key,),
-            ).fetchone()
-            if row is None:
-                return []
-            parent, root, start, ids, text, pending, n_bytes = row
-            if chain and start >= chain[-1][0].start:
-                return []  # a damaged index may go round in circles
-            chain.append((Node(key, parent, start, ids, text, pending), n_bytes))
-            if parent == root:
+        while (found := self.block(key)) is not None:
+            node, root, n_bytes = found
+            if chain and node.start >= chain[-1][0].start:
+                break  # a damaged index may go round in circles
+            chain.append((node, n_bytes))
+            if node.parent == root:
                 return chain[::-1]
-            key = parent
+            key = node.parent
+        return []
 
     def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
         """Return how many blocks lead to `leaf`, itself included, their parts, and all bytes."""
@@ -164,93 +104,83 @@ class Index(PartIndex, RequestIndex):
     def block(self, key: bytes) -> tuple[Node, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
         row = self._db.execute(
-            "SELECT parent, root, start, ids, text, pending, n_bytes FROM blocks WHERE key = ?",
-            (key,),
+            f"SELECT {NODE_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", (key,)
         ).fetchone()
-        if row is None:
+        if row is None or (node := read_node(row[:-2])) is None:
             return None
-        parent, root, start, ids, text, pending, n_bytes = row
-        return Node(key, parent, start, ids, text, pending), root, n_bytes
+        is_read = isinstance(row[-2], bytes) and isinstance(row[-1], int)
+        return (node, row[-2], row[-1]) if is_read else None
 
-    def roots(self) -> list[tuple[Root, int, int]]:
-        """Return every root that has blocks, with their number and the bytes of their files."""
+    def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
+        """Return the roots with most in them, with what they have."""
         rows = self._db.execute(
-            "SELECT r.about, count(*), sum(b.n_bytes) FROM roots AS r "
-            "JOIN blocks AS b ON b.root = r.key GROUP BY r.key ORDER BY sum(b.n_bytes) DESC"
+            "SELECT key, about, n_blocks, block_bytes, n_parts, part_bytes FROM totals "
+            "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
+            (limit,),
         )
-        return [(Root.from_json(about), count, n_bytes) for about, count, n_bytes in rows]
+        read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
+        return [(root, totals) for root, totals in read if root is not None]
 
     def root(self, key: bytes) -> Root | None:
         row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
-        return Root.from_json(row[0]) if row else None
+        return read_root(key, row[0]) if row else None
 
     def keys(self) -> set[bytes]:
         """Return the keys of all blocks."""
-        return {key for (key,) in self._db.execute("SELECT key FROM blocks")}
+        return {
+            key for (key,) in self._db.execute("SELECT key FROM blocks WHERE typeof(key) = 'blob'")
+        }
 
     def sessions(self) -> list[Session]:
         """Return all sessions, the most recently used first."""
-        rows = self._db.execute(f"SELECT {_SESSION_COLUMNS} FROM sessions ORDER BY used DESC")
-        return [_session(row) for row in rows]
+        return self._sessions("1 ORDER BY used DESC")
 
     def session(self, session_id: str) -> Session | None:
-        row = self._db.execute(
-            f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE id = ?", (session_id,)
-        ).fetchone()
-        return _session(row) if row else None
+        return next(iter(self._sessions("id = ?", session_id)), None)
 
     def sessions_at(self, leaf: bytes) -> list[Session]:
         """Return the sessions that end in a block."""
-        rows = self._db.execute(f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE leaf = ?", (leaf,))
-        return [_session(row) for row in rows]
+        return self._sessions("leaf = ?", leaf)
+
+    def _sessions(self, where: str, *values: Any) -> list[Session]:
+        rows = self._db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", values)
+        return [session for row in rows if (session := read_session(row)) is not None]
 
     def session_blocks(self, root: bytes, name: str) -> set[bytes]:
-        """Return the keys of all blocks of all branches of a session."""
+        """Return the keys of all blocks of the branches of a session that were used last."""
         rows = self._db.execute(
             "WITH RECURSIVE up(key) AS ("
-            "SELECT leaf FROM sessions WHERE root = ? AND name = ? "
+            "SELECT leaf FROM (SELECT leaf FROM sessions WHERE root = ? AND name = ? "
+            "ORDER BY used DESC LIMIT ?) "
             "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up",
-            (root, name),
+            (root, name, _MAX_BRANCHES),
         )
         return {key for (key,) in rows}
-
-    def tails(self, parent: bytes, max_tokens: int) -> list[Node]:
-        """Return the blocks that continue `parent` and hold fewer than `max_tokens` tokens."""
-        rows = self._db.execute(
-            "SELECT key, start, ids, text, pending FROM blocks "
-            "WHERE parent = ? AND length(ids) < ?",
-            (parent, 4 * max_tokens),
-        )
-        return [
-            Node(key, parent, start, ids, text, pending)
-            for key, start, ids, text, pending in rows
-            if block_key(parent, ids) == key
-        ]
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         row = self._db.execute(
             "SELECT ids FROM replies WHERE root = ? AND digest = ?", (root, digest)
         ).fetchone()
-        if row is None or not isinstance(row[0], bytes):
-            return None
-        ids = row[0][:-_SEAL_BYTES]
-        return ids if _seal(root, digest, ids) == row[0] else None
+        return None if row is None else unsealed(root, digest, row[0])
 
     def n_bytes(self) -> int:
         """Return the size of all files of blocks and parts, in bytes."""
-        total: int = self._db.execute("SELECT coalesce(sum(n_bytes), 0) FROM blocks").fetchone()[0]
-        return total + self.n_part_bytes()
+        totals = self.totals()
+        return totals.block_bytes + totals.part_bytes
 
     def n_blocks(self) -> int:
-        count: int = self._db.execute("SELECT count(*) FROM blocks").fetchone()[0]
-        return count
+        return self.totals().n_blocks
+
+    def n_parts(self) -> int:
+        return self.totals().n_parts
 
     def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
         """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
         with closing(
             self._db.execute(
-                "SELECT used, key FROM blocks AS b "
-                "WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
+                "SELECT CAST(used AS REAL), key FROM blocks AS b WHERE n_children = 0 "
+                # Once more, because a damaged index may lie.
+                "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
                 "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
                 "ORDER BY used, start DESC"
             )
@@ -261,7 +191,7 @@ class Index(PartIndex, RequestIndex):
         row = self._db.execute(
             "SELECT hash FROM file_hashes WHERE path = ? AND stamp = ?", (path, stamp)
         ).fetchone()
-        return row[0] if row else None
+        return row[0] if row and isinstance(row[0], str) else None
 
     # Writing.
 
@@ -270,7 +200,26 @@ class Index(PartIndex, RequestIndex):
     ) -> None:
         """Add blocks whose files are in place, with their sizes."""
         with self.transaction() as db:
-            self._add_blocks(db, root, blocks, time.time() if used is None else used)
+            if blocks:
+                db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
+            used = self.now() if used is None else used
+            db.executemany(
+                "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                [
+                    (
+                        n.key,
+                        n.parent,
+                        root.key,
+                        n.start,
+                        n.packed_ids,
+                        n.text,
+                        n.pending,
+                        size,
+                        used,
+                    )
+                    for n, size in blocks
+                ],
+            )
 
     def commit_turn(
         self,
@@ -280,8 +229,8 @@ class Index(PartIndex, RequestIndex):
         leaf: Leaf | None,
         replies: Iterable[StoredReply] = (),
         chain: Iterable[Node] = (),
-        new_parts: Iterable[tuple[Part, int]] = (),
-        parts: Iterable[Part] = (),
+        new_parts: Collection[tuple[Part, int]] = (),
+        parts: Collection[Part] = (),
         superseded: Collection[bytes] = (),
     ) -> list[bytes]:
         """Add blocks and parts whose files are in place, and move the session: all or none.
@@ -290,10 +239,10 @@ class Index(PartIndex, RequestIndex):
         and `parts` that say something else than those do are put right. The parts in
         `superseded` and those of replaced blocks are removed; return their keys.
         """
-        now = time.time()
         with self.transaction() as db:
-            self._add_blocks(db, root, blocks, now)
-            self._add_parts(db, new_parts, now)
+            now = self.now()
+            self.add_blocks(root, blocks, now)
+            self.add_parts(root.key, new_parts, now)
             self._use_parts(db, parts, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
             removed = self._remove_parts(db, superseded, replaced)
@@ -305,7 +254,7 @@ class Index(PartIndex, RequestIndex):
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
-                    (root.key, reply.digest, _seal(root.key, reply.digest, reply.packed_ids), now)
+                    (root.key, reply.digest, seal(root.key, reply.digest, reply.packed_ids), now)
                     for reply in replies
                 ],
             )
@@ -315,7 +264,7 @@ class Index(PartIndex, RequestIndex):
                 (_MAX_REPLIES,),
             )
             if session is not None and leaf is not None:
-                self._put_session(db, session)
+                self.put_session(session)
                 db.executemany(
                     "UPDATE sessions SET leaf = ? WHERE leaf = ?",
                     [(new, old) for old, new in leaf.replaced],
@@ -325,59 +274,31 @@ class Index(PartIndex, RequestIndex):
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
 
-    def _add_blocks(
-        self, db: sqlite3.Connection, root: Root, blocks: Sequence[tuple[Node, int]], used: float
-    ) -> None:
-        db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
-        db.executemany(
-            "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                (n.key, n.parent, root.key, n.start, n.packed_ids, n.text, n.pending, size, used)
-                for n, size in blocks
-            ],
-        )
-
     def session_at(self, root: Root, leaf: Leaf) -> Session | None:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
         found: list[Session] = []
         for first in range(0, len(ends), 500):
             part = ends[first : first + 500]
-            rows = self._db.execute(
-                f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE root = ? AND name IS ? "
-                f"AND leaf IN ({','.join('?' * len(part))})",
-                (root.key, leaf.name, *part),
-            )
-            found += map(_session, rows)
+            # By the leaf: thousands may have the name, and the plus keeps SQLite from them.
+            where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
+            found += self._sessions(where, root.key, leaf.name, *part)
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def put_session(self, session: Session) -> None:
         with self.transaction() as db:
-            self._put_session(db, session)
-
-    def _put_session(self, db: sqlite3.Connection, session: Session) -> None:
-        db.execute(
-            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                session.id,
-                session.root,
-                session.name,
-                session.leaf,
-                session.n_tokens,
-                session.pinned,
-                session.created,
-                session.used,
-            ),
-        )
+            db.execute(
+                "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(session)
+            )
 
     def remove_session(self, session_id: str) -> None:
         with self.transaction() as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-    def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
+    def touch(self, key: bytes, parts: Collection[Part] = ()) -> None:
         """Mark a block and parts as used now."""
-        now = time.time()
         with self.transaction() as db:
+            now = self.now()
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
             self._use_parts(db, parts, now)
 
@@ -393,7 +314,9 @@ class Index(PartIndex, RequestIndex):
                 (key,),
             )
             ended = db.execute("SELECT id FROM sessions WHERE leaf = ?", (key,)).fetchall()
-            sizes = db.execute("SELECT n_bytes FROM blocks WHERE key = ?", (key,)).fetchall()
+            sizes = db.execute(
+                "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?", (key,)
+            ).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             parts = self._remove_parts(db, [key], [key])
@@ -419,17 +342,3 @@ class Index(PartIndex, RequestIndex):
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
-
-
-def _seal(root: bytes, digest: bytes, ids: bytes) -> bytes:
-    """Return a reply's ids with a checksum behind them.
-
-    What else the index says of ids is proved by the keys and files of blocks. These go into a
-    prompt as they are.
-    """
-    return ids + xxhash.xxh3_64_digest(root + digest + ids)
-
-
-def _session(row: tuple[str, bytes, str | None, bytes, int, int, float, float]) -> Session:
-    session_id, root, name, leaf, n_tokens, pinned, created, used = row
-    return Session(session_id, root, name, leaf, n_tokens, bool(pinned), created, used)

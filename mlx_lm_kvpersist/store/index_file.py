@@ -5,73 +5,28 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 
 from ..errors import StoreFormatError
+from .index_rows import SESSION_COLUMNS, read_session
+from .index_schema import (
+    APPLICATION_ID,
+    INDEX_FORMAT,
+    OTHER_TABLES,
+    TABLES_OF_FILES,
+    faults,
+    is_as_made,
+    make_tables,
+    recount,
+    sound,
+)
 
 __all__ = ["INDEX_FORMAT", "IndexFile", "is_damage"]
 
-INDEX_FORMAT = 2
-"""Of the store as a whole: a version that reads less would count and remove too little.
-
-2 added parts.
-"""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS roots (
-    key BLOB PRIMARY KEY,
-    about TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS blocks (
-    key BLOB PRIMARY KEY,
-    parent BLOB NOT NULL,
-    root BLOB NOT NULL,
-    start INTEGER NOT NULL,
-    ids BLOB NOT NULL,
-    text TEXT NOT NULL,
-    pending BLOB NOT NULL,
-    n_bytes INTEGER NOT NULL,
-    used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS blocks_by_text ON blocks (parent, text);
-CREATE INDEX IF NOT EXISTS blocks_by_use ON blocks (used);
-CREATE TABLE IF NOT EXISTS parts (
-    key BLOB PRIMARY KEY,
-    block BLOB NOT NULL,
-    kind TEXT NOT NULL,
-    n_tokens INTEGER NOT NULL,
-    n_bytes INTEGER NOT NULL,
-    used REAL NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS parts_by_block ON parts (block, kind, n_tokens, n_bytes);
-CREATE INDEX IF NOT EXISTS parts_by_use ON parts (used, key, block);
-CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY,
-    root BLOB NOT NULL,
-    name TEXT,
-    leaf BLOB NOT NULL,
-    n_tokens INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0,
-    created REAL NOT NULL,
-    used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS sessions_by_name ON sessions (root, name);
-CREATE INDEX IF NOT EXISTS sessions_by_leaf ON sessions (leaf);
-CREATE TABLE IF NOT EXISTS replies (
-    root BLOB NOT NULL,
-    digest BLOB NOT NULL,
-    ids BLOB NOT NULL,
-    used REAL NOT NULL,
-    PRIMARY KEY (root, digest)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS file_hashes (
-    path TEXT PRIMARY KEY,
-    stamp TEXT NOT NULL,
-    hash TEXT NOT NULL
-);
-"""
-_APPLICATION_ID = 0x6B767000
-"""SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
+_INCREMENTAL = 2
+"""The index gives free pages back when it is asked to, so that it shrinks with the store."""
 _NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
 """What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
 
@@ -121,9 +76,9 @@ class IndexFile:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (made_for,) = db.execute("PRAGMA application_id").fetchone()
         claims_more = version > INDEX_FORMAT
-        if claims_more and 0 < made_for - _APPLICATION_ID <= INDEX_FORMAT:
+        if claims_more and 0 < made_for - APPLICATION_ID <= INDEX_FORMAT:
             raise sqlite3.DatabaseError(
-                f"an index of format {made_for - _APPLICATION_ID} that claims to be {version}"
+                f"an index of format {made_for - APPLICATION_ID} that claims to be {version}"
             )
         if claims_more:
             raise StoreFormatError(
@@ -131,19 +86,24 @@ class IndexFile:
                 f"{INDEX_FORMAT}. "
                 "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
             )
-        if version < INDEX_FORMAT:
-            # Whatever is missing; an older store goes on with what is new in it empty.
-            with db:
-                db.executescript(_SCHEMA)
-                db.execute(f"PRAGMA application_id = {_APPLICATION_ID + INDEX_FORMAT}")
-                db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
         (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(verdict)
-        with closing(sqlite3.connect(":memory:")) as as_made:
-            as_made.executescript(_SCHEMA)
-            if not _statements(as_made) <= _statements(db):
-                raise sqlite3.DatabaseError("its tables are not as they were made")
+        if version < INDEX_FORMAT:
+            make_tables(db)
+        if not is_as_made(db):
+            raise sqlite3.DatabaseError("its tables are not as they were made")
+        if db.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):
+            self._let_shrink(db)
+
+    def _let_shrink(self, db: sqlite3.Connection) -> None:
+        """Have an index of an older format give pages back from now on."""
+        try:
+            db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+            db.execute("VACUUM")
+            self.checkpoint()
+        except sqlite3.OperationalError:
+            pass  # others are reading it, or the disk is full: the next one who opens it tries
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -161,6 +121,9 @@ class IndexFile:
         # Another thread closes it only where nobody has this index any more.
         db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
         # A small log: it counts towards the disk budget like every other file.
+        db.text_factory = _read_text
+        if not self.path.stat().st_size:  # else this would write
+            db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA wal_autocheckpoint = 64")
@@ -189,8 +152,12 @@ class IndexFile:
         self._local.__dict__.clear()
 
     def checkpoint(self) -> None:
-        """Empty the log into the index, as far as other readers allow."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        """Give back the pages that are free, and empty the log into the index.
+
+        As far as other readers allow.
+        """
+        # A script runs to its end; execute() would stop after one page.
+        self._db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
     def is_current(self) -> bool:
         """Say whether the file is still where it was opened."""
@@ -204,34 +171,47 @@ class IndexFile:
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         return version
 
+    def faults(self) -> list[str]:
+        """Return what is wrong with the rows in themselves, a line for each kind."""
+        return faults(self._db)
+
+    def recount(self) -> None:
+        """Make totals and numbers of children anew."""
+        with self.transaction() as db:
+            recount(db)
+
     def take_over(self, path: Path) -> None:
         """Replace what the files say by the content of the index at `path`, in one transaction.
 
-        What the files do not say is kept where it still applies: sessions that have neither name
-        nor pin, times of use, remembered replies. Others read the old content until it is done.
+        What the files do not say is kept where it still applies and can be read: sessions that
+        have neither name nor pin, times of use, remembered replies. Others read the old content
+        until it is done.
         """
         db = self._db
         db.execute("ATTACH ? AS fresh", (str(path),))
         try:
-            with db:
-                db.execute("BEGIN IMMEDIATE")
-                db.execute(
-                    "UPDATE fresh.blocks SET used = max(used, "
-                    "(SELECT old.used FROM main.blocks AS old WHERE old.key = blocks.key)) "
-                    "WHERE key IN (SELECT key FROM main.blocks)"
+            with self.transaction():
+                for table in ("blocks", "parts"):
+                    db.execute(
+                        f"UPDATE fresh.{table} SET used = max(used, "
+                        f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
+                        f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
+                    )
+                sessions = map(
+                    read_session, db.execute(f"SELECT {SESSION_COLUMNS} FROM main.sessions")
                 )
-                db.execute(
-                    "INSERT OR REPLACE INTO fresh.sessions SELECT * FROM main.sessions AS s "
-                    "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE key = s.leaf AND root = s.root)"
+                db.executemany(
+                    "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 "
+                    "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
+                    [astuple(session) for session in sessions if session is not None],
                 )
-                db.execute(
-                    "UPDATE fresh.parts SET used = max(used, "
-                    "(SELECT old.used FROM main.parts AS old WHERE old.key = parts.key)) "
-                    "WHERE key IN (SELECT key FROM main.parts)"
-                )
-                for table in ("roots", "blocks", "parts", "sessions"):
+                for table in OTHER_TABLES:
+                    db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
+                for table in TABLES_OF_FILES:
                     db.execute(f"DELETE FROM main.{table}")
+                for table in TABLES_OF_FILES:
                     db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
+                recount(db)
         finally:
             db.execute("DETACH fresh")
 
@@ -240,16 +220,17 @@ class IndexFile:
         db = self._db
         db.execute("ATTACH ? AS other", (str(path),))
         try:
-            with db:
+            with self.transaction():
                 db.execute(
                     "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
-                    "n_bytes, used FROM other.blocks"
+                    "n_bytes, used, 0 FROM other.blocks"
                 )
                 db.execute("INSERT INTO main.parts SELECT * FROM other.parts")
                 db.execute(
                     "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
                     "created, used FROM other.sessions"
                 )
+                recount(db)
         finally:
             db.execute("DETACH other")
 
@@ -261,6 +242,9 @@ def is_damage(error: sqlite3.Error) -> bool:
     return not any(words in str(error) for words in _NOT_DAMAGE)
 
 
-def _statements(db: sqlite3.Connection) -> set[tuple[str, str]]:
-    rows = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-    return {(name, sql) for name, sql in rows}
+def _read_text(raw: bytes) -> str | bytes:
+    """Read a text; the bytes of a damaged one, which is then no text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from typing import Any
 
 from .index_file import IndexFile
+from .index_rows import PART_COLUMNS, Totals, read_part
 from .part import Part
 
 __all__ = ["PartIndex"]
 
+_END = float(1 << 33)
+"""The year 2242: what claims to have been used later was not."""
 _AT_ONCE = 500
 """Keys in one statement; SQLite takes 999 or more."""
 
@@ -21,56 +24,43 @@ class PartIndex(IndexFile):
     """What is on disk of parts. Who may read and change it is said in `index`."""
 
     def parts(self, blocks: Sequence[bytes]) -> list[tuple[Part, int]]:
-        """Return the parts of these blocks with the sizes of their files, in bytes.
-
-        A damaged index may lie: what does not hash to its key is left out.
-        """
-        found: list[tuple[Part, int]] = []
+        """Return the parts of these blocks with the sizes of their files, in bytes."""
+        found: list[tuple[Part, int] | None] = []
         for first in range(0, len(blocks), _AT_ONCE):
             some = blocks[first : first + _AT_ONCE]
             rows = self._db.execute(
-                "SELECT key, block, kind, n_tokens, n_bytes FROM parts "
-                f"WHERE block IN ({_marks(some)}) ORDER BY block, kind, n_tokens",
+                f"SELECT {PART_COLUMNS} FROM parts "
+                f"WHERE block IN ({','.join('?' * len(some))}) ORDER BY block, kind, n_tokens",
                 some,
             )
-            for key, block, kind, n_tokens, n_bytes in rows:
-                part = _part(block, kind, n_tokens)
-                if part is not None and part.key == key:
-                    found.append((part, n_bytes))
-        return found
+            found += map(read_part, rows)
+        return [part for part in found if part is not None]
 
-    def part(self, key: bytes) -> tuple[Part | None, int] | None:
-        """Return what the row of this key says: a part, None if it cannot be one, and its size."""
-        row = self._db.execute(
-            "SELECT block, kind, n_tokens, n_bytes FROM parts WHERE key = ?", (key,)
-        ).fetchone()
-        return None if row is None else (_part(*row[:3]), row[3])
+    def part(self, key: bytes) -> tuple[Part, int] | None:
+        """Return a part and the size of its file."""
+        row = self._db.execute(f"SELECT {PART_COLUMNS} FROM parts WHERE key = ?", (key,)).fetchone()
+        return None if row is None else read_part(row)
+
+    def has_part(self, key: bytes) -> bool:
+        return self._db.execute("SELECT 1 FROM parts WHERE key = ?", (key,)).fetchone() is not None
 
     def part_keys(self) -> set[bytes]:
         """Return the keys of all parts."""
-        return {key for (key,) in self._db.execute("SELECT key FROM parts")}
+        return {
+            key for (key,) in self._db.execute("SELECT key FROM parts WHERE typeof(key) = 'blob'")
+        }
 
-    def n_parts(self) -> int:
-        count: int = self._db.execute("SELECT count(*) FROM parts").fetchone()[0]
-        return count
-
-    def n_part_bytes(self) -> int:
-        """Return the size of all part files, in bytes."""
-        total: int = self._db.execute("SELECT coalesce(sum(n_bytes), 0) FROM parts").fetchone()[0]
-        return total
-
-    def parts_by_root(self) -> dict[bytes, tuple[int, int]]:
-        """Return, by the key of the root, the number of parts and the bytes of their files."""
-        rows = self._db.execute(
-            "SELECT b.root, count(*), sum(p.n_bytes) FROM parts AS p "
-            "JOIN blocks AS b ON b.key = p.block GROUP BY b.root"
-        )
-        return {root: (count, n_bytes) for root, count, n_bytes in rows}
+    def totals(self) -> Totals:
+        """Return numbers and bytes of all blocks and parts."""
+        row = self._db.execute(
+            "SELECT n_blocks, block_bytes, n_parts, part_bytes FROM totals WHERE root = x''"
+        ).fetchone()
+        return Totals(*(n if isinstance(n, int) else 0 for n in row or ()))
 
     def unused_parts(self) -> Iterator[tuple[float, bytes, bytes]]:
         """Yield time of use, key and block of all parts, the oldest first."""
         with closing(
-            self._db.execute("SELECT used, key, block FROM parts ORDER BY used, key")
+            self._db.execute("SELECT CAST(used AS REAL), key, block FROM parts ORDER BY used, key")
         ) as rows:
             yield from rows
 
@@ -89,20 +79,34 @@ class PartIndex(IndexFile):
         )
         return [key for (key,) in rows]
 
-    def add_parts(self, parts: Iterable[tuple[Part, int]], used: float | None = None) -> None:
+    def add_parts(
+        self, root: bytes, parts: Collection[tuple[Part, int]], used: float | None = None
+    ) -> None:
         """Add parts whose files are in place, with their sizes."""
         with self.transaction() as db:
-            self._add_parts(db, parts, time.time() if used is None else used)
+            used = self.now() if used is None else used
+            # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
+            db.executemany("DELETE FROM parts WHERE key = ?", [(p.key,) for p, _ in parts])
+            db.executemany(
+                "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [(p.key, p.block, p.kind, p.n_tokens, size, used, root) for p, size in parts],
+            )
 
-    def _add_parts(
-        self, db: sqlite3.Connection, parts: Iterable[tuple[Part, int]], used: float
-    ) -> None:
-        db.executemany(
-            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)",
-            [(p.key, p.block, p.kind, p.n_tokens, size, used) for p, size in parts],
-        )
+    def now(self) -> float:
+        """Return the time of use of what is used now, in seconds since the epoch.
 
-    def _use_parts(self, db: sqlite3.Connection, parts: Iterable[Part], now: float) -> None:
+        It is always the latest: were it not, a clock that jumps back would have what is written
+        after that go first.
+        """
+        newest = [
+            self._db.execute(
+                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", (_END,)
+            ).fetchone()
+            for table in ("blocks", "parts")
+        ]
+        return max([time.time(), *(math.nextafter(row[0], _END) for row in newest if row)])
+
+    def _use_parts(self, db: sqlite3.Connection, parts: Collection[Part], now: float) -> None:
         """Mark parts as used, and put right what their rows say of them."""
         db.executemany(
             "UPDATE parts SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
@@ -117,17 +121,8 @@ class PartIndex(IndexFile):
         for column, values in (("key", keys), ("block", blocks)):
             for value in values:
                 where = f"FROM parts WHERE {column} = ?"
-                removed += db.execute(f"SELECT key, n_bytes {where}", (value,)).fetchall()
+                removed += db.execute(
+                    f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,)
+                ).fetchall()
                 db.execute(f"DELETE {where}", (value,))
         return removed
-
-
-def _marks(values: Collection[bytes]) -> str:
-    return ",".join("?" * len(values))
-
-
-def _part(block: Any, kind: Any, n_tokens: Any) -> Part | None:
-    """Return the part that a row describes; None where its types are not those of one."""
-    if not (isinstance(block, bytes) and isinstance(kind, str) and isinstance(n_tokens, int)):
-        return None
-    return Part(block, kind, n_tokens) if abs(n_tokens) < 1 << 31 else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from typing import Any
 
 from .index_file import IndexFile
@@ -12,8 +11,6 @@ __all__ = ["KEPT", "RequestIndex"]
 
 KEPT = 100
 _MAX_RECORD_CHARS = 4096
-# Made when it is first needed: a store without it is whole, and older versions ignore it.
-_TABLE = "CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, about TEXT NOT NULL)"
 
 
 class RequestIndex(IndexFile):
@@ -25,7 +22,6 @@ class RequestIndex(IndexFile):
         if len(about) > _MAX_RECORD_CHARS:
             return
         with self.transaction() as db:
-            db.execute(_TABLE)
             db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
             db.execute(
                 "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
@@ -34,14 +30,8 @@ class RequestIndex(IndexFile):
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the records, the newest first. Those that cannot be read are left out."""
-        try:
-            rows = self._db.execute("SELECT about FROM requests ORDER BY number DESC").fetchall()
-        except sqlite3.OperationalError as error:
-            if "no such table" not in str(error):
-                raise
-            return []
         records = []
-        for (about,) in rows:
+        for (about,) in self._db.execute("SELECT about FROM requests ORDER BY number DESC"):
             try:
                 record = json.loads(about)
             except (TypeError, ValueError):
@@ -53,5 +43,4 @@ class RequestIndex(IndexFile):
     def forget_requests(self) -> None:
         """Remove all records: they name sessions and may quote prompts."""
         with self.transaction() as db:
-            db.execute(_TABLE)
             db.execute("DELETE FROM requests")

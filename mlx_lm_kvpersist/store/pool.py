@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+from ..match.siblings import Siblings
 from ..match.tree import Node
 from .part import Part
 
@@ -61,7 +62,7 @@ class BlockPool:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, KVBlock | KVPart] = OrderedDict()
-        self._children: dict[bytes, dict[bytes, Node]] = {}
+        self._children: dict[bytes, Siblings] = {}
         self._parts: dict[bytes, dict[bytes, Part]] = {}
         self._n_bytes = 0
         self._n_parts = 0
@@ -91,9 +92,13 @@ class BlockPool:
     def get(self, key: bytes) -> KVBlock | KVPart | None:
         return self._entries.get(key)
 
-    def children(self, parent: bytes) -> list[Node]:
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Node]:
+        """Return the blocks that continue `parent`; see `NodeSource.children`."""
         with self._lock:
-            return list(self._children.get(parent, {}).values())
+            siblings = self._children.get(parent)
+            return [] if siblings is None else siblings.some(ahead, limit)
 
     def parts(self, blocks: Iterable[bytes]) -> list[Part]:
         """Return the parts of these blocks."""
@@ -200,7 +205,7 @@ class BlockPool:
             self._n_parts += 1
             self._n_part_bytes += entry.n_bytes
         else:
-            self._children.setdefault(entry.node.parent, {})[entry.key] = entry.node
+            self._children.setdefault(entry.node.parent, Siblings()).add(entry.node)
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
@@ -208,9 +213,15 @@ class BlockPool:
         if isinstance(entry, KVPart):
             self._n_parts -= 1
             self._n_part_bytes -= entry.n_bytes
-            _remove_from(self._parts, entry.part.block, key)
+            parts = self._parts[entry.part.block]
+            del parts[key]
+            if not parts:
+                del self._parts[entry.part.block]
         else:
-            _remove_from(self._children, entry.node.parent, key)
+            siblings = self._children[entry.node.parent]
+            siblings.remove(entry.node)
+            if not siblings:
+                del self._children[entry.node.parent]
 
     def _evict(self) -> None:
         while self._n_bytes > self.max_bytes:
@@ -232,10 +243,3 @@ class BlockPool:
             for part in list(self._parts.get(victim, ())) if is_gone else ():
                 if not self._entries[part].pins and not self._entries[part].holds:
                     self._remove(part)
-
-
-def _remove_from(by_owner: dict[bytes, dict[bytes, Any]], owner: bytes, key: bytes) -> None:
-    siblings = by_owner[owner]
-    del siblings[key]
-    if not siblings:
-        del by_owner[owner]

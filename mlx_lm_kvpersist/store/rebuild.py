@@ -108,7 +108,7 @@ def rebuild(
                 part, root, found = belonging
                 known = index.block(part.block)
                 if known is not None and known[1] == root.key:
-                    index.add_parts([(part, found.st_size)], found.st_mtime)
+                    index.add_parts(root.key, [(part, found.st_size)], found.st_mtime)
             progress(len(blocks) + number + 1, n_files)
         for path in sorted(own_files(folder, "sessions")):
             if path.suffix != ".json":

@@ -41,6 +41,8 @@ class Fault(str, Enum):
     """A file that the index does not know."""
     SESSION = "session"
     """A session ends nowhere, or its file is not what a rebuilt index would need."""
+    INDEX = "index"
+    """The index has rows that cannot be read, or totals that are not those of its rows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def find_problems(
 ) -> list[Problem]:
     """Return what is wrong with a store; `progress` is told files read and files in all."""
     keys, parts = sorted(index.keys()), sorted(index.part_keys())
-    found: list[Problem | None] = []
+    found: list[Problem | None] = [_check_index(index, fault) for fault in index.faults()]
     for number, key in enumerate((*keys, *parts)):
         check = _check_block if number < len(keys) else _check_part
         found.append(check(folder, index, key))
@@ -85,6 +87,9 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     believed.
     """
     with disk.lock.held():
+        if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
+            # First: a file that a damaged row does not name is not left behind.
+            rebuild_index(disk.folder)
         # The fault may be gone since, or be another one.
         now = [again for problem in problems if (again := problem.look_again())]
         for problem in now:
@@ -94,8 +99,6 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
                 disk.forget(bytes.fromhex(problem.subject))
             elif problem.fault is Fault.ORPHAN:
                 remove(disk.folder, Path(problem.subject))
-        if any(problem.fault is Fault.MISMATCH for problem in now):
-            rebuild_index(disk.folder)
         disk.sweep()
         for session in disk.index.sessions():
             if _end_of(disk.index, session) is not None:
@@ -105,14 +108,19 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
         disk.index.checkpoint()
 
 
+def _check_index(index: Index, fault: str) -> Problem | None:
+    if fault not in index.faults():
+        return None
+    return Problem(Fault.INDEX, index.path.name, fault, lambda: _check_index(index, fault))
+
+
 def _check_block(folder: Path, index: Index, key: bytes) -> Problem | None:
     def problem(fault: Fault, reason: str) -> Problem:
         return Problem(fault, key.hex(), reason, lambda: _check_block(folder, index, key))
 
-    row = index.block(key)
-    if row is None:
+    if key not in index:
         return None
-    known, root_key, n_bytes = row
+    row = index.block(key)
     path = block_path(folder, key)
     try:
         node, root, _ = read_block(folder, key)
@@ -123,7 +131,7 @@ def _check_block(folder: Path, index: Index, key: bytes) -> Problem | None:
         return problem(Fault.CORRUPT, str(error))
     except (OSError, MemoryError) as error:
         return problem(Fault.UNREADABLE, f"{path.name}: {error}")
-    if (node, root.key, size) != (known, root_key, n_bytes):
+    if (node, root.key, size) != row:
         return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
     if node.parent == root.key:
         stop = 0
@@ -143,10 +151,8 @@ def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
     def problem(fault: Fault, reason: str) -> Problem:
         return Problem(fault, key.hex(), reason, lambda: _check_part(folder, index, key))
 
-    row = index.part(key)
-    if row is None:
+    if not index.has_part(key):
         return None
-    known, n_bytes = row
     path = part_path(folder, key)
     try:
         part, root, _ = read_part(folder, key)
@@ -160,7 +166,7 @@ def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
     block = index.block(part.block)
     if block is not None and block[1] != root.key:
         return problem(Fault.CORRUPT, f"its block {part.block.hex()} belongs to another model")
-    if (part, size) != (known, n_bytes):
+    if (part, size) != index.part(key):
         return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
     if block is None:
         return problem(Fault.UNREACHABLE, f"its block {part.block.hex()} is not there")
@@ -171,7 +177,7 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     key = key_of(path)
     known = key is not None and (
         (key in index and path == block_path(folder, key))
-        or (index.part(key) is not None and path == part_path(folder, key))
+        or (index.has_part(key) and path == part_path(folder, key))
     )
     if known or not path.exists():
         return None

@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.index import StoredReply
+from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.part_files import part_path, write_part
 from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
@@ -46,7 +47,7 @@ def faults(run: CommandLine) -> list[str]:
 def test_stats(run: CommandLine) -> None:
     stats = run.json("store", "stats", "--kvpersist-disk", "2M")
     assert (stats["blocks"], stats["sessions"], stats["models"], stats["pinned"]) == (7, 3, 1, 0)
-    assert stats["format"] == 2 and stats["max_disk_bytes"] == 2 << 20
+    assert stats["format"] == INDEX_FORMAT and stats["max_disk_bytes"] == 2 << 20
     assert stats["bytes"]["blocks"] == sum(map(len, block_files(run.folder).values()))
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
     assert run("store", "stats", "--kvpersist-disk", "2M") == 0

@@ -15,8 +15,10 @@ class MemoryTree:
         self._block_tokens = block_tokens
         self._children: dict[bytes, dict[bytes, Node]] = {}
 
-    def children(self, parent: bytes, ahead: str | None = None) -> list[Node]:
-        return list(self._children.get(parent, {}).values())
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Node]:
+        return list(self._children.get(parent, {}).values())[:limit]
 
     def add(self, ids: list[int]) -> bytes:
         """Store a chain; return the key of its last block."""

@@ -68,8 +68,8 @@ class Parts:
     def parts(self, blocks: list[bytes]) -> dict[bytes, list[Part]]:
         return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
 
-    def children(self, parent: bytes) -> list[Node]:
-        return [*chain_of([1]) * self.n_children.get(parent, 0)]
+    def children(self, parent: bytes, limit: int) -> list[Node]:
+        return [*chain_of([1]) * self.n_children.get(parent, 0)][:limit]
 
     def sessions_at(self, key: bytes) -> list[str]:
         return self.sessions.get(key, [])

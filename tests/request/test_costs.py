@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from mlx_lm_kvpersist.request.costs import CostModel, Rate
+import threading
+from pathlib import Path
+
+from mlx_lm_kvpersist.match.tree import Match
+from mlx_lm_kvpersist.request.costs import CostModel, Rate, ReusePolicy
+from mlx_lm_kvpersist.store.index import Index
+from tests.store.conftest import ROOT, chain
 
 
 def test_a_rate_follows_what_is_measured() -> None:
@@ -40,3 +46,25 @@ def test_short_prefills_teach_nothing() -> None:
     costs = CostModel()
     costs.learn_prefill(10, 10.0)
     assert costs.prefill.per_s is None
+
+
+def test_a17_a_branch_that_goes_round_in_circles_has_an_end(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index.sqlite")
+    nodes = chain([1], [2], [3])
+    index.add_blocks(ROOT, [(node, 1) for node in nodes])
+    index._db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (nodes[2].key, nodes[0].key))
+    index._db.execute("UPDATE blocks SET parent = key, ids = x'' WHERE key = ?", (nodes[1].key,))
+    index._db.commit()
+    ended = []
+
+    def ask() -> None:
+        for node in nodes:
+            match = Match((node,), 1, 50, at_end=False)
+            policy = ReusePolicy(min_reuse=0.5)
+            ended.append(policy.tokens_to_reuse(match, 1, index, None))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(ended) == 3
+    index.close()

@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
-from mlx_lm_kvpersist.store.block_store import BlockStore
+import mlx.core as mx
+import pytest
 
-from .conftest import chain, save_turn
+from mlx_lm_kvpersist.match.keys import pack_ids
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import match_ids, match_text
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.index import Index, Leaf, StoredReply
+from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
+
+from .conftest import ROOT, chain, save_turn, state, window
 
 
 def in_fresh_threads(n_threads: int, act: Callable[[], object]) -> None:
@@ -69,3 +80,213 @@ def test_a2_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> Non
     reader.join()
     assert len(seen) == 3 and isinstance(seen[2], sqlite3.OperationalError)
     assert n_descriptors() < before
+
+
+# Rows that say what no row should.
+
+DAMAGES = [
+    "UPDATE roots SET about = 'no JSON'",
+    "UPDATE roots SET about = '{\"fingerprint\": 5}'",
+    "UPDATE roots SET about = x'00ff'",
+    "DELETE FROM roots",
+    "UPDATE blocks SET text = x'ff00'",
+    "UPDATE blocks SET text = CAST(x'ff' AS TEXT)",
+    "UPDATE blocks SET ids = 'text'",
+    "UPDATE blocks SET ids = x'01'",
+    "UPDATE blocks SET start = 'first'",
+    "UPDATE blocks SET n_bytes = 'big'",
+    "UPDATE blocks SET used = 'then'",
+    "UPDATE blocks SET pending = 3",
+    "UPDATE blocks SET root = 'root'",
+    "UPDATE blocks SET parent = 7",
+    "UPDATE blocks SET n_children = 'many'",
+    "UPDATE blocks SET n_children = 99",
+    "UPDATE blocks SET key = 'key' WHERE key = (SELECT max(key) FROM blocks)",
+    "UPDATE parts SET kind = x'00', n_tokens = 'all'",
+    "UPDATE parts SET n_bytes = 'big', used = x''",
+    "UPDATE parts SET root = 7",
+    "UPDATE sessions SET n_tokens = 'all' WHERE name = 's'",
+    "UPDATE sessions SET created = 'then', used = 'now' WHERE name = 's'",
+    "UPDATE sessions SET leaf = 'leaf', root = 5 WHERE name = 's'",
+    "UPDATE sessions SET name = x'00' WHERE name = 's'",
+    "UPDATE sessions SET name = CAST(x'ff' AS TEXT) WHERE name = 's'",
+    "UPDATE sessions SET pinned = 'yes' WHERE name = 's'",
+    "UPDATE replies SET ids = 'text', used = 'then'",
+    "UPDATE file_hashes SET hash = x'00'",
+    "UPDATE totals SET n_blocks = 'many'",
+    "UPDATE totals SET n_blocks = 99, part_bytes = -5",
+    "DELETE FROM totals",
+]
+
+
+def change(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
+        assert db.execute(statement).rowcount, statement
+
+
+@pytest.fixture
+def three(store: BlockStore) -> BlockStore:
+    """A store with two sessions that share a block, parts, a reply and a hash."""
+    nodes = chain([1, 2], [3, 4])
+    save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
+    save_turn(store, chain([1, 2], [5, 6]), "t")
+    reply = StoredReply(b"digest", b"ids!")
+    store.keep_turn(Turn(ROOT, (), None, (reply,)), [])
+    store.keep_file_hash("path", "stamp", "hash")
+    store.drain()
+    return store
+
+
+def ask_everything(store: BlockStore) -> None:
+    """Ask what a request, the statistics and the commands ask of the index."""
+    index = store.index
+    for parent in (ROOT.key, chain([1, 2])[0].key):
+        for ahead in (None, "<1><2>", pack_ids([1, 2])):
+            store.children(parent, ahead)
+            index.children(parent, ahead, 1)
+    match_ids(store, ROOT.key, pack_ids([1, 2, 3, 4, 5]))
+    for root, _ in index.roots():
+        assert root == ROOT
+    store.parts([node.key for node in chain([1, 2], [3, 4])])
+    store.reply_ids(ROOT.key, b"digest")
+    store.session_blocks(ROOT, "s")
+    store.file_hash("path", "stamp")
+    for session in index.sessions():
+        index.chain(session.leaf)
+        index.chain_size(session.leaf)
+        index.sessions_at(session.leaf)
+    for node in chain([1, 2], [3, 4]):
+        index.block(node.key)
+    index.root(ROOT.key)
+    assert isinstance(index.n_bytes() + index.n_blocks() + index.n_parts(), int)
+    assert not store.other_roots(ROOT, 5)
+    store.stats()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a17_rows_that_cannot_be_read_are_passed_over_and_repaired(
+    three: BlockStore, damage: str
+) -> None:
+    files = {path.name for path in three.folder.glob("[bp]*s/*/*")}
+    three.pool.clear()
+    change(three.folder, damage)
+    ask_everything(three)
+    assert not three.counters.failures
+    problems = find_problems(three.folder, three.index)
+    assert problems
+    fix_problems(three.disk, problems)
+    assert find_problems(three.folder, three.index) == []
+    assert {path.name for path in three.folder.glob("[bp]*s/*/*")} == files
+    assert {session.name for session in three.index.sessions()} == {"s", "t"}
+    assert three.index.n_blocks() == 3 and three.index.n_parts() == 2
+    assert next(three.index.unused_leaves())[1] == chain([1, 2], [3, 4])[1].key
+    ask_everything(three)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> None:
+    three.close()
+    change(three.folder, damage)
+    again = BlockStore(three.folder, three.limits)
+    again.drain()
+    assert again.index.faults() == []
+    assert again.index.n_blocks() == 3 and again.index.n_parts() == 2
+    longer = chain([1, 2], [3, 4], [7])
+    save_turn(again, longer, "s")
+    assert again.counters.turns_saved == 1 and again.disk.make_room(0)
+    again.close()
+
+
+def test_a17_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -> None:
+    """A key covers parent and ids, not where the block stands."""
+    three.pool.clear()
+    head, tail = chain([1, 2], [3, 4])
+    packed = pack_ids([1, 2, 3, 4])
+    change(three.folder, f"UPDATE blocks SET start = 40 WHERE key = x'{tail.key.hex()}'")
+    assert match_ids(three, ROOT.key, packed).path == (head,)
+    change(three.folder, f"UPDATE blocks SET start = 7 WHERE key = x'{head.key.hex()}'")
+    assert match_ids(three, ROOT.key, packed).n_tokens == 0
+
+
+def test_a17_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
+    """They would be taken for those that the block's arrays were computed of."""
+    three.pool.clear()
+    tail = chain([1, 2], [3, 4])[1]
+    lie = pack_ids([3, 9]).hex()
+    change(three.folder, f"UPDATE blocks SET ids = x'{lie}' WHERE key = x'{tail.key.hex()}'")
+    tokens = TokenText({i: f"<{i}>".encode() for i in range(1, 10)})
+    assert match_ids(three, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
+    assert match_text(three, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
+
+
+# Times of use.
+
+
+def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = chain([1], [2]), chain([3], [4])
+    save_turn(store, before, "before", [state(before[1])])
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    save_turn(store, after, "after", [state(after[1])])
+    first, *_, last = store.index.unused_leaves()
+    assert (first[1], last[1]) == (before[1].key, after[1].key) and first[0] < last[0]
+    parts = [block for _, _, block in store.index.unused_parts()]
+    assert parts == [before[1].key, after[1].key]
+    assert [session.name for session in store.index.sessions()] == ["after", "before"]
+    store.touch(before[1].key)
+    store.drain()
+    assert [key for _, key in store.index.unused_leaves()] == [after[1].key, before[1].key]
+
+
+# What a client may make of it.
+
+
+def test_no_more_than_10_000_replies_are_remembered(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index.sqlite")
+    for n in range(10_050):
+        reply = StoredReply(n.to_bytes(4, "big"), b"ids")
+        index.commit_turn(ROOT, [], None, None, [reply])
+    (n_replies,) = index._db.execute("SELECT count(*) FROM replies").fetchone()
+    assert n_replies == 10_000
+    assert index.reply_ids(ROOT.key, (0).to_bytes(4, "big")) is None
+    assert index.reply_ids(ROOT.key, (10_049).to_bytes(4, "big")) == b"ids"
+    index.close()
+
+
+def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index.sqlite")
+    nodes = [chain([n] * 200)[0] for n in range(500)]
+    index.add_blocks(ROOT, [(node, 1) for node in nodes])
+    index.checkpoint()
+    full = index.path.stat().st_size
+    for node in nodes:
+        index.forget(node.key)
+    index.checkpoint()
+    assert index.path.stat().st_size < full // 10
+    index.close()
+
+
+def test_a14_rows_count_towards_the_budget(tmp_path: Path) -> None:
+    """A turn of many tokens and few bytes, as of a tiny model: most of it is its rows."""
+    limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
+    store = BlockStore(tmp_path / "store", limits)
+    most = 0
+
+    def see(*args: object) -> None:
+        nonlocal most
+        most = max(most, store.disk.used_bytes())
+
+    store._writer.rest = see  # type: ignore[method-assign,assignment]
+    for n in range(12):
+        nodes = chain(*([n * 100_000 + m] * 256 for m in range(32)))
+        turn = Turn(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))
+        tiny = {"0.k": mx.zeros((1, 1, 1, 1))}
+        mx.eval(tiny)
+        store.keep_turn(turn, [(node, tiny) for node in nodes])
+        store.drain()
+        see()
+    assert most <= limits.max_disk_bytes
+    assert store.counters.turns_saved > 8
+    store.close()

@@ -116,7 +116,7 @@ def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     store.drain()  # the sweep would take rows without files for leftovers
     parts = [window(node) for node in nodes]
-    store.index.add_parts([(part, 1) for part in parts])
+    store.index.add_parts(ROOT.key, [(part, 1) for part in parts])
     assert parts_of(store, *nodes) == set(parts)
 
 
@@ -240,7 +240,7 @@ def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
     check_holds(store, state(node), from_disk=False)
 
 
-@pytest.mark.parametrize("failing", ["commit_turn", "_put_session", "folder"])
+@pytest.mark.parametrize("failing", ["commit_turn", "put_session", "folder"])
 def test_a_failed_turn_supersedes_nothing(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.index_file import _SCHEMA, INDEX_FORMAT
+from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT, SCHEMA
 from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.part_files import part_path, write_part
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
@@ -276,21 +277,40 @@ PRAGMA user_version = 1;
 """
 """What format 1 made, but for "IF NOT EXISTS", which SQLite does not keep."""
 
+SECOND_SCHEMA = """
+CREATE TABLE parts (
+    key BLOB PRIMARY KEY,
+    block BLOB NOT NULL,
+    kind TEXT NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX parts_by_block ON parts (block, kind, n_tokens, n_bytes);
+CREATE INDEX parts_by_use ON parts (used, key, block);
+PRAGMA application_id = 0x6b767002;
+PRAGMA user_version = 2;
+"""
+"""What format 2 added."""
 
-def as_format_1(folder: Path) -> None:
-    """Put an index of format 1 in place of a store's own, with the same content."""
+
+def as_format(version: int, folder: Path) -> None:
+    """Put an index of an older format in place of a store's own, with the same content."""
     path = folder / "index.sqlite"
+    aside = folder.parent / f"{time.time_ns()}.sqlite"
     with closing(sqlite3.connect(path)) as db:
-        tables = ("roots", "blocks", "sessions", "replies", "file_hashes")
-        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    path.rename(aside)
     for old in folder.glob("index.sqlite*"):
         old.unlink()
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(FIRST_SCHEMA)
-        for table, content in rows.items():
-            for row in content:
-                db.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(row))})", row)
+        db.executescript(FIRST_SCHEMA + (SECOND_SCHEMA if version == 2 else ""))
+        db.execute("ATTACH ? AS new", (str(aside),))
+        for (table,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'"):
+            columns = [row[1] for row in db.execute(f"PRAGMA main.table_info({table})")]
+            names = ", ".join(columns)
+            db.execute(f"INSERT INTO main.{table} SELECT {names} FROM new.{table}")
 
 
 def test_a_store_of_format_1_goes_on(store: BlockStore) -> None:
@@ -299,9 +319,9 @@ def test_a_store_of_format_1_goes_on(store: BlockStore) -> None:
     store.index.keep_file_hash("path", "stamp", "hash")
     before = store.index.sessions()
     store.close()
-    as_format_1(store.folder)
+    as_format(1, store.folder)
     again = BlockStore(store.folder, store.limits)
-    assert again.index.format() == INDEX_FORMAT == 2
+    assert again.index.format() == INDEX_FORMAT == 3
     assert again.index.sessions() == before and again.index.file_hash("path", "stamp") == "hash"
     again.drain()
     assert again.index.n_blocks() == 2 and again.load(nodes[1], ROOT) is not None
@@ -315,26 +335,45 @@ def test_a_store_of_format_1_goes_on(store: BlockStore) -> None:
     once_more.close()
 
 
+def test_b1_a_store_of_format_2_goes_on(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3])
+    save_turn(store, nodes, "s", [window(nodes[1]), state(nodes[2])])
+    save_turn(store, [nodes[0], *chain([9], parent=nodes[0].key)][:1], "t")
+    before = (store.index.totals(), store.index.sessions(), list(store.index.unused_leaves()))
+    store.close()
+    as_format(2, store.folder)
+    disk = DiskStore(store.folder, store.limits)
+    assert disk.index.format() == 3 and disk.index.faults() == []
+    after = (disk.index.totals(), disk.index.sessions(), list(disk.index.unused_leaves()))
+    assert after == before
+    assert [root for root, _ in disk.index.roots()] == [ROOT]
+    assert disk.index.children(nodes[0].key, nodes[1].packed_ids) == [nodes[1]]
+    with closing(sqlite3.connect(store.folder / "index.sqlite")) as db:
+        assert db.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+    assert disk.sweep() == 0
+    disk.close()
+
+
 def test_a_migration_that_is_interrupted_goes_on(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     store.close()
-    as_format_1(store.folder)
+    as_format(1, store.folder)
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db:
-        sql = next(part for part in _SCHEMA.split(";") if "EXISTS parts " in part)
+        sql = next(part for part in SCHEMA.split(";") if "TABLE parts " in part)
         db.executescript(sql)
     disk = DiskStore(store.folder, store.limits)
     assert disk.index.format() == INDEX_FORMAT and disk.index.n_blocks() == 2
     disk.close()
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 1 << 30, -1])
-@pytest.mark.parametrize("was", [1, 2])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 1 << 30, -1])
+@pytest.mark.parametrize("was", [1, 2, INDEX_FORMAT])
 def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, was: int, version: int) -> None:
     """A flipped bit of the version is no reason to refuse a store."""
     save_turn(store, chain([1], [2]), "s")
     store.close()
-    if was == 1:
-        as_format_1(store.folder)
+    if was < INDEX_FORMAT:
+        as_format(was, store.folder)
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db:
         db.execute(f"PRAGMA user_version = {version}")
     disk = DiskStore(store.folder, store.limits)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.match.keys import block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.match.siblings import Siblings
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import Node, common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.index import Index, Leaf, Session
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import rebuild
 from mlx_lm_kvpersist.store.verify import find_problems
 
-from .conftest import chain, save_turn
+from .conftest import ROOT, chain, save_turn
 
 
 def steps(index: Index, act: Callable[[], object]) -> int:
@@ -65,3 +77,161 @@ def test_b3_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> Non
     again = Index(tmp_path / "fresh.sqlite")
     assert again.n_blocks() == 1 + n_sessions
     again.close()
+
+
+# Many conversations below one system prompt.
+
+N_BLOCK_TOKENS = 256
+WORDS = [f"{n} " for n in range(500)]
+TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
+
+
+def block(parent: Node | None, rng: random.Random) -> Node:
+    """Return a block of random tokens below another one, or below the root."""
+    packed = pack_ids(rng.randrange(len(WORDS)) for _ in range(N_BLOCK_TOKENS))
+    above = parent.key if parent else ROOT.key
+    text = TOKENS.decode(unpack_ids(packed))
+    return Node(block_key(above, packed), above, parent.stop if parent else 0, packed, text)
+
+
+class Many:
+    """An index with `n` conversations below one block, and a prompt that begins another."""
+
+    def __init__(self, path: Path, n: int) -> None:
+        rng = random.Random(3)
+        self.index = Index(path)
+        self.head = block(None, rng)
+        self.siblings = [block(self.head, rng) for _ in range(n)]
+        self.index.add_blocks(ROOT, [(node, 7) for node in (self.head, *self.siblings)])
+        self.session = Session("id", ROOT.key, "s", b"", 512, False, 1.0, 1.0)
+        with self.index.transaction():
+            for number, node in enumerate(self.siblings):
+                self.index.put_session(replace(self.session, id=f"{number}", leaf=node.key))
+        self.new = block(self.head, rng)
+        beginning = self.siblings[n // 2].ids[:100]
+        self.prompt = [*self.head.ids, *beginning, *self.new.ids]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Many]]:
+    folder = tmp_path_factory.mktemp("many")
+    found = {n: Many(folder / f"{n}.sqlite", n) for n in (100, 4000)}
+    yield found
+    for one in found.values():
+        one.index.close()
+
+
+def look_up_by_text(one: Many) -> None:
+    match = match_text(one.index, ROOT.key, TOKENS.decode(one.prompt), TOKENS)
+    assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
+
+
+def look_up_by_ids(one: Many) -> None:
+    match = match_ids(one.index, ROOT.key, pack_ids(one.prompt))
+    assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
+
+
+def look_up_the_end(one: Many) -> None:
+    """All of the block is used, and it has children."""
+    assert not match_text(one.index, ROOT.key, one.head.text, TOKENS).at_end
+
+
+def ask_whether_a_tail_is_replaced(one: Many) -> None:
+    assert one.new not in one.index.children(one.head.key, one.new.packed_ids)
+
+
+def prefer_a_session(one: Many) -> None:
+    assert one.head.key in one.index.session_blocks(ROOT.key, "s")
+
+
+def find_the_session_of_a_leaf(one: Many) -> None:
+    leaf = Leaf("s", b"new", 600, (one.head.key, one.siblings[0].key))
+    found = one.index.session_at(ROOT, leaf)
+    assert found is not None and found.id == "0"
+
+
+def count_everything(one: Many) -> None:
+    totals = one.index.totals()
+    assert (totals.n_blocks, totals.block_bytes) == (one.index.n_blocks(), one.index.n_bytes())
+    assert [root for root, _ in one.index.roots(64)] == [ROOT]
+
+
+def find_the_first_to_go(one: Many) -> None:
+    assert next(one.index.unused_leaves())[1] in {node.key for node in one.siblings}
+
+
+def add_one_and_remove_it(one: Many) -> None:
+    before = one.index.totals()
+    one.index.add_blocks(ROOT, [(one.new, 5)])
+    assert one.index.totals() == replace(
+        before, n_blocks=before.n_blocks + 1, block_bytes=before.block_bytes + 5
+    )
+    one.index.forget(one.new.key)
+    assert one.index.totals() == before
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(look_up_by_text, id="b1"),
+        pytest.param(look_up_by_ids, id="b1-ids"),
+        pytest.param(look_up_the_end, id="b1-at-end"),
+        pytest.param(ask_whether_a_tail_is_replaced, id="b1-tails"),
+        pytest.param(prefer_a_session, id="b1-session-blocks"),
+        pytest.param(find_the_session_of_a_leaf, id="b1-session-at"),
+        pytest.param(count_everything, id="b2-totals"),
+        pytest.param(find_the_first_to_go, id="b2-evict"),
+        pytest.param(add_one_and_remove_it, id="b2-save"),
+    ],
+)
+def test_b1_b2_what_it_costs_does_not_grow_with_the_store(
+    many: dict[int, Many], act: Callable[[Many], None]
+) -> None:
+    few, more = (steps(one.index, partial(act, one)) for one in many.values())
+    assert more <= 1.5 * few + 10, (few, more)
+
+
+@given(data=st.data())
+def test_b1_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
+    """In either order; what is left out has no more in common than what is found."""
+    contents = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=20))
+    contents = [list(ids) for ids in {tuple(ids) for ids in contents}]
+    ahead = data.draw(st.lists(st.integers(0, 3), max_size=8))
+    nodes = [chain(ids)[0] for ids in contents]
+    siblings = Siblings()
+    for node in nodes:
+        siblings.add(node)
+    with tempfile.TemporaryDirectory() as folder:
+        index = Index(Path(folder) / "index.sqlite")
+        index.add_blocks(ROOT, [(node, 1) for node in nodes])
+        wanted: Any
+        for wanted, name in (
+            ("".join(f"<{i}>" for i in ahead), "text"),
+            (pack_ids(ahead), "packed_ids"),
+        ):
+            common = {node.key: common_prefix(getattr(node, name), wanted, 0) for node in nodes}
+            for found in (siblings.some(wanted, None), index.children(ROOT.key, wanted)):
+                keys = {node.key for node in found}
+                whole = {n.key for n in nodes if wanted.startswith(getattr(n, name))}
+                assert whole <= keys
+                assert max(common[key] for key in keys) == max(common.values())
+        index.close()
+    for node in data.draw(st.permutations(nodes)):
+        siblings.remove(node)
+    assert len(siblings) == 0
+
+
+def test_b1_twenty_thousand_blocks_in_ram_are_not_all_looked_at(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    pool = BlockPool(1 << 40)
+    head = block(None, rng)
+    nodes = [block(head, rng) for _ in range(20_000)]
+    for node in (head, *nodes):
+        pool.put(KVBlock(node, None, 1))
+    new = [*nodes[77].ids[:100], *block(head, rng).ids]
+    for ahead in (TOKENS.decode(new), pack_ids(new)):
+        found = pool.children(head.key, ahead)
+        assert nodes[77] in found and len(found) < 100
+    match = match_ids(pool, ROOT.key, pack_ids([*head.ids, *new]))
+    assert match.n_tokens == N_BLOCK_TOKENS + 100
+    assert len(pool.children(head.key, limit=2)) == 2

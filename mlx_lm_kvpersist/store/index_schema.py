@@ -1,0 +1,243 @@
+"""The tables of the index: how they are made, brought up to date, and found damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+from .index_rows import SESSION_COLUMNS, read_root, read_session
+
+__all__ = ["APPLICATION_ID", "INDEX_FORMAT", "faults", "is_as_made", "make_tables", "recount"]
+
+INDEX_FORMAT = 3
+"""Of the store as a whole: a version that reads less would count and remove too little.
+
+2 added parts. 3 added totals, the order by ids, and the root of a part.
+"""
+APPLICATION_ID = 0x6B767000
+"""SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
+
+SCHEMA = """
+CREATE TABLE roots (
+    key BLOB PRIMARY KEY,
+    about TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE blocks (
+    key BLOB PRIMARY KEY,
+    parent BLOB NOT NULL,
+    root BLOB NOT NULL,
+    start INTEGER NOT NULL,
+    ids BLOB NOT NULL,
+    text TEXT NOT NULL,
+    pending BLOB NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL,
+    n_children INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX blocks_by_text ON blocks (parent, text);
+CREATE INDEX blocks_by_ids ON blocks (parent, ids);
+CREATE INDEX blocks_by_use ON blocks (used);
+CREATE INDEX leaves_by_use ON blocks (used, start DESC, key) WHERE n_children = 0;
+CREATE TABLE parts (
+    key BLOB PRIMARY KEY,
+    block BLOB NOT NULL,
+    kind TEXT NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    n_bytes INTEGER NOT NULL,
+    used REAL NOT NULL,
+    root BLOB NOT NULL DEFAULT x''
+) WITHOUT ROWID;
+CREATE INDEX parts_by_block ON parts (block, kind, n_tokens, n_bytes);
+CREATE INDEX parts_by_use ON parts (used, key, block);
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY,
+    root BLOB NOT NULL,
+    name TEXT,
+    leaf BLOB NOT NULL,
+    n_tokens INTEGER NOT NULL,
+    pinned INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    used REAL NOT NULL
+);
+CREATE INDEX sessions_by_name ON sessions (root, name, used);
+CREATE INDEX sessions_by_leaf ON sessions (leaf);
+CREATE TABLE replies (
+    root BLOB NOT NULL,
+    digest BLOB NOT NULL,
+    ids BLOB NOT NULL,
+    used REAL NOT NULL,
+    PRIMARY KEY (root, digest)
+) WITHOUT ROWID;
+CREATE INDEX replies_by_use ON replies (used);
+CREATE TABLE file_hashes (
+    path TEXT PRIMARY KEY,
+    stamp TEXT NOT NULL,
+    hash TEXT NOT NULL
+);
+CREATE TABLE requests (
+    number INTEGER PRIMARY KEY,
+    about TEXT NOT NULL
+);
+CREATE TABLE totals ( -- by root; the empty root stands for all
+    root BLOB PRIMARY KEY,
+    n_blocks INTEGER NOT NULL,
+    block_bytes INTEGER NOT NULL,
+    n_parts INTEGER NOT NULL,
+    part_bytes INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX totals_by_bytes ON totals (block_bytes);
+CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
+    UPDATE totals SET n_blocks = n_blocks + 1, block_bytes = block_bytes + new.n_bytes
+        WHERE root IN (x'', new.root);
+    UPDATE blocks SET n_children = n_children + 1 WHERE key = new.parent;
+    UPDATE blocks SET n_children = (SELECT count(*) FROM blocks WHERE parent = new.key)
+        WHERE key = new.key AND EXISTS (SELECT 1 FROM blocks WHERE parent = new.key);
+END;
+CREATE TRIGGER block_resized AFTER UPDATE OF n_bytes ON blocks BEGIN
+    UPDATE totals SET block_bytes = block_bytes + new.n_bytes - old.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER block_removed AFTER DELETE ON blocks BEGIN
+    UPDATE totals SET n_blocks = n_blocks - 1, block_bytes = block_bytes - old.n_bytes
+        WHERE root IN (x'', old.root);
+    UPDATE blocks SET n_children = n_children - 1 WHERE key = old.parent;
+END;
+CREATE TRIGGER part_added AFTER INSERT ON parts BEGIN
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0
+        WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
+    UPDATE totals SET n_parts = n_parts + 1, part_bytes = part_bytes + new.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER part_resized AFTER UPDATE OF n_bytes ON parts BEGIN
+    UPDATE totals SET part_bytes = part_bytes + new.n_bytes - old.n_bytes
+        WHERE root IN (x'', new.root);
+END;
+CREATE TRIGGER part_removed AFTER DELETE ON parts BEGIN
+    UPDATE totals SET n_parts = n_parts - 1, part_bytes = part_bytes - old.n_bytes
+        WHERE root IN (x'', old.root);
+END;
+CREATE TRIGGER root_removed AFTER UPDATE ON totals
+WHEN new.root != x'' AND new.n_blocks <= 0 AND new.n_parts <= 0 BEGIN
+    DELETE FROM totals WHERE root = new.root;
+    DELETE FROM roots WHERE key = new.root;
+END;
+"""
+TABLES_OF_FILES = ("roots", "blocks", "parts", "sessions")
+OTHER_TABLES = ("replies", "file_hashes", "requests")
+
+_COUNTED = (
+    "SELECT root, sum(b), sum(bb), sum(p), sum(pb) FROM ("
+    "SELECT root, 1 AS b, n_bytes AS bb, 0 AS p, 0 AS pb FROM blocks "
+    "UNION ALL SELECT root, 0, 0, 1, n_bytes FROM parts) GROUP BY root"
+)
+_SUMMED = (
+    "SELECT x'', coalesce(sum(n_blocks), 0), coalesce(sum(block_bytes), 0), "
+    "coalesce(sum(n_parts), 0), coalesce(sum(part_bytes), 0) FROM totals WHERE root != x''"
+)
+_MISCOUNTED = (
+    "FROM blocks WHERE n_children IS NOT "
+    "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key)"
+)
+
+
+def make_tables(db: sqlite3.Connection) -> None:
+    """Make an index of this format, of nothing or of an older one, with all that it has."""
+    with db:
+        db.execute("BEGIN IMMEDIATE")
+        have, want = _statements(db), _as_made()
+        for kind, name in have:
+            if kind != "table":
+                db.execute(f'DROP {kind} "{name}"')
+        for (kind, name), sql in want.items():
+            if kind == "table" and have.get((kind, name)) != sql:
+                if (kind, name) in have:
+                    db.execute(f"ALTER TABLE {name} RENAME TO old_{name}")
+                db.execute(sql)
+                if (kind, name) in have:
+                    columns = ", ".join(_columns(db, f"old_{name}") & _columns(db, name))
+                    db.execute(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM old_{name}")
+                    db.execute(f"DROP TABLE old_{name}")
+        db.execute(
+            "UPDATE parts SET root = (SELECT root FROM blocks WHERE key = block) "
+            "WHERE root = x'' AND block IN (SELECT key FROM blocks)"
+        )
+        for (kind, _), sql in want.items():
+            if kind != "table":
+                db.execute(sql)
+        recount(db)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
+        db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
+
+
+def is_as_made(db: sqlite3.Connection) -> bool:
+    """Say whether the tables are those of this format."""
+    return _as_made().items() <= _statements(db).items()
+
+
+def recount(db: sqlite3.Connection) -> None:
+    """Make totals and numbers of children anew."""
+    db.execute(
+        "UPDATE blocks SET n_children = "
+        "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key) "
+        f"WHERE key IN (SELECT key {_MISCOUNTED})"
+    )
+    db.execute("DELETE FROM totals")
+    db.execute(f"INSERT INTO totals {_COUNTED}")
+    db.execute("DELETE FROM totals WHERE root = x''")
+    db.execute(f"INSERT INTO totals {_SUMMED}")
+
+
+def faults(db: sqlite3.Connection) -> list[str]:
+    """Return what is wrong with the rows in themselves, a line for each kind."""
+    found = []
+    for table in (*TABLES_OF_FILES, *OTHER_TABLES, "totals"):
+        where = f"FROM {table} WHERE NOT ({sound(db, table)})"
+        (n_rows,) = db.execute(f"SELECT count(*) {where}").fetchone()
+        if n_rows:
+            found.append(f"{n_rows} rows of {table} have values of a wrong type")
+    sessions = db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions")
+    n_bad = sum(read_session(row) is None for row in sessions)
+    if n_bad:
+        found.append(f"{n_bad} rows of sessions cannot be read")
+    roots = dict(db.execute("SELECT key, about FROM roots"))
+    n_bad = sum(read_root(key, about) is None for key, about in roots.items())
+    n_missing = sum(key not in roots for (key,) in db.execute("SELECT root FROM totals") if key)
+    if n_bad or n_missing:
+        found.append(f"{n_bad} rows of roots cannot be read, {n_missing} are missing")
+    (n_wrong,) = db.execute(f"SELECT count(*) {_MISCOUNTED}").fetchone()
+    for counted, rows in ((_COUNTED, "!="), (_SUMMED, "=")):
+        known = f"SELECT * FROM totals WHERE root {rows} x''"
+        for one, other in ((counted, known), (known, counted)):
+            (n,) = db.execute(
+                f"SELECT count(*) FROM (SELECT * FROM ({one}) EXCEPT SELECT * FROM ({other}))"
+            ).fetchone()
+            n_wrong += n
+    if n_wrong:
+        found.append(f"{n_wrong} totals are not those of the rows")
+    return found
+
+
+def sound(db: sqlite3.Connection, table: str) -> str:
+    """Return the condition that a row's values are of the types that the table declares."""
+    conditions = ["1"]
+    for _, name, kind, is_not_null, _, place_in_key in db.execute(f"PRAGMA table_info({table})"):
+        allowed = f"'{kind.lower()}'" + ("" if is_not_null or place_in_key else ", 'null'")
+        conditions.append(f"typeof({table}.{name}) IN ({allowed})")
+    return " AND ".join(conditions)
+
+
+def _as_made() -> dict[tuple[str, str], str]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(SCHEMA)
+        return _statements(db)
+
+
+def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
+    rows = db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    return {(kind, name): sql for kind, name, sql in rows}
+
+
+def _columns(db: sqlite3.Connection, table: str) -> set[str]:
+    return {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
