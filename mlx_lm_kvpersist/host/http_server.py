@@ -145,11 +145,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._answer_json(200, {"object": "list", "data": models})
 
     def handle_chat_completions(self) -> Any:
-        check_messages(self.body.get("messages", []))
+        check_messages(self.body.get("messages"))
         return self._received(super().handle_chat_completions())
 
     def handle_text_completions(self) -> Any:
-        check_prompt(self.body.get("prompt", ""))
+        check_prompt(self.body.get("prompt"))
         return self._received(super().handle_text_completions())
 
     def _received(self, request: Any) -> Any:

@@ -138,6 +138,8 @@ def test_a8_one_request_never_ends_generation(server: ServerProcess, case: str) 
         ("/v1/completions", b'{"prompt": ["a", "b"]}', "prompt is a list, expected text"),
         ("/v1/completions", b'{"prompt": ""}', "the prompt has no tokens"),
         ("/v1/completions", b'{"prompt": null}', "prompt is null"),
+        ("/v1/completions", b"{}", "prompt is null, expected text"),
+        (CHAT, b"{}", "messages is null, expected a list of messages"),
         (CHAT, b"[" * 100_000, "the body is no JSON that can be read: maximum recursion"),
         (CHAT, b'{"messages": "\xff"}', "the body is no JSON that can be read: 'utf-8'"),
     ],
