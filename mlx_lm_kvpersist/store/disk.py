@@ -28,7 +28,7 @@ from ..match.keys import Root
 from ..match.tree import Node
 from ..units import show_bytes
 from .budget import Space, StoreLimits, WriteMeter, free_bytes
-from .files import Arrays, block_path, file_bytes, key_of, metadata_of, row_bytes, write_block
+from .files import Arrays, block_path, file_bytes, key_of, metadata_of, write_block
 from .folder import INDEX_FILES, move, own_bytes, own_files, remove, sync, take_into_use
 from .index import Forgotten, Index, Session
 from .index_file import is_damage
@@ -206,12 +206,11 @@ class DiskStore:
                     if not todo:
                         session = self._commit(turn, files, staging)
                         return turn, session, [file.what for file in files]
+                    # The rows of a long turn take more than what is reserved for them.
                     rows = sum(row_bytes(file.what) for file in todo)
                     needed = sum(file.n_bytes for file in todo) + max(0, rows - self.reserve_bytes)
                     self._check_wear(needed)
-                    # The rows of a long turn take more than what is reserved for them.
-                    rows = sum(row_bytes(file.what) for file in todo) - self.reserve_bytes
-                    self._make_room_for(needed + max(0, rows), {*keep, *turn.keys()})
+                    self._make_room_for(needed, {*keep, *turn.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()

@@ -82,14 +82,6 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return arrays_bytes(arrays) + n_bytes + 1024
 
 
-def row_bytes(what: object) -> int:
-    """Return the most that a block's row adds to the index and its log, in bytes; 0 for a part."""
-    if not isinstance(what, Node):
-        return 0
-    # The text stands in the table and in an index of it.
-    return 2 * (len(what.packed_ids) + 2 * len(what.text.encode("utf-8", "surrogatepass")) + 512)
-
-
 def arrays_bytes(arrays: Arrays) -> int:
     """Return the most that arrays take in a file, in bytes, with what its header says of them."""
     return sum(array.nbytes + 2 * len(name) + 192 for name, array in arrays.items())
