@@ -106,8 +106,8 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
         if n % 3 == 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-    wait_until(lambda: n_open(server)[0] <= before[0], f"{before} descriptors again", 30)
-    wait_until(lambda: n_open(server)[1] <= before[1], f"{before} threads again", 30)
+    wait_until(lambda: n_open(server)[0] <= before[0], f"{before} descriptors again", 90)
+    wait_until(lambda: n_open(server)[1] <= before[1], f"{before} threads again", 90)
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
     assert "Traceback" not in server.log
 
