@@ -27,9 +27,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
@@ -112,7 +113,7 @@ def measure(
         index.add_blocks(root, chain(ids, root.key, tokens))
         if n % max(1, n_sessions // 10) == 0:
             asked.append(tokens.decode(ids) + " and a new question")
-    index.checkpoint()
+    index.empty_log()
     before = rss_bytes()
     times: dict[str, list[float]] = {"found": [], "edited": [], "unknown": []}
     for text in asked:
@@ -151,11 +152,11 @@ def measure_siblings(out: Path | None, counts: Sequence[int]) -> Result:
     rng = random.Random(1)
     root = Root("benchmark", "4b64")
 
-    def block(parent: Node | None) -> Node:
+    def block(parent: Block | None) -> Block:
         ids = [rng.randrange(5000) for _ in range(BLOCK_TOKENS)]
         packed, above = pack_ids(ids), parent.key if parent else root.key
         start = parent.stop if parent else 0
-        return Node(block_key(above, packed), above, start, packed, tokens.decode(ids))
+        return Block(block_key(above, packed), above, start, packed, tokens.decode(ids))
 
     for n_siblings in sorted(counts):
         with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +194,7 @@ def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Res
             parent, nodes = root.key, []
             for start in range(n_blocks):
                 packed = pack_ids([start, n])
-                node = Node(block_key(parent, packed), parent, 2 * start, packed, f"{start} {n}")
+                node = Block(block_key(parent, packed), parent, 2 * start, packed, f"{start} {n}")
                 nodes.append(node)
                 parent = node.key
             leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
@@ -228,7 +229,7 @@ def session_ids(rng: random.Random, vocabulary: list[int], n_tokens: int) -> lis
     return ids[:n_tokens]
 
 
-def chain(ids: list[int], parent: bytes, tokens: TokenText) -> list[tuple[Node, int]]:
+def chain(ids: list[int], parent: bytes, tokens: TokenText) -> list[tuple[Block, int]]:
     nodes = []
     pending = b""
     for start in range(0, len(ids), BLOCK_TOKENS):
@@ -236,7 +237,7 @@ def chain(ids: list[int], parent: bytes, tokens: TokenText) -> list[tuple[Node, 
         packed = pack_ids(part)
         key = block_key(parent, packed)
         text, pending = tokens.feed(part, pending)
-        nodes.append((Node(key, parent, start, packed, text, pending), 1))
+        nodes.append((Block(key, parent, start, packed, text, pending), 1))
         parent = key
     return nodes
 

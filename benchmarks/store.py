@@ -31,8 +31,9 @@ from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes
 from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.packed import headroom
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Match, Node
+from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.restore import restore
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
@@ -52,7 +53,7 @@ _GB = 1e9
 _HUGE = 1 << 62
 _HOT, _HOT_COPY = "join, hot 32K", "copy in memory, 32K"
 
-Block = tuple[Node, Mapping[str, mx.array]]
+Stored = tuple[Block, Mapping[str, mx.array]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def measure(
     return result
 
 
-def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Block]:
+def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Stored]:
     """Return a chain of whole blocks whose arrays are random and all different."""
     rng = np.random.Generator(np.random.SFC64(0))
     arrays: dict[str, mx.array] = {}
@@ -143,7 +144,7 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Block]:
             arrays[name] = mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
         else:
             arrays[name] = mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
-    blocks: list[Block] = []
+    blocks: list[Stored] = []
     for node in chain(n_tokens):
         # Numbers as good as new, without the time that making them takes.
         n = len(blocks)
@@ -157,15 +158,15 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Block]:
     return blocks
 
 
-def chain(n_tokens: int, seed: int = 0, block_tokens: int = BLOCK_TOKENS) -> list[Node]:
-    """Return the nodes of a conversation of random ids."""
+def chain(n_tokens: int, seed: int = 0, block_tokens: int = BLOCK_TOKENS) -> list[Block]:
+    """Return the blocks of a conversation of random ids."""
     rng = np.random.Generator(np.random.SFC64(seed))
-    nodes: list[Node] = []
+    nodes: list[Block] = []
     parent = ROOT.key
     for start in range(0, n_tokens, block_tokens):
         n = min(block_tokens, n_tokens - start)
         packed = pack_ids(rng.integers(0, 100_000, n).tolist())
-        node = Node(block_key(parent, packed), parent, start, packed, "word " * n)
+        node = Block(block_key(parent, packed), parent, start, packed, "word " * n)
         nodes.append(node)
         parent = node.key
     return nodes
@@ -174,7 +175,7 @@ def chain(n_tokens: int, seed: int = 0, block_tokens: int = BLOCK_TOKENS) -> lis
 class _Bench:
     """Each kind of work once per `run`; the files of the last run stay for the next to replace."""
 
-    def __init__(self, spec: ModelCacheSpec, blocks: Sequence[Block], folder: Path) -> None:
+    def __init__(self, spec: ModelCacheSpec, blocks: Sequence[Stored], folder: Path) -> None:
         self.spec = spec
         self.blocks = blocks
         self.folder = folder
@@ -255,7 +256,7 @@ class _Bench:
         keys = tuple(node.key for node in nodes)
         turn = Turn(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
         started = time.perf_counter()
-        store.keep_turn(turn, self.blocks)
+        store.save_turn(turn, self.blocks)
         store.drain()
         took = time.perf_counter() - started
         assert store.counters.turns_saved == 1, store.counters
@@ -355,7 +356,7 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
     store.drain()
     written = 0
     rows = []
-    tail: Node | None = None
+    tail: Block | None = None
     for turn in range(1, n_turns + 1):
         nodes = chain(300 * turn)
         new = [node for node in nodes if node.key not in store]
@@ -365,7 +366,7 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
             replaced = ((tail.key, next(n.key for n in nodes if n.start == tail.start)),)
         keys = tuple(node.key for node in nodes)
         leaf = Leaf("growing", keys[-1], nodes[-1].stop, keys, replaced)
-        store.keep_turn(Turn(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
+        store.save_turn(Turn(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
         store.drain()
         tail = nodes[-1] if nodes[-1].n_tokens < BLOCK_TOKENS else None
         total = store.disk.written.total_bytes

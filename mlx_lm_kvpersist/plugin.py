@@ -103,7 +103,7 @@ class KVPersistPlugin:
         assert self._config is not None
         self._loaded, self._refusal = None, ""
         if self._store is not None:
-            self._store.release_ahead()
+            self._store.release_prefetched()
         # What was learned of one model's speed says nothing of another's.
         self._policy = ReusePolicy(self._config.canary, self._config.min_reuse)
         try:
@@ -160,7 +160,7 @@ class KVPersistPlugin:
         if known is None:
             logger.info("kvpersist: reading %s once, to tell models apart", path.name)
             known = content_hash(path)
-            self._store.keep_file_hash(str(path), stamp, known)
+            self._store.set_file_hash(str(path), stamp, known)
         return known
 
     @hookimpl

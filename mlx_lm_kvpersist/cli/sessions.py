@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..store.files import block_path
+from ..match.block import Block
+from ..store.files import block_path, checkpoint_path
 from ..store.index import Index, Session
-from ..store.part import Part
-from ..store.part_files import part_path
 from ..store.session_file import SessionFile
 from ..store.session_transfer import export_session, import_session
 from ..units import show_bytes
@@ -32,7 +31,7 @@ _EXCERPT_CHARS = 240
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
     """Return what is known of a session, for JSON."""
-    n_blocks, n_parts, n_bytes = index.chain_size(session.leaf)
+    n_blocks, n_checkpoints, n_bytes = index.chain_size(session.leaf)
     root = index.root(session.root)
     return {
         "id": session.id,
@@ -45,7 +44,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "text_stored": bool(root and root.with_text),
         "tokens": session.n_tokens,
         "blocks": n_blocks,
-        "parts": n_parts,
+        "checkpoints": n_checkpoints,
         "bytes": n_bytes,
         "pinned": session.pinned,
         "created": utc_time(session.created),
@@ -94,7 +93,7 @@ def show(args: argparse.Namespace) -> int:
         session = choose(index.sessions(), args.session)
         about = describe(index, session)
         chain = index.chain(session.leaf)
-        parts = index.parts([node.key for node, _ in chain])
+        checkpoints = index.checkpoints([node.key for node, _ in chain])
     text = "".join(node.text for node, _ in chain)
     about["chain"] = [
         {
@@ -103,8 +102,10 @@ def show(args: argparse.Namespace) -> int:
             "tokens": node.n_tokens,
             "bytes": n_bytes,
             "file_exists": block_path(folder, node.key).exists(),
-            "parts": [
-                _described(folder, part, size) for part, size in parts if part.block == node.key
+            "checkpoints": [
+                _described(folder, found, size)
+                for found, size in checkpoints
+                if found.parent == node.key
             ],
         }
         for node, n_bytes in chain
@@ -124,7 +125,7 @@ def show(args: argparse.Namespace) -> int:
         (
             "size",
             f"{show_bytes(about['bytes'])} in {counted(about['blocks'], 'block')} and "
-            f"{counted(about['parts'], 'part')}",
+            f"{counted(about['checkpoints'], 'checkpoint')}",
         ),
         ("pinned", "yes" if session.pinned else "no"),
         ("created", local_time(session.created)),
@@ -144,33 +145,34 @@ def show(args: argparse.Namespace) -> int:
             str(block["tokens"]),
             show_bytes(block["bytes"]),
             ", ".join(
-                f"{shown(part['kind'])} {show_bytes(part['bytes'])}" for part in block["parts"]
+                f"{shown(part['kind'])} {show_bytes(part['bytes'])}"
+                for part in block["checkpoints"]
             ),
             _missing(block),
         ]
         for block in about["chain"]
     ]
     console().print()
-    columns = ["block", "start", "tokens", "size", "parts", ""]
+    columns = ["block", "start", "tokens", "size", "checkpoints", ""]
     print_table(columns, rows, right="start tokens size")
     return 0
 
 
-def _described(folder: Path, part: Part, n_bytes: int) -> dict[str, Any]:
+def _described(folder: Path, part: Block, n_bytes: int) -> dict[str, Any]:
     return {
         "key": part.key.hex(),
         "kind": part.kind,
         "tokens": part.n_tokens,
         "bytes": n_bytes,
-        "file_exists": part_path(folder, part.key).exists(),
+        "file_exists": checkpoint_path(folder, part.key).exists(),
     }
 
 
 def _missing(block: dict[str, Any]) -> str:
-    """Say which of the files of a block and its parts are missing."""
+    """Say which of the files of a block and its checkpoints are missing."""
     if not block["file_exists"]:
         return "its file is missing"
-    return "" if all(part["file_exists"] for part in block["parts"]) else "a part is missing"
+    return "" if all(part["file_exists"] for part in block["checkpoints"]) else "a part is missing"
 
 
 def rm(args: argparse.Namespace) -> int:
@@ -183,20 +185,23 @@ def rm(args: argparse.Namespace) -> int:
         sessions = disk.index.sessions()
         chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
         chosen = list(dict.fromkeys(chosen))
-        before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
+        before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
         for session in chosen:
             disk.remove_session(session)
         disk.index.forget_requests()
-        after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_parts()
-    freed, n_blocks, n_parts = (had - has for had, has in zip(before, after, strict=True))
+        after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
+    freed, n_blocks, n_checkpoints = (had - has for had, has in zip(before, after, strict=True))
     if args.json:
         removed = [{"id": session.id, "name": session.name} for session in chosen]
-        print_json({"removed": removed, "blocks": n_blocks, "parts": n_parts, "bytes": freed})
+        print_json(
+            {"removed": removed, "blocks": n_blocks, "checkpoints": n_checkpoints, "bytes": freed}
+        )
     else:
         for session in chosen:
             console().print(f"removed {session.id}  {_name(session)}")
         console().print(
-            f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, {counted(n_parts, 'part')}"
+            f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, "
+            f"{counted(n_checkpoints, 'checkpoint')}"
         )
     return 0
 
@@ -241,15 +246,16 @@ def load(args: argparse.Namespace) -> int:
             about = describe(disk.index, done.session)
     finally:
         source.close()
-    n_parts = sum(isinstance(item, Part) for item in done.written)
-    n_blocks = len(done.written) - n_parts
+    n_checkpoints = sum(item.is_checkpoint for item in done.written)
+    n_blocks = len(done.written) - n_checkpoints
     if args.json:
-        written = {"blocks_written": n_blocks, "parts_written": n_parts}
+        written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
         print_json({**about, "is_new": done.is_new, **written})
     else:
         what = "is added" if done.is_new else "was there"
         console().print(
             f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
-            f"{counted(done.n_blocks, 'block')}, {n_parts:,} of {counted(done.n_parts, 'part')}"
+            f"{counted(done.n_blocks, 'block')}, {n_checkpoints:,} of "
+            f"{counted(done.n_checkpoints, 'checkpoint')}"
         )
     return 0

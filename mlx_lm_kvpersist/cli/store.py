@@ -34,17 +34,17 @@ def stats(args: argparse.Namespace) -> int:
                 "namespace": root.namespace,
                 "sessions": sum(session.root == root.key for session in sessions),
                 "blocks": totals.n_blocks,
-                "parts": totals.n_parts,
-                "bytes": totals.block_bytes + totals.part_bytes,
+                "checkpoints": totals.n_checkpoints,
+                "bytes": totals.block_bytes + totals.checkpoint_bytes,
             }
             for root, totals in index.roots()
         ]
-        n_blocks, n_parts, version = index.n_blocks(), index.n_parts(), index.format()
+        n_blocks, n_checkpoints, version = index.n_blocks(), index.n_checkpoints(), index.format()
         index_bytes = sum(
             path.stat().st_size for path in folder.glob("index.sqlite*") if path.exists()
         )
-    folders = ("blocks", "parts", "sessions", "quarantine")
-    kinds = {name: own_bytes(folder, name) for name in folders}
+    kinds = {name: own_bytes(folder, name) for name in ("blocks", "sessions", "quarantine")}
+    kinds["checkpoints"] = own_bytes(folder, "parts")
     kinds["index"] = index_bytes
     limits = limits_of(args, folder)
     n_models = len({model["fingerprint"] for model in models})
@@ -53,7 +53,7 @@ def stats(args: argparse.Namespace) -> int:
         "format": version,
         "bytes": {**kinds, "all": sum(kinds.values())},
         "blocks": n_blocks,
-        "parts": n_parts,
+        "checkpoints": n_checkpoints,
         "sessions": len(sessions),
         "pinned": n_pinned,
         "models": n_models,
@@ -70,7 +70,7 @@ def stats(args: argparse.Namespace) -> int:
         ("format", str(version)),
         ("sessions", f"{len(sessions):,}, {n_pinned:,} pinned"),
         ("blocks", f"{n_blocks:,} of {counted(n_models, 'model')}"),
-        ("parts", f"{n_parts:,}"),
+        ("checkpoints", f"{n_checkpoints:,}"),
         *((f"size of {name}", show_bytes(kinds[name])) for name in sorted(kinds)),
         ("size in all", show_bytes(sum(kinds.values()))),
         ("budget", f"{show_bytes(limits.max_disk_bytes)} (--kvpersist-disk)"),
@@ -82,7 +82,7 @@ def stats(args: argparse.Namespace) -> int:
     print_table(["", ""], facts)
     if models:
         console().print()
-        columns = ["model", "precision", "namespace", "sessions", "blocks", "parts", "size"]
+        columns = ["model", "precision", "namespace", "sessions", "blocks", "checkpoints", "size"]
         rows = [
             [
                 shown(model["model"] or model["fingerprint"], 60),
@@ -90,12 +90,12 @@ def stats(args: argparse.Namespace) -> int:
                 shown(model["namespace"] or "-"),
                 str(model["sessions"]),
                 str(model["blocks"]),
-                str(model["parts"]),
+                str(model["checkpoints"]),
                 show_bytes(model["bytes"]),
             ]
             for model in models
         ]
-        print_table(columns, rows, right="sessions blocks parts size")
+        print_table(columns, rows, right="sessions blocks checkpoints size")
     return 0
 
 
@@ -108,17 +108,17 @@ def verify(args: argparse.Namespace) -> int:
             if problems:
                 fix_problems(disk, problems)
                 left = _problems(folder, disk)
-            n_blocks, n_parts = disk.index.n_blocks(), disk.index.n_parts()
+            n_blocks, n_checkpoints = disk.index.n_blocks(), disk.index.n_checkpoints()
     else:
         with reading(folder) as index, progress("verify") as told:
             left = problems = find_problems(folder, index, told)
-            n_blocks, n_parts = index.n_blocks(), index.n_parts()
+            n_blocks, n_checkpoints = index.n_blocks(), index.n_checkpoints()
     if args.json:
         found = [
             {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
             for problem in problems
         ]
-        counts = {"blocks": n_blocks, "parts": n_parts}
+        counts = {"blocks": n_blocks, "checkpoints": n_checkpoints}
         report = {"ok": not left, **counts, "problems": found, "left": len(left)}
         print_json({"folder": str(folder), **report})
         return 1 if left else 0
@@ -128,7 +128,7 @@ def verify(args: argparse.Namespace) -> int:
     ]
     if rows:
         print_table(["fault", "subject", "reason"], rows)
-    held = f"{counted(n_blocks, 'block')} and {counted(n_parts, 'part')}"
+    held = f"{counted(n_blocks, 'block')} and {counted(n_checkpoints, 'checkpoint')}"
     if not problems:
         console().print(f"{folder}: {held}, all good")
     elif left:
@@ -150,12 +150,12 @@ def rebuild(args: argparse.Namespace) -> int:
     with StoreLock(folder / "lock").held(), progress("rebuild") as told:
         n_blocks = rebuild_index(folder, told)
     with reading(folder) as index:
-        n_parts, n_sessions = index.n_parts(), len(index.sessions())
+        n_checkpoints, n_sessions = index.n_checkpoints(), len(index.sessions())
     if args.json:
-        counts = {"blocks": n_blocks, "parts": n_parts, "sessions": n_sessions}
+        counts = {"blocks": n_blocks, "checkpoints": n_checkpoints, "sessions": n_sessions}
         print_json({"folder": str(folder), **counts})
     else:
-        held = f"{counted(n_blocks, 'block')}, {counted(n_parts, 'part')}"
+        held = f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
         console().print(f"{folder}: the index has {held}, {counted(n_sessions, 'session')}")
     return 0
 
@@ -174,7 +174,9 @@ def gc(args: argparse.Namespace) -> int:
     for session in found["sessions"]:
         name = "-" if session["name"] is None else shown(session["name"])
         console().print(f"{session['id']}  {name}  {verb}")
-    counts = f"{counted(found['blocks'], 'block')} and {counted(found['parts'], 'part')}"
+    counts = (
+        f"{counted(found['blocks'], 'block')} and {counted(found['checkpoints'], 'checkpoint')}"
+    )
     console().print(f"{counts}, {show_bytes(found['bytes'])}, {verb}")
     if not fits:
         n_pinned = found["pinned"]
@@ -200,7 +202,7 @@ def _would_remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
                 "fits": copy.make_room(0),
                 **_sessions(sessions, {each.id for each in sessions} - {*copy.ended}),
                 "blocks": copy.n_blocks,
-                "parts": copy.n_parts,
+                "checkpoints": copy.n_checkpoints,
                 "bytes": copy.n_freed_bytes,
                 "used_bytes": copy.used_bytes(),
             }
@@ -212,12 +214,12 @@ def _remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
     """Make room within the budgets; return whether that was possible, and what was removed."""
     with changing(folder, limits) as disk, disk.lock.held():
         sessions, n_bytes = disk.index.sessions(), disk.used_bytes()
-        n_blocks, n_parts = disk.index.n_blocks(), disk.index.n_parts()
+        n_blocks, n_checkpoints = disk.index.n_blocks(), disk.index.n_checkpoints()
         return {
             "fits": disk.make_room(0),
             **_sessions(sessions, {each.id for each in disk.index.sessions()}),
             "blocks": n_blocks - disk.index.n_blocks(),
-            "parts": n_parts - disk.index.n_parts(),
+            "checkpoints": n_checkpoints - disk.index.n_checkpoints(),
             "bytes": n_bytes - disk.used_bytes(),
             "used_bytes": disk.used_bytes(),
         }

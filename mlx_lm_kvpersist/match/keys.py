@@ -69,6 +69,16 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
     return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
 
 
+def checkpoint_key(block: bytes, kind: str, n_tokens: int) -> bytes:
+    """Return the key of a checkpoint of this kind, over the last `n_tokens` of `block`.
+
+    Both ends have a fixed length, so different checkpoints never hash the same bytes. Raises
+    OverflowError beyond int32.
+    """
+    content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
+    return blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-part-1").digest()
+
+
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Return token ids as little-endian int32."""
     packed = array("i", ids)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Literal
 
-from .tree import Node, common_prefix
+from .block import Block
+from .tree import common_prefix
 
 FEW = 16
 """So many blocks are all looked at."""
@@ -20,11 +21,11 @@ MAX_ALIKE = 64
 
 _MAX_STEPS = 64
 
-Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Node]]
+Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Block]]
 """The first block whose text or ids are greater than these; the last that is not; those equal."""
 
 
-def nearest(ahead: str | bytes, find: Find) -> list[Node]:
+def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
     In sorted order these are the one behind `ahead` and the one before. A block all of which
@@ -51,30 +52,30 @@ class Siblings:
     """The blocks in RAM that continue one block, sorted by text and by ids. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._sorted: dict[str, list[Node]] = {"text": [], "packed_ids": []}
+        self._sorted: dict[str, list[Block]] = {"text": [], "packed_ids": []}
 
     def __len__(self) -> int:
         return len(self._sorted["text"])
 
-    def add(self, node: Node) -> None:
+    def add(self, node: Block) -> None:
         for name, nodes in self._sorted.items():
             insort(nodes, node, key=attrgetter(name))
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: Block) -> None:
         for name, nodes in self._sorted.items():
             place = bisect_left(nodes, getattr(node, name), key=attrgetter(name))
             while nodes[place].key != node.key:
                 place += 1
             del nodes[place]
 
-    def some(self, ahead: str | bytes | None, limit: int | None) -> list[Node]:
+    def some(self, ahead: str | bytes | None, limit: int | None) -> list[Block]:
         """Return at most `limit` blocks; where they are many, those nearest to `ahead`."""
         if ahead is None or len(self) <= FEW:
             return self._sorted["text"][:limit]
         name = "text" if isinstance(ahead, str) else "packed_ids"
         nodes, by = self._sorted[name], attrgetter(name)
 
-        def find(how: str, content: str | bytes) -> list[Node]:
+        def find(how: str, content: str | bytes) -> list[Block]:
             end = bisect_right(nodes, content, key=by)
             if how == ">":
                 return nodes[end : end + 1]

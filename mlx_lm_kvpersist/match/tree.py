@@ -4,55 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Protocol, TypeVar
 
-from .keys import block_key, unpack_ids
+from .block import Block
 from .text import REPLACEMENT, TokenText
 
 Content = TypeVar("Content", str, bytes)
 
 
-@dataclass(frozen=True)
-class Node:
-    """What the tree knows of a block.
-
-    `start` is the number of tokens before it, `packed_ids` its token ids as little-endian int32,
-    `text` the characters that become complete inside of it, and `pending` the bytes of an
-    incomplete character at its end.
-    """
-
-    key: bytes
-    parent: bytes
-    start: int
-    packed_ids: bytes
-    text: str
-    pending: bytes = b""
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.packed_ids) // 4
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.n_tokens
-
-    @cached_property
-    def is_genuine(self) -> bool:
-        """Whether the block's ids are those that its key was made of."""
-        return block_key(self.parent, self.packed_ids) == self.key
-
-    @cached_property
-    def ids(self) -> list[int]:
-        return unpack_ids(self.packed_ids)
-
-
-class NodeSource(Protocol):
+class BlockSource(Protocol):
     """Where the walk finds blocks."""
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> Sequence[Node]:
+    ) -> Sequence[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
         With the text or the packed ids that lie ahead, those that have nothing more in common
@@ -71,7 +36,7 @@ class Match:
     `stored_next`; that can be a few more than a token's end allows to use.
     """
 
-    path: tuple[Node, ...]
+    path: tuple[Block, ...]
     n_tokens: int
     n_chars: int
     at_end: bool
@@ -96,7 +61,7 @@ SHOWN_CHARS = 40
 
 
 def match_text(
-    source: NodeSource, root: bytes, text: str, tokens: TokenText, prefer: Collection[bytes] = ()
+    source: BlockSource, root: bytes, text: str, tokens: TokenText, prefer: Collection[bytes] = ()
 ) -> Match:
     """Find the longest stored prefix of `text` that ends where a token ends.
 
@@ -128,7 +93,7 @@ def match_text(
 
 
 def match_ids(
-    source: NodeSource, root: bytes, packed_ids: bytes, prefer: Collection[bytes] = ()
+    source: BlockSource, root: bytes, packed_ids: bytes, prefer: Collection[bytes] = ()
 ) -> Match:
     """Find the longest stored prefix of token ids. `n_chars` of the match is 0."""
     best, best_rank = NO_MATCH, (0, False)
@@ -146,7 +111,7 @@ def match_ids(
 class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) stand at `position`."""
 
-    node: Node
+    node: Block
     before: _Step | None
     position: int
     n_equal: int
@@ -161,7 +126,7 @@ class _Step:
             step = step.before
         return True
 
-    def match(self, n_tokens: int, n_chars: int, source: NodeSource) -> Match:
+    def match(self, n_tokens: int, n_chars: int, source: BlockSource) -> Match:
         path, step = [self.node], self.before
         while step is not None:
             path.append(step.node)
@@ -171,11 +136,11 @@ class _Step:
 
 
 def _steps(
-    source: NodeSource,
+    source: BlockSource,
     root: bytes,
     prompt: Content,
     prefer: Collection[bytes],
-    content_of: Callable[[Node], Content | None],
+    content_of: Callable[[Block], Content | None],
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first."""
     steps: list[_Step] = []

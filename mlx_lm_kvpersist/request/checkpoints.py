@@ -13,12 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cache.spec import ModelCacheSpec
+from ..match.block import Block
 from ..match.siblings import FEW
-from ..match.tree import Node
 from ..store.block_store import BlockStore
-from ..store.part import Part
 
-MAX_POINTS = 6
+MAX_CHECKPOINTS = 6
 """Of a conversation, beside the first: its last three turns have two each."""
 
 MAX_BRANCHES = 4
@@ -33,7 +32,7 @@ STATE = "state"
 """The kind of a part that marks a point that was made, and holds what recurrent layers have there:
 nothing where there are none."""
 
-PartsByBlock = Mapping[bytes, Sequence[Part]]
+PartsByBlock = Mapping[bytes, Sequence[Block]]
 
 
 def window_kind(window: int) -> str:
@@ -45,32 +44,32 @@ def window_kind(window: int) -> str:
 class WindowPart:
     """Tokens [start, stop) of a window part, counted from its first."""
 
-    part: Part
+    part: Block
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class RestorePoint:
+class Checkpoint:
     """A place in a chain, and the parts that are needed to go on from there."""
 
     n_tokens: int
     windows: Mapping[int, tuple[WindowPart, ...]] = field(default_factory=dict)
-    state: Part | None = None
+    state: Block | None = None
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Block]:
         parts = [window.part for windows in self.windows.values() for window in windows]
         return [*parts, self.state] if self.state else parts
 
 
-def nearest_point(
-    path: Sequence[Node],
+def nearest_checkpoint(
+    path: Sequence[Block],
     n_tokens: int,
     store: BlockStore,
     spec: ModelCacheSpec,
     lost: Collection[bytes] = (),
-) -> RestorePoint | None:
+) -> Checkpoint | None:
     """Return the last place in a chain, up to `n_tokens`, whose parts are all stored.
 
     Parts whose keys are in `lost` count as missing.
@@ -78,9 +77,9 @@ def nearest_point(
     if n_tokens <= 0:
         return None
     if spec.any_prefix:
-        return RestorePoint(n_tokens)
+        return Checkpoint(n_tokens)
     path = [node for node in path if node.start < n_tokens]
-    parts = store.parts([node.key for node in path])
+    parts = store.checkpoints([node.key for node in path])
     parts = {key: [p for p in found if p.key not in lost] for key, found in parts.items()}
     ends = [node.stop for node in reversed(path) if node.stop <= n_tokens]
     if ends[:1] != [n_tokens]:
@@ -92,11 +91,11 @@ def nearest_point(
 class _Places:
     """The places of a chain, asked one by one whether they can be gone on from."""
 
-    def __init__(self, path: Sequence[Node], parts: PartsByBlock, spec: ModelCacheSpec) -> None:
+    def __init__(self, path: Sequence[Block], parts: PartsByBlock, spec: ModelCacheSpec) -> None:
         self.path, self.parts, self.spec = path, parts, spec
         self.starts = [node.start for node in path]
 
-    def point_at(self, n_tokens: int) -> RestorePoint | None:
+    def point_at(self, n_tokens: int) -> Checkpoint | None:
         """Return the restore point at this very place, if its parts are there."""
         state = None
         if self.spec.recurrent:
@@ -110,9 +109,9 @@ class _Places:
             if covering is None:
                 return None
             windows[window] = covering
-        return RestorePoint(n_tokens, windows, state)
+        return Checkpoint(n_tokens, windows, state)
 
-    def made_at(self, node: Node) -> Part | None:
+    def made_at(self, node: Block) -> Block | None:
         """Return the part that says that a point was made at the end of a block."""
         found = self.parts.get(node.key, ())
         return next((part for part in found if part.kind == STATE), None)
@@ -132,23 +131,23 @@ class _Places:
         return tuple(covering)
 
 
-def parts_of_point(
-    chain: Sequence[Node], new: Sequence[Part], store: BlockStore, spec: ModelCacheSpec
-) -> list[Part]:
+def parts_of_checkpoint(
+    chain: Sequence[Block], new: Sequence[Block], store: BlockStore, spec: ModelCacheSpec
+) -> list[Block]:
     """Return all parts, stored or `new`, that going on from the end of a chain needs."""
-    places = _Places(chain, _with(store.parts([node.key for node in chain]), new), spec)
+    places = _Places(chain, _with(store.checkpoints([node.key for node in chain]), new), spec)
     point = places.point_at(chain[-1].stop)
     needed = {part.key: part for part in [*(point.parts if point else ()), *new]}
     return list(needed.values())
 
 
-def superseded_parts(
-    chain: Sequence[Node],
+def superseded_checkpoints(
+    chain: Sequence[Block],
     n_reused: int,
-    new: Sequence[Part],
+    new: Sequence[Block],
     store: BlockStore,
     spec: ModelCacheSpec,
-) -> list[Part]:
+) -> list[Block]:
     """Return the parts that no restore point needs that is to stay.
 
     Of a conversation these stay: the newest points, the first (the end of the system prompt, which
@@ -156,10 +155,10 @@ def superseded_parts(
     session ends. The chain went on from `n_reused` tokens: a reply that stood there before, and
     was dropped or said again, loses its point.
     """
-    stored = store.parts([node.key for node in chain])
+    stored = store.checkpoints([node.key for node in chain])
     places = _Places(chain, _with(stored, new), spec)
     made = [node for node in chain if places.made_at(node)]
-    stay = {node.key for node in [*made[:1], *made[-MAX_POINTS:]]}
+    stay = {node.key for node in [*made[:1], *made[-MAX_CHECKPOINTS:]]}
     branches = [n for n in made if n.key not in stay and len(store.children(n.key, limit=2)) > 1]
     stay.update(node.key for node in branches[-MAX_BRANCHES:])
     stay.update(n.key for n in made if n.key not in stay and store.sessions_at(n.key))
@@ -175,7 +174,7 @@ def superseded_parts(
     return list(gone.values())
 
 
-def _replies_left(chain: Sequence[Node], n_reused: int, store: BlockStore) -> list[Part]:
+def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Block]:
     """Return the parts of replies that began where this chain went on, and lead nowhere.
 
     A reply has one point, at its end; a turn of another conversation has one before it.
@@ -187,28 +186,30 @@ def _replies_left(chain: Sequence[Node], n_reused: int, store: BlockStore) -> li
     children = store.children(chain[fork].key, limit=FEW + 1)
     if len(children) > FEW:
         return []  # so many are conversations with one beginning
-    left: list[Part] = []
+    left: list[Block] = []
     for child in children:
-        branch: list[Node] = []
+        branch: list[Block] = []
         following = [child] if child.key != chain[fork + 1].key else []
         while len(following) == 1 and len(branch) < _MAX_REPLY_BLOCKS:
             branch += following
             following = store.children(branch[-1].key, limit=2)
-        parts = [part for found in store.parts([n.key for n in branch]).values() for part in found]
+        parts = [
+            part for found in store.checkpoints([n.key for n in branch]).values() for part in found
+        ]
         is_reply = sum(part.kind == STATE for part in parts) == 1
         if branch and not following and is_reply:
             left += parts
     return left
 
 
-def _with(stored: PartsByBlock, new: Sequence[Part]) -> dict[bytes, list[Part]]:
+def _with(stored: PartsByBlock, new: Sequence[Block]) -> dict[bytes, list[Block]]:
     parts = {key: list(found) for key, found in stored.items()}
     for part in new:
-        parts.setdefault(part.block, []).append(part)
+        parts.setdefault(part.parent, []).append(part)
     return parts
 
 
-def window_part(parts: Sequence[Part], window: int, n_tokens: int) -> Part | None:
+def window_part(parts: Sequence[Block], window: int, n_tokens: int) -> Block | None:
     """Return the smallest of a block's parts that covers its last `n_tokens` for a window."""
     kind = window_kind(window)
     fitting = [part for part in parts if part.kind == kind and part.n_tokens >= n_tokens]

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..cache.spec import ModelCacheSpec
+from ..match.block import Block
 from ..match.siblings import FEW
-from ..match.tree import Match, Node
+from ..match.tree import Match
 from ..store.block_store import BlockStore
 from .outcome import Reason
 
@@ -117,7 +118,7 @@ class ReusePolicy:
         return n_tokens, None
 
     def _worth_it(
-        self, blocks: Sequence[Node], n_tokens: int, store: BlockStore, spec: ModelCacheSpec
+        self, blocks: Sequence[Block], n_tokens: int, store: BlockStore, spec: ModelCacheSpec
     ) -> bool:
         ram_bytes = disk_bytes = 0
         for node in blocks:

@@ -12,17 +12,16 @@ from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
 from ..cache.slots import cached_positions, slots_of
+from ..match.block import Block, checkpoint
 from ..match.keys import Root, block_key, pack_ids
-from ..match.tree import Node
 from ..store.block_store import BlockStore, Turn
 from ..store.files import Arrays
 from ..store.index import Leaf
-from ..store.part import Part
 from .checkpoints import (
     MIN_TOKENS_BETWEEN,
     STATE,
-    parts_of_point,
-    superseded_parts,
+    parts_of_checkpoint,
+    superseded_checkpoints,
     window_kind,
     window_part,
 )
@@ -75,8 +74,8 @@ def insert(
 
 
 def _new_blocks(
-    chain: ListLike[Node], caches: list[Any], store: BlockStore, model: LoadedModel
-) -> list[tuple[Node, Arrays]]:
+    chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
+) -> list[tuple[Block, Arrays]]:
     """Return the blocks of a chain that are not stored, with evaluated copies of their KV."""
     new = [node for node in chain if node.key not in store]
     arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
@@ -85,7 +84,7 @@ def _new_blocks(
 
 def _insert_blocks(
     sequence: Sequence,
-    chain: list[Node],
+    chain: list[Block],
     n_tokens: int,
     caches: list[Any],
     store: BlockStore,
@@ -96,7 +95,7 @@ def _insert_blocks(
     blocks = _new_blocks(chain, caches, store, model)
     if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
         tail = chain.pop()
-        store.keep(block for block in blocks if block[0] is tail)
+        store.put(block for block in blocks if block[0] is tail)
         blocks = [block for block in blocks if block[0] is not tail]
     replaced = _replaced_tails(chain, sequence.n_reused, store)
     leaf = None
@@ -104,12 +103,12 @@ def _insert_blocks(
         keys = tuple(node.key for node in chain)
         leaf = Leaf(sequence.request.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
-        store.keep_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
+        store.save_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
 
 
 def _insert_checkpoint(
     sequence: Sequence,
-    chain: list[Node],
+    chain: list[Block],
     caches: list[Any],
     store: BlockStore,
     model: LoadedModel,
@@ -118,28 +117,26 @@ def _insert_checkpoint(
 ) -> None:
     """Make the end of the chain a checkpoint; at the end of a reply, give up old ones."""
     blocks = _new_blocks(chain, caches, store, model)
-    parts = _new_parts(chain, caches, store, model)
-    new = [part for part, _ in parts]
+    checkpoints = _new_checkpoints(chain, caches, store, model)
+    new = [block for block, _ in checkpoints]
     leaf, superseded = None, []
     if ended:
         keys = tuple(node.key for node in chain)
         leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
-        superseded = superseded_parts(chain, sequence.n_reused, new, store, model.spec)
+        superseded = superseded_checkpoints(chain, sequence.n_reused, new, store, model.spec)
     # All that the checkpoint needs, stored parts included: a waiting turn protects them.
-    needed = parts_of_point(chain, new, store, model.spec)
-    turn = Turn(
-        sequence.root, tuple(chain), leaf, parts=tuple(needed), superseded=tuple(superseded)
-    )
-    store.keep_turn(turn, blocks, parts)
+    needed = parts_of_checkpoint(chain, new, store, model.spec)
+    turn = Turn(sequence.root, tuple(chain), leaf, (), tuple(needed), tuple(superseded))
+    store.save_turn(turn, [*blocks, *checkpoints])
 
 
-def _new_parts(
-    chain: ListLike[Node], caches: list[Any], store: BlockStore, model: LoadedModel
-) -> list[tuple[Part, Arrays]]:
+def _new_checkpoints(
+    chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
+) -> list[tuple[Block, Arrays]]:
     """Return the parts that going on from the end of the chain needs and that are not stored."""
     spec, n_tokens = model.spec, chain[-1].stop
-    stored = store.parts([node.key for node in chain])
-    parts: list[tuple[Part, Arrays]] = []
+    stored = store.checkpoints([node.key for node in chain])
+    parts: list[tuple[Block, Arrays]] = []
     slots = slots_of(caches)
     for window, groups in spec.sliding.items():
         missing = []
@@ -155,14 +152,14 @@ def _new_parts(
         ranges = [(start, node.stop) for node, start in missing]
         arrays = split_windows(spec, window, caches, ranges)
         for (node, start), part_arrays in zip(missing, arrays, strict=True):
-            part = Part(node.key, window_kind(window), node.stop - start)
+            part = checkpoint(node.key, window_kind(window), node.stop - start)
             parts.append((part, part_arrays))
     if not any(part.kind == STATE for part in stored.get(chain[-1].key, ())):
-        parts.append((Part(chain[-1].key, STATE, 0), copy_state(spec, caches)))
+        parts.append((checkpoint(chain[-1].key, STATE, 0), copy_state(spec, caches)))
     return parts
 
 
-def _chain(root: Root, ids: list[int], before: ListLike[Node], model: LoadedModel) -> list[Node]:
+def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedModel) -> list[Block]:
     """Cut ids into the blocks of a chain below `root`, of which `before` are known."""
     chain = list(before)
     parent, pending = (chain[-1].key, chain[-1].pending) if chain else (root.key, b"")
@@ -175,13 +172,13 @@ def _chain(root: Root, ids: list[int], before: ListLike[Node], model: LoadedMode
         else:
             after = b""
         key = block_key(parent, packed)
-        chain.append(Node(key, parent, start, packed, text, after))
+        chain.append(Block(key, parent, start, packed, text, after))
         parent, pending = key, after
     return chain
 
 
 def _replaced_tails(
-    chain: list[Node], n_reused: int, store: BlockStore
+    chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
     """Return partial blocks whose tokens all stand in a block of the chain, with that block.
 

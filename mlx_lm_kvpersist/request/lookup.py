@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..host.prompt import Prompt
+from ..match.block import Block
 from ..match.keys import Root, pack_ids
 from ..match.splice import splice
-from ..match.tree import NO_MATCH, Match, Node, match_ids, match_text
-from ..store.block_store import BlockStore, ReadAhead
-from .checkpoints import nearest_point
+from ..match.tree import NO_MATCH, Match, match_ids, match_text
+from ..store.block_store import BlockStore, Prefetch
+from .checkpoints import nearest_checkpoint
 from .costs import ReusePolicy
 from .explain import why_not_stored
 from .model import LoadedModel
@@ -42,7 +43,7 @@ class Reuse:
     prompt: Prompt
     outcome: Outcome
     caches: list[Any] | None = None
-    chain: list[Node] = field(default_factory=list)
+    chain: list[Block] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Lookup:
         self._text = model.text.decode(prompt.ids) if model.text and has_text else None
         self._found: _Found | None = None
         self._nearest = NO_MATCH
-        self._prefetch: ReadAhead | None = None
+        self._prefetch: Prefetch | None = None
         self._find()
 
     def prefetch(self) -> bool:
@@ -104,15 +105,15 @@ class Lookup:
         if self._found is None:
             return False
         path = self._found.match.path
-        point = nearest_point(path, self._plan(self._found)[0], self._store, self.model.spec)
+        point = nearest_checkpoint(path, self._plan(self._found)[0], self._store, self.model.spec)
         if point is None:
             return False
         needed = needed_for(path, point, self.model.spec)
-        n_bytes = sum(one.n_bytes for one in needed if one.what.key not in self._store.pool)
+        n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
         if n_bytes <= MIN_PREFETCH_BYTES:
             return False
-        wanted = [(one.what, one.n_bytes) for one in needed]
-        self._prefetch = self._store.read_ahead(wanted, self._root)
+        wanted = [(one.block, one.n_bytes) for one in needed]
+        self._prefetch = self._store.prefetch(wanted, self._root)
         return True
 
     def is_fetched(self) -> bool:

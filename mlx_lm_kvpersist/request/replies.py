@@ -84,7 +84,7 @@ def remember(
     before = model.text.to_bytes(prompt)
     made = _Reply(ids, len(before), blake2b(before, digest_size=_DIGEST_BYTES).digest())
     *_, key = _reply_keys([*messages, {**sent, "role": "assistant"}])
-    store.keep_turn(Turn(root, (), None, (StoredReply(key, made.to_bytes()),)), [])
+    store.save_turn(Turn(root, (), None, (StoredReply(key, made.to_bytes()),)), [])
 
 
 def respell(

@@ -19,11 +19,11 @@ from ..cache.canary import CANARY_TOLERANCE, can_step_back, canary_difference, t
 from ..cache.join import Joiner, Piece, Pieces
 from ..cache.packed import headroom
 from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Match, Node
+from ..match.tree import Match
 from ..store.block_store import BlockStore, Loaded
-from ..store.part import Part
-from .checkpoints import RestorePoint, nearest_point
+from .checkpoints import Checkpoint, nearest_checkpoint
 from .model import LoadedModel
 
 
@@ -57,7 +57,7 @@ def restore(
     """
     lost: set[bytes] = set()
     while True:
-        point = nearest_point(match.path, n_tokens, store, model.spec, lost)
+        point = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
         if point is None:
             return None
         reading = _Reading(store, root, model)  # what the one before made is let go of first
@@ -65,17 +65,17 @@ def restore(
         if missing is None:
             break
         lost.add(missing.key)
-        if isinstance(missing, Node):
+        if not missing.is_checkpoint:
             n_tokens = missing.start
     if canary and reading.from_disk and can_step_back(model.spec, point.n_tokens):
         ids = match.ids[: point.n_tokens]
         tails = Pieces(point.n_tokens, reading.last_blocks, reading.last_windows)
         difference = canary_difference(model.model, model.spec, reading.caches, tails, ids)
         if not difference <= CANARY_TOLERANCE:
-            for key in reading.from_disk:
-                store.quarantine(key, f"canary: recomputed KV differs by {difference:.0%}")
+            for block in reading.from_disk:
+                store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")
             return None
-    store.pool.trust(reading.from_disk)
+    store.pool.trust(block.key for block in reading.from_disk)
     used = [node.key for node in match.path if node.start < point.n_tokens]
     store.touch(used[-1], point.parts)
     store.pool.touch(used)  # behind its parts, which are of no use without them
@@ -97,7 +97,7 @@ class Needed:
     `forms` are the arrays that it must hold, `window` is that of a window part.
     """
 
-    what: Node | Part
+    block: Block
     start: int
     stop: int
     forms: tuple[ArrayForm, ...]
@@ -109,7 +109,7 @@ class Needed:
         return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in self.forms)
 
 
-def needed_for(path: Sequence[Node], point: RestorePoint, spec: ModelCacheSpec) -> list[Needed]:
+def needed_for(path: Sequence[Block], point: Checkpoint, spec: ModelCacheSpec) -> list[Needed]:
     """Return what going on from a restore point needs, in the order in which it is read."""
     needed: list[Needed] = []
     for window, parts in point.windows.items():
@@ -140,13 +140,13 @@ class _Reading:
     last_windows: dict[int, list[Piece]] = field(default_factory=dict)
     n_bytes: int = 0
     join_s: float = 0.0
-    from_disk: list[bytes] = field(default_factory=list)
+    from_disk: list[Block] = field(default_factory=list)
     n_from_disk: int = 0
     """Tokens."""
     n_disk_bytes: int = 0
     disk_s: float = 0.0
 
-    def read(self, match: Match, point: RestorePoint, headroom: int) -> Node | Part | None:
+    def read(self, match: Match, point: Checkpoint, headroom: int) -> Block | None:
         """Read everything; return the first that cannot be had, None when all is there."""
         spec = self.model.spec
         n_from_disk: dict[int | None, int] = {}
@@ -155,20 +155,20 @@ class _Reading:
             window: sum(wanted.stop - wanted.start for wanted in parts)
             for window, parts in point.windows.items()
         }
-        coming = self.store.load_all([one.what for one in needed], self.root)
-        in_ram = all(one.what.key in self.store.pool for one in needed)
+        coming = self.store.load_all([one.block for one in needed], self.root)
+        in_ram = all(one.block.key in self.store.pool for one in needed)
         with self._timed_join():
             joiner = Joiner(spec, point.n_tokens, headroom, n_held, whole=in_ram)
         for one in needed:
             started = time.perf_counter()
             loaded = self._checked(one, next(coming))
             if loaded is None:
-                return one.what
+                return one.block
             self.n_bytes += n_bytes(loaded.arrays)
             if loaded.from_disk:
                 self.disk_s += time.perf_counter() - started + loaded.before_s
                 self.n_disk_bytes += n_bytes(loaded.arrays)
-                self.from_disk.append(one.what.key)
+                self.from_disk.append(one.block)
                 # With nothing but states, they stand for all tokens.
                 n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
                 n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
@@ -180,7 +180,7 @@ class _Reading:
         return None
 
     def _join(self, one: Needed, loaded: Loaded, joiner: Joiner) -> None:
-        if one.window is None and isinstance(one.what, Part):
+        if one.window is None and one.block.is_checkpoint:
             joiner.add_state(loaded.arrays)
             return
         piece = Piece(loaded.arrays, one.start, one.stop)
@@ -201,6 +201,6 @@ class _Reading:
         """Return what was loaded; what does not fit the model goes to quarantine instead."""
         misfit = arrays_fit(iter(one.forms), loaded.arrays) if loaded is not None else None
         if misfit is not None:
-            self.store.quarantine(one.what.key, f"does not fit the model: {misfit}")
+            self.store.quarantine(one.block, f"does not fit the model: {misfit}")
             return None
         return loaded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
 from .lookup import Lookup
 from .outcome import Outcome
 
@@ -56,7 +56,7 @@ class Sequence:
     request: RequestState
     n_prompt: int
     n_reused: int = 0
-    chain: list[Node] = field(default_factory=list, repr=False)
+    chain: list[Block] = field(default_factory=list, repr=False)
     entered_s: float | None = None
     """When it was handed on to be prefilled (perf_counter); None once that is measured."""
 

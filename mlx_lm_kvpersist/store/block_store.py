@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StoreError
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
 from ..units import show_bytes
 from .budget import Space, StoreLimits
 from .disk import DiskStore
 from .files import Arrays
 from .index import Index, Session
-from .part import Part
-from .pool import BlockPool, KVPart
-from .prefetch import ReadAhead
-from .reading import BlockReader, Loaded, in_ram
+from .pool import BlockPool, KVBlock
+from .prefetch import Prefetch
+from .reading import BlockReader, Loaded
 from .turn import Gone, Turn
 from .writer import Writer
 
-__all__ = ["BlockStore", "Loaded", "Part", "ReadAhead", "StoreLimits", "Turn"]
+__all__ = ["BlockStore", "Loaded", "Prefetch", "StoreLimits", "Turn"]
 
 Answer = TypeVar("Answer")
 Default = TypeVar("Default")
@@ -44,15 +43,15 @@ class StoreCounters:
     turns_saved: int = 0
     turns_not_saved: int = 0
     blocks_quarantined: int = 0
-    """Blocks and parts."""
+    """Blocks and checkpoints."""
     blocks_gone: int = 0
-    """Blocks and parts that were found, and no longer there when they were read."""
+    """Blocks and checkpoints that were found, and no longer there when they were read."""
     failures: set[str] = field(default_factory=set)
     """What keeps turns from being saved right now; each is logged once."""
 
 
 class BlockStore:
-    """Blocks by key, and their parts, wherever they are.
+    """Blocks by key, and their checkpoints, wherever they are.
 
     The generation thread reads and submits; a thread of the store's own changes the disk.
     """
@@ -67,10 +66,10 @@ class BlockStore:
         be worth matching again."""
         self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
         self._lost: set[bytes] = set()
-        """Blocks and parts on disk that are damaged, or may be missing; until they are removed or
-        written anew. What could not be read for another reason is not among them."""
+        """Keys of what is damaged or may be missing on disk, until it is removed or written anew.
+        What could not be read for another reason is not among them."""
         self._reader = BlockReader(
-            folder, self.pool, verify=limits.verify, gone=self._is_gone, bad=self._quarantine
+            folder, self.pool, verify=limits.verify, gone=self._is_gone, damaged=self.quarantine
         )
         self._writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
         self._writer.submit(self._sweep)
@@ -85,10 +84,10 @@ class BlockStore:
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Node]:
+    ) -> list[Block]:
         """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk.
 
-        See `NodeSource.children`.
+        See `BlockSource.children`.
         """
         lost = self._lost.copy()  # before the index is read: they leave both, it first
         wanted = None if limit is None else limit + len(lost)
@@ -102,93 +101,78 @@ class BlockStore:
             return True
         return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
 
-    def load(self, what: Node | Part, root: Root) -> Loaded | None:
+    def load(self, block: Block, root: Root) -> Loaded | None:
         """Return evaluated arrays, or None when they are gone or must not be trusted."""
-        return self._reader.load(what, root)
+        return self._reader.load(block, root)
 
-    def load_all(self, wanted: Sequence[Node | Part], root: Root) -> Iterator[Loaded | None]:
+    def load_all(self, wanted: Sequence[Block], root: Root) -> Iterator[Loaded | None]:
         """Begin to read several at once; yield what `load` returns for each, in order."""
         return self._reader.load_all(wanted, root)
 
-    def read_ahead(self, wanted: Sequence[tuple[Node | Part, int]], root: Root) -> ReadAhead:
-        """Read into RAM what is not there yet, while the caller does something else.
+    def prefetch(self, wanted: Sequence[tuple[Block, int]], root: Root) -> Prefetch:
+        """Read into RAM what is not there yet, in order; see `BlockReader.prefetch`."""
+        return self._reader.prefetch(wanted, root)
 
-        See `BlockReader.read_ahead`.
-        """
-        return self._reader.read_ahead(wanted, root)
+    def release_prefetched(self) -> None:
+        """Let go of everything that was prefetched."""
+        self._reader.release_prefetched()
 
-    def release_ahead(self) -> None:
-        """Let go of everything that was read ahead."""
-        self._reader.release_ahead()
-
-    def parts(self, blocks: Sequence[bytes]) -> dict[bytes, list[Part]]:
-        """Return, by block, the parts in RAM or, if they can be read, on disk.
+    def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Block]]:
+        """Return, by block, the checkpoints in RAM or, if they can be read, on disk.
 
         A block that has none may be missing. Blocks are given by their keys.
         """
         lost = self._lost.copy()  # as in `children`
-        stored = self._ask(partial(self.index.parts, blocks), ())
-        found = {part.key: part for part, _ in stored if part.key not in lost}
-        found.update((part.key, part) for part in self.pool.parts(blocks))
-        by_block: dict[bytes, list[Part]] = {}
-        for part in found.values():
-            by_block.setdefault(part.block, []).append(part)
+        stored = self._ask(partial(self.index.checkpoints, blocks), ())
+        found = {block.key: block for block, _ in stored if block.key not in lost}
+        found.update((block.key, block) for block in self.pool.checkpoints(blocks))
+        by_block: dict[bytes, list[Block]] = {}
+        for one in found.values():
+            by_block.setdefault(one.parent, []).append(one)
         return by_block
 
-    def quarantine(self, key: bytes, reason: str) -> None:
-        """Take a block or part that failed a check out of use, in RAM now and on disk soon.
+    def quarantine(self, block: Block, reason: str) -> None:
+        """Take a block or checkpoint out of use that failed a check, in RAM now, on disk soon.
 
-        A block takes its parts along.
+        A block takes its checkpoints along. Any thread.
         """
-        is_part = isinstance(self.pool.get(key), KVPart)
-        self._quarantine("part" if is_part else "block", key, reason)
-
-    def _quarantine(self, kind: str, key: bytes, reason: str) -> None:
-        """Any thread."""
-        logger.warning("%s %s goes to quarantine: %s", kind, key.hex(), reason)
+        logger.warning("%s goes to quarantine: %s", block, reason)
         self.counters.blocks_quarantined += 1
-        self.n_changes += 1
-        self._lost.add(key)
-        self.pool.drop(key)
-        self._writer.submit(partial(self._take_away, key, reason))
+        self._lose(block.key, reason)
 
-    def _is_gone(self, key: bytes) -> None:
+    def _is_gone(self, block: Block) -> None:
         """Forget what was found and is not there. Any thread."""
         self.counters.blocks_gone += 1
+        self._lose(block.key)
+
+    def _lose(self, key: bytes, reason: str | None = None) -> None:
         self.n_changes += 1
         self._lost.add(key)
-        self._writer.submit(partial(self._take_away, key))
+        if reason is not None:
+            self.pool.drop(key)
+        self._writer.submit(partial(self._take_away, key, reason))
 
-    def keep(self, blocks: Iterable[tuple[Node, Arrays]]) -> None:
-        """Keep blocks in RAM, for as long as there is room."""
+    def put(self, blocks: Iterable[tuple[Block, Arrays]]) -> None:
+        """Put blocks into RAM, for as long as there is room."""
         self.n_changes += 1
-        for node, arrays in blocks:
-            self.pool.put(in_ram(node, arrays))
+        for block, arrays in blocks:
+            self.pool.put(KVBlock.of(block, arrays))
 
-    def keep_turn(
-        self,
-        turn: Turn,
-        new: Iterable[tuple[Node, Arrays]],
-        new_parts: Iterable[tuple[Part, Arrays]] = (),
-    ) -> None:
-        """Keep a turn's new blocks and parts in RAM and have it written in the background.
+    def save_turn(self, turn: Turn, new: Iterable[tuple[Block, Arrays]]) -> None:
+        """Put a turn's new blocks and checkpoints into RAM and have it saved in the background.
 
-        Until that is done, those of its blocks and parts that are not on disk stay in RAM.
+        Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         """
         self.n_changes += 1
-        known: tuple[Node | Part, ...] = (*turn.nodes, *turn.parts)
-        pinned = self.pool.pin(what.key for what in known)
-        added: list[tuple[Node | Part, Arrays]] = [*new, *new_parts]
-        for what, arrays in added:
-            entry = in_ram(what, arrays)
+        pinned = self.pool.pin(block.key for block in (*turn.blocks, *turn.checkpoints))
+        for block, arrays in new:
+            entry = KVBlock.of(block, arrays)
             entry.pins = 1
-            self.pool.put(entry)
-            pinned.append(entry.key)
-        self.pool.touch(node.key for node in turn.nodes)
+            pinned.append(self.pool.put(entry))
+        self.pool.touch(block.key for block in turn.blocks)
         for reply in turn.replies:
             self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
-        held = [block for block in map(self.pool.get, pinned) if block is not None]
-        sizes = {block.key: block.n_bytes for block in held if not block.on_disk}
+        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.on_disk}
         self._writer.submit_turn(
             turn,
             save=partial(self._save, turn, pinned),
@@ -198,8 +182,14 @@ class BlockStore:
 
     def drop_unwritten(self, key: bytes) -> None:
         """Drop a block that is in RAM alone and was not submitted to be written."""
-        block = self.pool.get(key)
-        if block is not None and not block.pins and not block.on_disk:
+        entry = self.pool.get(key)
+        if entry is not None and not entry.on_disk:
+            self.drop_unpinned(key)
+
+    def drop_unpinned(self, key: bytes) -> None:
+        """Drop a block or checkpoint from RAM, unless a turn waits to be written with it."""
+        entry = self.pool.get(key)
+        if entry is not None and not entry.pins:
             self.pool.drop(key)
 
     def session_blocks(self, root: Root, name: str) -> set[bytes]:
@@ -220,7 +210,7 @@ class BlockStore:
         return unwritten or self._ask(partial(self.index.reply_ids, root, digest), None)
 
     def gone(self, key: bytes) -> Gone | None:
-        """Return why a block or a part is no longer on disk, if that is known."""
+        """Return why a block or a checkpoint is no longer on disk, if that is known."""
         return self.disk.gone(key)
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
@@ -232,18 +222,18 @@ class BlockStore:
         """Return what is remembered of a model's file, if its stamp is still the same."""
         return self._ask(partial(self.index.file_hash, path, stamp), None)
 
-    def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+    def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         """Remember the hash of a model's file."""
-        self._writer.submit(partial(self._keep_file_hash, path, stamp, content_hash))
+        self._writer.submit(partial(self._set_file_hash, path, stamp, content_hash))
 
     def keep_request(self, record: dict[str, Any]) -> None:
         """Remember what a request reused, for those who ask later."""
-        self._writer.submit(partial(self._keep_request, record))
+        self._writer.submit(partial(self._add_request, record))
 
-    def touch(self, key: bytes, parts: Iterable[Part] = ()) -> None:
-        """Mark a chain, given by its last block, and these parts as used."""
-        used = tuple(parts)
-        self.pool.touch(part.key for part in used)
+    def touch(self, key: bytes, checkpoints: Iterable[Block] = ()) -> None:
+        """Mark a chain, given by its last block, and these checkpoints as used."""
+        used = tuple(checkpoints)
+        self.pool.touch(block.key for block in used)
         self._writer.submit(partial(self._touch, key, used))
 
     def set_gentle(self, gentle: bool) -> None:
@@ -257,23 +247,23 @@ class BlockStore:
     def stats(self) -> dict[str, Any]:
         """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
 
-        "bytes" are all bytes; "part_bytes" says how many of them are those of parts.
+        "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
         """
         totals = self.index.totals()
         return {
             "folder": str(self.folder),
             "ram": {
-                "blocks": len(self.pool) - self.pool.n_parts,
-                "parts": self.pool.n_parts,
+                "blocks": len(self.pool) - self.pool.n_checkpoints,
+                "checkpoints": self.pool.n_checkpoints,
                 "bytes": self.pool.n_bytes,
-                "part_bytes": self.pool.n_part_bytes,
+                "checkpoint_bytes": self.pool.n_checkpoint_bytes,
                 "max_bytes": self.limits.max_ram_bytes,
             },
             "disk": {
                 "blocks": totals.n_blocks,
-                "parts": totals.n_parts,
+                "checkpoints": totals.n_checkpoints,
                 "bytes": self.disk.used_bytes(),
-                "part_bytes": totals.part_bytes,
+                "checkpoint_bytes": totals.checkpoint_bytes,
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,
             },
@@ -311,7 +301,7 @@ class BlockStore:
 
     # Writer thread.
 
-    def _save(self, turn: Turn, pinned: list[bytes]) -> None:
+    def _save(self, turn: Turn, pinned: list[KVBlock]) -> None:
         try:
             keep = self._writer.waiting_keys()
             saved = self.disk.save(
@@ -327,40 +317,33 @@ class BlockStore:
             return
         self.counters.turns_saved += 1
         self.counters.failures.clear()
-        written: tuple[Node | Part, ...] = (*saved.nodes, *saved.parts)
-        for what in written:
-            self._lost.discard(what.key)
-            entry = self.pool.get(what.key)
+        for block in (*saved.blocks, *saved.checkpoints):
+            self._lost.discard(block.key)
+            entry = self.pool.get(block.key)
             if entry is not None:
                 entry.on_disk = True
         self._release(turn, pinned)
         for replaced, _ in saved.leaf.replaced if saved.leaf else ():
             self.pool.drop(replaced)
-        for part in set(saved.superseded).difference(saved.parts):
-            self._drop_superseded(part)
-
-    def _drop_superseded(self, part: Part) -> None:
-        """Drop a part, unless a turn that waits has it anew."""
-        entry = self.pool.get(part.key)
-        if entry is not None and not entry.pins:
-            self.pool.drop(part.key)
+        for block in set(saved.superseded).difference(saved.checkpoints):
+            self.drop_unpinned(block.key)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
-        block = self.pool.get(key)
-        return None if block is None else block.arrays
+        entry = self.pool.get(key)
+        return None if entry is None else entry.arrays
 
-    def _abandon(self, turn: Turn, pinned: list[bytes]) -> None:
+    def _abandon(self, turn: Turn, pinned: list[KVBlock]) -> None:
         """A turn stays in memory only, where its blocks may now be evicted. Any thread."""
         self.counters.turns_not_saved += 1
         self._release(turn, pinned)
 
-    def _release(self, turn: Turn, pinned: list[bytes]) -> None:
+    def _release(self, turn: Turn, pinned: list[KVBlock]) -> None:
         self.pool.unpin(pinned)
         for reply in turn.replies:
             self._unwritten_replies.pop((turn.root.key, reply.digest), None)
 
     def _take_away(self, key: bytes, reason: str | None = None) -> None:
-        """Forget a block or part that is not on disk; for a reason, move it to quarantine."""
+        """Forget a block or checkpoint that is not on disk; for a reason, move it to quarantine."""
         if key not in self._lost:
             return  # written anew since
         try:
@@ -374,21 +357,21 @@ class BlockStore:
                 return  # it stays damaged
         self._lost.discard(key)
 
-    def _touch(self, key: bytes, parts: tuple[Part, ...]) -> None:
+    def _touch(self, key: bytes, checkpoints: tuple[Block, ...]) -> None:
         try:
             with self.disk.lock.held():
-                self.index.touch(key, parts)
+                self.index.touch(key, checkpoints)
         except (OSError, sqlite3.Error) as error:
             self._failed("mark a block as used", error)
 
-    def _keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+    def _set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         try:
             with self.disk.lock.held():
-                self.index.keep_file_hash(path, stamp, content_hash)
+                self.index.set_file_hash(path, stamp, content_hash)
         except (OSError, sqlite3.Error) as error:
             self._failed("remember the hash of a model's file", error)
 
-    def _keep_request(self, record: dict[str, Any]) -> None:
+    def _add_request(self, record: dict[str, Any]) -> None:
         try:
             with self.disk.lock.held():
                 self.index.add_request(record)

@@ -2,7 +2,7 @@
 
     index.sqlite      what the files say, quick to ask; can be rebuilt from them
     blocks/ab/        a safetensors file for each block whose key begins with ab
-    parts/ab/         the same for parts of blocks, which may go before their blocks do
+    parts/ab/         the same for checkpoints, which may be evicted before their blocks
     sessions/         what only a session knows (its name, its pin), a JSON file each
     quarantine/       what failed a check, each file with the reason
     writing/          what is being written, before it is moved to blocks/ and parts/
@@ -21,21 +21,29 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
 from ..units import show_bytes
 from .budget import Space, StoreLimits, WriteMeter, free_bytes
-from .files import Arrays, block_path, file_bytes, key_of, metadata_of, write_block
+from .files import (
+    Arrays,
+    block_path,
+    checkpoint_path,
+    file_bytes,
+    key_of,
+    metadata_of,
+    path_of,
+    write_block,
+)
 from .folder import INDEX_FILES, move, own_bytes, own_files, remove, sync, take_into_use
 from .index import Forgotten, Index, Session
 from .index_file import is_damage
 from .index_rows import row_bytes
 from .lock import StoreLock
-from .part import Part
-from .part_files import metadata_of_part, part_path, path_of, write_part
 from .quarantine import Quarantine
 from .rebuild import rebuild_index
 from .session_notes import session_path, write_session
@@ -100,84 +108,61 @@ class DiskStore:
         after_file: Callable[[float], None] = lambda seconds: None,
         damaged: Collection[bytes] = (),
     ) -> Turn | None:
-        """Write a turn's missing blocks and parts and commit it: whole, or not at all.
+        """Write a turn's missing blocks and checkpoints and commit it: whole, or not at all.
 
-        What is in `keep`, on which turns to come are built, does not go to make room for it. Files
-        of `damaged` blocks and parts are replaced. `after_file` is told what each file took, and
-        may take its time: the store's lock is not held meanwhile.
-        Return the turn as it was committed: parts that are gone, or whose block is not there, are
-        left out, and then it supersedes nothing. None when one of its blocks, which another
+        `keep` is not removed to make room: turns to come are built on it. Files of `damaged` blocks
+        and checkpoints are replaced. `after_file` is told how long each file took, and may take its
+        time: the store's lock is not held meanwhile.
+
+        Return the turn as it was committed: checkpoints that are gone, or whose block is not there,
+        are left out, and then it supersedes nothing. None when one of its blocks, which another
         process had stored, has been removed or replaced since. Raises StoreError when it is too
         big for what the store may use, and OSError or RuntimeError when the disk refuses.
         """
 
-        def is_there(what: Node | Part) -> bool:
-            return what.key not in damaged and self._is_there(what)
+        def is_there(block: Block) -> bool:
+            return block.key not in damaged and self._is_there(block)
 
         def plan() -> tuple[Turn, list[NewFile]] | None:
-            missing = [node for node in turn.nodes if not is_there(node)]
-            arrays = [arrays_of(node.key) for node in missing]
-            todo = [
-                self._new_file(node, turn.root, block)
-                for node, block in zip(missing, arrays, strict=True)
-                if block is not None
-            ]
-            if len(todo) < len(missing):
-                return None
-            parts, new = self._parts_at_hand(turn, arrays_of, is_there)
-            todo += [self._new_file(part, turn.root, arrays) for part, arrays in new]
-            if len(parts) < len(turn.parts):
-                return replace(turn, parts=tuple(parts), superseded=()), todo
-            return turn, todo
+            files: list[NewFile] = []
+            for block in turn.blocks:
+                if not is_there(block):
+                    arrays = arrays_of(block.key)
+                    if arrays is None:
+                        return None
+                    files.append(self._new_file(block, turn.root, arrays))
+            chain = {block.key for block in turn.blocks}
+            checkpoints: list[Block] = []
+            for block in turn.checkpoints:
+                if block.parent not in chain and not self._is_block_there(block.parent):
+                    continue
+                if not is_there(block):
+                    arrays = arrays_of(block.key)
+                    if arrays is None:
+                        continue
+                    files.append(self._new_file(block, turn.root, arrays))
+                checkpoints.append(block)
+            if len(checkpoints) < len(turn.checkpoints):
+                return replace(turn, checkpoints=tuple(checkpoints), superseded=()), files
+            return turn, files
 
         done = self._write(plan, keep, after_file)
         return done and done[0]
 
-    def _parts_at_hand(
-        self,
-        turn: Turn,
-        arrays_of: Callable[[bytes], Arrays | None],
-        is_there: Callable[[Part], bool],
-    ) -> tuple[list[Part], list[tuple[Part, Arrays]]]:
-        """Return the parts of a turn that can be committed, and those of them to be written."""
-        blocks = {node.key for node in turn.nodes}
-        parts: list[Part] = []
-        new: list[tuple[Part, Arrays]] = []
-        for part in turn.parts:
-            if part.block not in blocks and not self._is_block_there(part.block):
-                continue
-            if not is_there(part):
-                arrays = arrays_of(part.key)
-                if arrays is None:
-                    continue
-                new.append((part, arrays))
-            parts.append(part)
-        return parts, new
-
-    def _new_file(self, what: Node | Part, root: Root, arrays: Arrays) -> NewFile:
-        fsync = self.limits.fsync
-
-        def write(path: Path) -> int:
-            if isinstance(what, Part):
-                return write_part(path, what, root, arrays, fsync=fsync)
-            return write_block(path, what, root, arrays, fsync=fsync)
-
-        if isinstance(what, Part):
-            metadata = metadata_of_part(what, root)
-        else:
-            metadata = metadata_of(what, root)
-        return NewFile(what, file_bytes(metadata, arrays), write)
+    def _new_file(self, block: Block, root: Root, arrays: Arrays) -> NewFile:
+        write = partial(write_block, block=block, root=root, arrays=arrays, fsync=self.limits.fsync)
+        return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def adopt(
         self, turn: Callable[[], Turn], files: Sequence[NewFile]
-    ) -> tuple[Session | None, list[Node | Part]]:
+    ) -> tuple[Session | None, list[Block]]:
         """Commit a turn that comes with files of its own, whole or not at all.
 
         `turn` is called with the lock held. Return the turn's session and what was missing, and so
         written. Raises what `save` does.
         """
         done = self._write(
-            lambda: (turn(), [file for file in files if not self._is_there(file.what)])
+            lambda: (turn(), [file for file in files if not self._is_there(file.block)])
         )
         assert done is not None  # what is missing comes with the turn
         _, session, written = done
@@ -188,7 +173,7 @@ class DiskStore:
         plan: Callable[[], tuple[Turn, list[NewFile]] | None],
         keep: Collection[bytes] = (),
         after_file: Callable[[float], None] = lambda seconds: None,
-    ) -> tuple[Turn, Session | None, list[Node | Part]] | None:
+    ) -> tuple[Turn, Session | None, list[Block]] | None:
         """Write the files that a turn lacks, then commit it; None when there is no plan for it.
 
         The lock is held to plan, make room and commit, and not while files are written. What
@@ -202,19 +187,19 @@ class DiskStore:
                     if planned is None:
                         return None
                     turn, files = planned
-                    todo = [file for file in files if file.what.key not in staging.sizes]
+                    todo = [file for file in files if file.block.key not in staging.sizes]
                     if not todo:
                         session = self._commit(turn, files, staging)
-                        return turn, session, [file.what for file in files]
+                        return turn, session, [file.block for file in files]
                     # The rows of a long turn take more than what is reserved for them.
-                    rows = sum(row_bytes(file.what) for file in todo)
+                    rows = sum(row_bytes(file.block) for file in todo)
                     needed = sum(file.n_bytes for file in todo) + max(0, rows - self.reserve_bytes)
                     self._check_wear(needed)
                     self._make_room_for(needed, {*keep, *turn.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()
-                    self.written.add(staging.write(file.what.key, file.write))
+                    self.written.add(staging.write(file.block.key, file.write))
                     after_file(time.perf_counter() - started)
 
     def _make_room_for(self, n_bytes: int, keep: Collection[bytes]) -> None:
@@ -225,43 +210,44 @@ class DiskStore:
                 f"({show_bytes(self.limits.min_free_bytes)})"
             )
 
-    def _is_there(self, what: Node | Part) -> bool:
-        """Say whether a block or a part has its row and its file, neither alone."""
-        if isinstance(what, Part):
-            return self.index.has_part(what.key) and part_path(self.folder, what.key).exists()
-        return self._is_block_there(what.key)
+    def _is_there(self, block: Block) -> bool:
+        """Say whether a block or a checkpoint has its row and its file, neither alone."""
+        if block.is_checkpoint:
+            known = self.index.has_checkpoint(block.key)
+            return known and path_of(self.folder, block).exists()
+        return self._is_block_there(block.key)
 
     def _is_block_there(self, key: bytes) -> bool:
         return key in self.index and block_path(self.folder, key).exists()
 
     def _commit(self, turn: Turn, files: Sequence[NewFile], staging: Staging) -> Session | None:
         """Move the files of a turn into place, then change the index: all of it or nothing."""
-        paths = [path_of(self.folder, file.what) for file in files]
+        paths = [path_of(self.folder, file.block) for file in files]
         try:
             for file, path in zip(files, paths, strict=True):
-                move(self.folder, staging.path(file.what.key), path)
+                move(self.folder, staging.path(file.block.key), path)
             if self.limits.fsync:
                 for folder in {path.parent for path in paths}:
                     sync(folder)
-            sizes = [(file.what, staging.sizes[file.what.key]) for file in files]
+            sizes = [(file.block, staging.sizes[file.block.key]) for file in files]
             session = self._session_of(turn)
             removed = self.index.commit_turn(
                 turn.root,
-                [(what, size) for what, size in sizes if isinstance(what, Node)],
+                [(block, size) for block, size in sizes if not block.is_checkpoint],
                 session,
                 turn.leaf,
                 turn.replies,
-                chain=turn.nodes,
-                new_parts=[(what, size) for what, size in sizes if isinstance(what, Part)],
-                parts=turn.parts,
-                superseded={part.key for part in turn.superseded} - turn.keys(),
+                chain=turn.blocks,
+                new_checkpoints=[(block, size) for block, size in sizes if block.is_checkpoint],
+                checkpoints=turn.checkpoints,
+                superseded={block.key for block in turn.superseded} - turn.keys(),
             )
         except BaseException:
             for path in paths:
                 remove(self.folder, path)
             raise
         for key in removed:
-            remove(self.folder, part_path(self.folder, key))
+            remove(self.folder, checkpoint_path(self.folder, key))
         for replaced, successor in turn.leaf.replaced if turn.leaf else ():
             self.forget(replaced)
             for moved in self.index.sessions_at(successor):
@@ -322,7 +308,7 @@ class DiskStore:
     def make_room(self, n_bytes: int, keep: Collection[bytes] = ()) -> bool:
         """Remove what is used least until `n_bytes` more fit; False when they cannot.
 
-        Quarantined files go first, then least recently used leaves and parts; what belongs to
+        Quarantined files go first, then least recently used leaves and checkpoints; what belongs to
         pinned sessions and what is in `keep` stays.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
@@ -332,37 +318,39 @@ class DiskStore:
             too_much = self._excess(n_bytes)
             if too_much > 0:
                 self._empty_quarantine()
-                self.index.checkpoint()
+                self.index.empty_log()
                 too_much = self._excess(n_bytes)
             pinned = self.index.pinned_blocks() if too_much > 0 else set()
             while too_much > 0:
                 victim = self._victim(keep, pinned)
                 if victim is None:
-                    self.index.checkpoint()  # the rows of what went take room no longer
+                    self.index.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
                 went = self.forget(victim)
-                for key in {victim, *went.parts}:
+                for key in {victim, *went.checkpoints}:
                     self._note_gone(key, Gone.EVICTED)
                 too_much -= went.n_bytes
                 if too_much <= 0:
                     # Removing rows makes the index's log longer.
-                    self.index.checkpoint()
+                    self.index.empty_log()
                     too_much = self._excess(n_bytes)
         return True
 
     def _victim(self, keep: Collection[bytes], pinned: Collection[bytes]) -> bytes | None:
-        """Return the least recently used leaf or part.
+        """Return the least recently used leaf or checkpoint.
 
-        One at a time: when a leaf goes, its parent may be the next. A leaf goes before parts of
-        its age, which were kept for blocks before it.
+        One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
+        of its age, which were kept for blocks before it.
         """
         leaves = ((used, False, key) for used, key in self.index.unused_leaves() if key not in keep)
-        parts = (
+        checkpoints = (
             (used, True, key)
-            for used, key, block in self.index.unused_parts()
+            for used, key, block in self.index.unused_checkpoints()
             if key not in keep and block not in pinned
         )
-        candidates = [first for rows in (leaves, parts) if (first := next(rows, None)) is not None]
+        candidates = [
+            first for rows in (leaves, checkpoints) if (first := next(rows, None)) is not None
+        ]
         return min(candidates)[-1] if candidates else None
 
     def _excess(self, n_bytes: int) -> int:
@@ -385,7 +373,7 @@ class DiskStore:
     # Removing.
 
     def gone(self, key: bytes) -> Gone | None:
-        """Return why a block or part went, if this process removed it lately. Any thread."""
+        """Return why a block or checkpoint went, if this process removed it lately. Any thread."""
         return self._gone.get(key)
 
     def _note_gone(self, key: bytes, why: Gone) -> None:
@@ -394,27 +382,27 @@ class DiskStore:
             self._gone.popitem(last=False)
 
     def forget(self, key: bytes) -> Forgotten:
-        """Remove a part, or a block with its parts and the sessions that end in it."""
+        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
         with self.lock.held():
             went = self.index.forget(key)
             for session_id in went.sessions:
                 self._remove_note(session_id)
             remove(self.folder, block_path(self.folder, key))
-            for part in {key, *went.parts}:
-                remove(self.folder, part_path(self.folder, part))
+            for one in {key, *went.checkpoints}:
+                remove(self.folder, checkpoint_path(self.folder, one))
             return went
 
     def forget_missing(self, key: bytes) -> None:
-        """Forget a block or part, unless its file is there after all."""
+        """Forget a block or checkpoint, unless its file is there after all."""
         with self.lock.held():
-            if not any(path(self.folder, key).exists() for path in (block_path, part_path)):
+            if not any(path(self.folder, key).exists() for path in (block_path, checkpoint_path)):
                 self.forget(key)
 
     def quarantine(self, key: bytes, reason: str) -> None:
-        """Move a block or part that failed a check aside. What needs it is no longer reached."""
+        """Move what failed a check aside. Blocks that follow it are no longer reached."""
         with self.lock.held():
             self._note_gone(key, Gone.QUARANTINED)
-            for path in (block_path(self.folder, key), part_path(self.folder, key)):
+            for path in (block_path(self.folder, key), checkpoint_path(self.folder, key)):
                 self.aside.take(path, key, reason)
             self.forget(key)
 
@@ -431,7 +419,7 @@ class DiskStore:
                 if self.index.sessions_at(node.key) or self.index.children(node.key, limit=1):
                     break
                 self.forget(node.key)
-            self.index.checkpoint()
+            self.index.empty_log()
 
     def set_pinned(self, session: Session, pinned: bool) -> Session:
         """Pin a session, so that it is never removed to make room, or let it go again."""
@@ -447,13 +435,13 @@ class DiskStore:
         """Bring files and index in line after a crash; return how many of either were removed.
 
         A file without a row was moved by a turn that was never committed; a row without a file
-        lost it; a block without its parent, or a part without its block, can never be reached.
+        lost it; a block without its parent, or a checkpoint without its block, is never reached.
         """
         with self.lock.held():
             n_swept = sweep_staged(self.folder)
             if self.index.faults():
                 rebuild_index(self.folder)  # or what its rows do not tell would be removed
-            for name, keys in (("blocks", self.index.keys), ("parts", self.index.part_keys)):
+            for name, keys in (("blocks", self.index.keys), ("parts", self.index.checkpoint_keys)):
                 known, present = keys(), set[bytes]()
                 for path in own_files(self.folder, name):
                     key = key_of(path)
@@ -464,7 +452,7 @@ class DiskStore:
                 for key in known - present:
                     self.forget(key)
                     n_swept += 1
-            for lost in (self.index.unreachable, self.index.stray_parts):
+            for lost in (self.index.unreachable, self.index.stray_checkpoints):
                 for key in lost():
                     self.forget(key)
                     n_swept += 1

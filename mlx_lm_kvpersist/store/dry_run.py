@@ -26,7 +26,7 @@ class DryRun(DiskStore):
         self.lock = StoreLock(scratch / "lock")
         self.n_freed_bytes = 0
         self.n_blocks = 0
-        self.n_parts = 0
+        self.n_checkpoints = 0
         self.ended: list[str] = []
         self.index = Index(scratch / "index.sqlite")
         self.index.copy_outline(index)
@@ -40,7 +40,7 @@ class DryRun(DiskStore):
         went = self.index.forget(key)
         self.n_freed_bytes += went.n_bytes
         self.n_blocks += is_block
-        self.n_parts += len(went.parts)
+        self.n_checkpoints += len(went.checkpoints)
         self.ended += went.sessions
         return went
 

@@ -1,10 +1,10 @@
-"""Block files: one safetensors file a block, named by its key.
+"""Block files: one safetensors file a block or checkpoint, named by its key.
 
-A file holds the block's KV arrays and, in its metadata, everything that the index knows of it, so
-that the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays
-and the rest of the metadata; it is verified on every read. A block whose model keeps nothing for
-every token has no arrays, and a file of metadata alone. Files of parts are written and read alike
-(`part_files`).
+A file holds KV arrays and, in its metadata, everything that the index knows of the block, so that
+the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays and the
+rest of the metadata; it is verified on every read. A block whose model keeps nothing for every
+token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own, `parts`:
+they can be evicted while their block stays.
 """
 
 from __future__ import annotations
@@ -13,39 +13,52 @@ import errno
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import xxhash
 
 from ..errors import BlockCorrupt, StoreFormatError
-from ..match.keys import Root, block_key
-from ..match.tree import Node
+from ..match.block import Block
+from ..match.keys import Root
 from .folder import new_file, sync
 from .header import read_metadata
 
 FORMAT = 1
-"""Written into every file of a block or part; a reader refuses what is newer."""
+"""Written into every file of a block or checkpoint; a reader refuses what is newer."""
 
 Arrays = Mapping[str, mx.array]
-About = TypeVar("About")
 
 
 def block_path(folder: Path, key: bytes) -> Path:
     """Return where the block of this key is kept."""
+    return _path(folder, "blocks", key)
+
+
+def checkpoint_path(folder: Path, key: bytes) -> Path:
+    """Return where the checkpoint of this key is kept."""
+    return _path(folder, "parts", key)
+
+
+def path_of(folder: Path, block: Block) -> Path:
+    """Return where a block or a checkpoint is kept."""
+    return _path(folder, "parts" if block.is_checkpoint else "blocks", block.key)
+
+
+def _path(folder: Path, kind: str, key: bytes) -> Path:
     name = key.hex()
-    return folder / "blocks" / name[:2] / f"{name}.safetensors"
+    return folder / kind / name[:2] / f"{name}.safetensors"
 
 
 def key_of(path: Path) -> bytes | None:
-    """Return the key that a block's or part's file is named by; None for a temporary name."""
+    """Return the key that a file is named by; None for a temporary name."""
     name = path.name.removesuffix(".safetensors")
     return None if name.startswith(".") else bytes.fromhex(name)
 
 
-def write_block(path: Path, node: Node, root: Root, arrays: Arrays, *, fsync: bool) -> int:
-    """Write a block's file and return its size in bytes; see `write_file`."""
-    return write_file(path, arrays, metadata_of(node, root), fsync=fsync)
+def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: bool) -> int:
+    """Write the file of a block or a checkpoint; return its size in bytes. See `write_file`."""
+    return write_file(path, arrays, metadata_of(block, root), fsync=fsync)
 
 
 def write_file(path: Path, arrays: Arrays, metadata: dict[str, str], *, fsync: bool) -> int:
@@ -62,17 +75,25 @@ def write_file(path: Path, arrays: Arrays, metadata: dict[str, str], *, fsync: b
     return path.stat().st_size
 
 
-def metadata_of(node: Node, root: Root) -> dict[str, str]:
-    """Return what a block's file says of it, but for the checksum."""
+def metadata_of(block: Block, root: Root) -> dict[str, str]:
+    """Return what the file of a block or a checkpoint says of it, but for the checksum."""
+    named = {"format": str(FORMAT), "key": block.key.hex()}
+    if block.is_checkpoint:
+        return {
+            **named,
+            "block": block.parent.hex(),
+            "kind": block.kind,
+            "n_tokens": str(block.n_covered),
+            "root": root.to_json(),
+        }
     return {
-        "format": str(FORMAT),
-        "key": node.key.hex(),
-        "parent": node.parent.hex(),
+        **named,
+        "parent": block.parent.hex(),
         "root": root.to_json(),
-        "start": str(node.start),
-        "ids": node.packed_ids.hex(),
-        "text": json.dumps(node.text),
-        "pending": node.pending.hex(),
+        "start": str(block.start),
+        "ids": block.packed_ids.hex(),
+        "text": json.dumps(block.text),
+        "pending": block.pending.hex(),
     }
 
 
@@ -87,30 +108,25 @@ def arrays_bytes(arrays: Arrays) -> int:
     return sum(array.nbytes + 2 * len(name) + 192 for name, array in arrays.items())
 
 
-def read_block(
-    folder: Path, key: bytes, *, verify: bool = True
-) -> tuple[Node, Root, dict[str, mx.array]]:
-    """Return a block's node, its root and its evaluated arrays; `verify` checks the checksum.
+def read_block(folder: Path, block: Block, *, verify: bool = True) -> tuple[Root, Arrays]:
+    """Return the root and the evaluated arrays of a block or a checkpoint.
 
-    Raises what `read_file` does, and BlockCorrupt when it is another block's.
+    Raises what `read_file` does, and BlockCorrupt when the file holds another.
     """
-    path = block_path(folder, key)
-    (node, root), arrays = read_file(path, node_of, verify=verify)
-    if node.key != key:
-        raise BlockCorrupt(f"{path.name}: holds block {node.key.hex()}")
-    return node, root, arrays
+    path = path_of(folder, block)
+    found, root, arrays = read_file(path, verify=verify)
+    if (found.key, found.packed_ids, found.start) != (block.key, block.packed_ids, block.start):
+        raise BlockCorrupt(f"{path.name}: file and index disagree")
+    return root, arrays
 
 
-def read_file(
-    path: Path, about: Callable[[Mapping[str, str]], About], *, verify: bool
-) -> tuple[About, dict[str, mx.array]]:
-    """Return what `about` makes of a file's metadata, and its evaluated arrays.
+def read_file(path: Path, *, verify: bool = True) -> tuple[Block, Root, Arrays]:
+    """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    Raises what `about` does, BlockCorrupt when it is not whole, FileNotFoundError when there is no
-    such file, and OSError or MemoryError when it cannot be read now, which says nothing about it.
+    `verify` checks the checksum. Raises what `read_record` does, BlockCorrupt when the arrays are
+    damaged, and OSError or MemoryError when they cannot be read now.
     """
-    metadata = read_metadata(path)
-    described = about(metadata)
+    block, root, metadata = read_record(path)
     try:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
@@ -121,38 +137,68 @@ def read_file(
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
     if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
-    return described, arrays
+    return block, root, arrays
 
 
-def node_of(metadata: Mapping[str, str]) -> tuple[Node, Root]:
-    """Return the node and the root that a file's metadata describe.
+def read_record(path: Path) -> tuple[Block, Root, Mapping[str, str]]:
+    """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
+
+    Raises BlockCorrupt when the file is not whole or has another's name, StoreFormatError when a
+    newer version wrote it, FileNotFoundError when there is no such file, and OSError when it cannot
+    be read now, which says nothing about it.
+    """
+    metadata = read_metadata(path)
+    is_checkpoint = path.parent.parent.name == "parts"
+    block, root = (checkpoint_of if is_checkpoint else block_of)(metadata)
+    if block.key != key_of(path):
+        raise BlockCorrupt(f"{path.name}: holds {block}")
+    return block, root, metadata
+
+
+def block_of(metadata: Mapping[str, str]) -> tuple[Block, Root]:
+    """Return the block and the root that a block file's metadata describe.
 
     Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
     when they were written by a newer version.
     """
-    check_format(metadata, "block")
-    try:
-        node = Node(
+    return _described(
+        metadata,
+        lambda: Block(
             key=bytes.fromhex(metadata["key"]),
             parent=bytes.fromhex(metadata["parent"]),
             start=int(metadata["start"]),
             packed_ids=bytes.fromhex(metadata["ids"]),
             text=json.loads(metadata["text"]),
             pending=bytes.fromhex(metadata["pending"]),
-        )
-        root = Root.from_json(metadata["root"])
-    except (KeyError, ValueError, TypeError) as error:
-        raise BlockCorrupt(f"block metadata cannot be read: {error!r}") from error
-    if block_key(node.parent, node.packed_ids) != node.key:
-        raise BlockCorrupt(f"block {node.key.hex()}: its ids do not hash to its key")
-    return node, root
+        ),
+    )
 
 
-def check_format(metadata: Mapping[str, str], what: str) -> None:
-    """Raise StoreFormatError when a newer version wrote a file, "block" or "part"."""
+def checkpoint_of(metadata: Mapping[str, str]) -> tuple[Block, Root]:
+    """Return the checkpoint and the root that its file's metadata describe; see `block_of`."""
+    return _described(
+        metadata,
+        lambda: Block(
+            key=bytes.fromhex(metadata["key"]),
+            parent=bytes.fromhex(metadata["block"]),
+            kind=metadata["kind"],
+            n_covered=int(metadata["n_tokens"]),
+        ),
+    )
+
+
+def _described(metadata: Mapping[str, str], make: Callable[[], Block]) -> tuple[Block, Root]:
     version = metadata.get("format", "")
     if version.isdecimal() and int(version) > FORMAT:
-        raise StoreFormatError(f"a {what} of format {version}; this version reads up to {FORMAT}")
+        raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
+    try:
+        block, root = make(), Root.from_json(metadata["root"])
+        is_genuine = block.is_genuine
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
+    if not is_genuine:
+        raise BlockCorrupt(f"{block}: what it says of itself does not hash to its key")
+    return block, root
 
 
 def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:

@@ -11,26 +11,25 @@ from contextlib import closing
 from dataclasses import astuple
 from typing import Any
 
+from ..match.block import Block
 from ..match.keys import Root
 from ..match.siblings import FEW, MAX_ALIKE, nearest
-from ..match.tree import Node
-from .index_parts import PartIndex
+from .index_checkpoints import CheckpointIndex
 from .index_requests import RequestIndex
 from .index_rows import (
-    NODE_COLUMNS,
+    BLOCK_COLUMNS,
     SESSION_COLUMNS,
     Forgotten,
     Leaf,
     Session,
     StoredReply,
     Totals,
-    read_node,
+    read_block,
     read_root,
     read_session,
     seal,
     unsealed,
 )
-from .part import Part
 
 __all__ = ["Forgotten", "Index", "Leaf", "Session", "StoredReply"]
 
@@ -40,14 +39,14 @@ _MAX_BRANCHES = 4
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 
 
-class Index(PartIndex, RequestIndex):
+class Index(CheckpointIndex, RequestIndex):
     """What is on disk, in rows. Opens and fails as `IndexFile` does."""
 
     # Reading.
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Node]:
+    ) -> list[Block]:
         """Return the blocks that continue `parent`, at most `limit`.
 
         With the text or the packed ids that lie ahead, and where there are many, only the nearest
@@ -61,22 +60,22 @@ class Index(PartIndex, RequestIndex):
             return nodes
         column = "text" if isinstance(ahead, str) else "ids"
 
-        def find(how: str, content: str | bytes) -> list[Node]:
+        def find(how: str, content: str | bytes) -> list[Block]:
             where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
             return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
 
         return nearest(ahead, find)
 
-    def _nodes(self, where: str, *values: Any) -> list[Node]:
-        rows = self._db.execute(f"SELECT {NODE_COLUMNS} FROM blocks WHERE {where}", values)
-        return [node for row in rows if (node := read_node(row)) is not None]
+    def _nodes(self, where: str, *values: Any) -> list[Block]:
+        rows = self._db.execute(f"SELECT {BLOCK_COLUMNS} FROM blocks WHERE {where}", values)
+        return [node for row in rows if (node := read_block(row)) is not None]
 
     def __contains__(self, key: bytes) -> bool:
         return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
 
-    def chain(self, leaf: bytes) -> list[tuple[Node, int]]:
+    def chain(self, leaf: bytes) -> list[tuple[Block, int]]:
         """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
-        chain: list[tuple[Node, int]] = []
+        chain: list[tuple[Block, int]] = []
         key = leaf
         while (found := self.block(key)) is not None:
             node, root, n_bytes = found
@@ -89,8 +88,8 @@ class Index(PartIndex, RequestIndex):
         return []
 
     def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
-        """Return how many blocks lead to `leaf`, itself included, their parts, and all bytes."""
-        n_blocks, block_bytes, n_parts, part_bytes = self._db.execute(
+        """Return how many blocks lead to `leaf`, itself included; their checkpoints; all bytes."""
+        n_blocks, block_bytes, n_checkpoints, checkpoint_bytes = self._db.execute(
             "WITH RECURSIVE up(key) AS (VALUES (?) UNION "
             "SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT count(*), coalesce(sum(b.n_bytes), 0), "
@@ -99,14 +98,14 @@ class Index(PartIndex, RequestIndex):
             "FROM blocks AS b JOIN up ON b.key = up.key",
             (leaf,),
         ).fetchone()
-        return n_blocks, n_parts, block_bytes + part_bytes
+        return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
 
-    def block(self, key: bytes) -> tuple[Node, bytes, int] | None:
+    def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
         row = self._db.execute(
-            f"SELECT {NODE_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", (key,)
+            f"SELECT {BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", (key,)
         ).fetchone()
-        if row is None or (node := read_node(row[:-2])) is None:
+        if row is None or (node := read_block(row[:-2])) is None:
             return None
         is_read = isinstance(row[-2], bytes) and isinstance(row[-1], int)
         return (node, row[-2], row[-1]) if is_read else None
@@ -114,7 +113,7 @@ class Index(PartIndex, RequestIndex):
     def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
         """Return the roots with most in them, with what they have."""
         rows = self._db.execute(
-            "SELECT key, about, n_blocks, block_bytes, n_parts, part_bytes FROM totals "
+            "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
             "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
             (limit,),
         )
@@ -166,13 +165,13 @@ class Index(PartIndex, RequestIndex):
     def n_bytes(self) -> int:
         """Return the size of all files of blocks and parts, in bytes."""
         totals = self.totals()
-        return totals.block_bytes + totals.part_bytes
+        return totals.block_bytes + totals.checkpoint_bytes
 
     def n_blocks(self) -> int:
         return self.totals().n_blocks
 
-    def n_parts(self) -> int:
-        return self.totals().n_parts
+    def n_checkpoints(self) -> int:
+        return self.totals().n_checkpoints
 
     def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
         """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
@@ -196,7 +195,7 @@ class Index(PartIndex, RequestIndex):
     # Writing.
 
     def add_blocks(
-        self, root: Root, blocks: Sequence[tuple[Node, int]], used: float | None = None
+        self, root: Root, blocks: Sequence[tuple[Block, int]], used: float | None = None
     ) -> None:
         """Add blocks whose files are in place, with their sizes."""
         with self.transaction() as db:
@@ -224,28 +223,28 @@ class Index(PartIndex, RequestIndex):
     def commit_turn(
         self,
         root: Root,
-        blocks: Sequence[tuple[Node, int]],
+        blocks: Sequence[tuple[Block, int]],
         session: Session | None,
         leaf: Leaf | None,
         replies: Iterable[StoredReply] = (),
-        chain: Iterable[Node] = (),
-        new_parts: Collection[tuple[Part, int]] = (),
-        parts: Collection[Part] = (),
+        chain: Iterable[Block] = (),
+        new_checkpoints: Collection[tuple[Block, int]] = (),
+        checkpoints: Collection[Block] = (),
         superseded: Collection[bytes] = (),
     ) -> list[bytes]:
-        """Add blocks and parts whose files are in place, and move the session: all or none.
+        """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
         Without session and leaf the blocks belong to a turn that has not ended. Rows of `chain`
-        and `parts` that say something else than those do are put right. The parts in
+        and `checkpoints` that say something else than those do are put right. The checkpoints in
         `superseded` and those of replaced blocks are removed; return their keys.
         """
         with self.transaction() as db:
             now = self.now()
             self.add_blocks(root, blocks, now)
-            self.add_parts(root.key, new_parts, now)
-            self._use_parts(db, parts, now)
+            self.add_checkpoints(root.key, new_checkpoints, now)
+            self._use_checkpoints(db, checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
-            removed = self._remove_parts(db, superseded, replaced)
+            removed = self._remove_checkpoints(db, superseded, replaced)
             db.executemany(
                 "UPDATE blocks SET start = ?1, text = ?2, pending = ?3, ids = ?4 WHERE key = ?5 "
                 "AND (start, text, pending, ids) IS NOT (?1, ?2, ?3, ?4)",
@@ -295,15 +294,15 @@ class Index(PartIndex, RequestIndex):
         with self.transaction() as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-    def touch(self, key: bytes, parts: Collection[Part] = ()) -> None:
-        """Mark a block and parts as used now."""
+    def touch(self, key: bytes, checkpoints: Collection[Block] = ()) -> None:
+        """Mark a block and checkpoints as used now."""
         with self.transaction() as db:
             now = self.now()
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
-            self._use_parts(db, parts, now)
+            self._use_checkpoints(db, checkpoints, now)
 
     def forget(self, key: bytes) -> Forgotten:
-        """Remove a part, or a block with its parts and the sessions that end in it.
+        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
         A block's parent is then as recent as it was.
         """
@@ -319,11 +318,11 @@ class Index(PartIndex, RequestIndex):
             ).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
-            parts = self._remove_parts(db, [key], [key])
+            checkpoints = self._remove_checkpoints(db, [key], [key])
         return Forgotten(
-            sum(n_bytes for (n_bytes,) in sizes) + sum(n_bytes for _, n_bytes in parts),
+            sum(n_bytes for (n_bytes,) in sizes) + sum(n_bytes for _, n_bytes in checkpoints),
             tuple(session_id for (session_id,) in ended),
-            tuple(part for part, _ in parts),
+            tuple(checkpoint for checkpoint, _ in checkpoints),
         )
 
     def unreachable(self) -> list[bytes]:
@@ -337,7 +336,7 @@ class Index(PartIndex, RequestIndex):
         )
         return [key for (key,) in rows]
 
-    def keep_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
+    def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         with self.transaction() as db:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)

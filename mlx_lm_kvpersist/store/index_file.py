@@ -101,7 +101,7 @@ class IndexFile:
         try:
             db.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
             db.execute("VACUUM")
-            self.checkpoint()
+            self.empty_log()
         except sqlite3.OperationalError:
             pass  # others are reading it, or the disk is full: the next one who opens it tries
 
@@ -151,7 +151,7 @@ class IndexFile:
         self._is_closed = True
         self._local.__dict__.clear()
 
-    def checkpoint(self) -> None:
+    def empty_log(self) -> None:
         """Give back the pages that are free, and empty the log into the index.
 
         As far as other readers allow.

@@ -11,13 +11,12 @@ from typing import Any
 
 import xxhash
 
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
-from .part import Part
 
-NODE_COLUMNS = "key, parent, start, ids, text, pending"
+BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
-PART_COLUMNS = "key, block, kind, n_tokens, n_bytes"
+CHECKPOINT_COLUMNS = "key, block, kind, n_tokens, n_bytes"
 
 _SEAL_BYTES = 8
 _PAGE_BYTES = 4096
@@ -63,27 +62,27 @@ class Session:
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of blocks and parts, and the bytes of their files."""
+    """Numbers of blocks and checkpoints, and the bytes of their files."""
 
     n_blocks: int = 0
     block_bytes: int = 0
-    n_parts: int = 0
-    part_bytes: int = 0
+    n_checkpoints: int = 0
+    checkpoint_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What went with a block or a part: sessions (ids), parts (keys); bytes of files in all."""
+    """What was removed with a block: ids of sessions, keys of checkpoints, bytes of all files."""
 
     n_bytes: int
     sessions: tuple[str, ...]
-    parts: tuple[bytes, ...]
+    checkpoints: tuple[bytes, ...]
 
 
-def read_node(row: Collection[Any]) -> Node | None:
-    """Read NODE_COLUMNS."""
+def read_block(row: Collection[Any]) -> Block | None:
+    """Read BLOCK_COLUMNS."""
     types = (bytes, bytes, int, bytes, str, bytes)
-    return Node(*row) if _are(row, types) and len(tuple(row)[3]) % 4 == 0 else None
+    return Block(*row) if _are(row, types) and len(tuple(row)[3]) % 4 == 0 else None
 
 
 def read_session(row: Collection[Any]) -> Session | None:
@@ -95,13 +94,13 @@ def read_session(row: Collection[Any]) -> Session | None:
     return Session(session_id, root, name, leaf, n_tokens, bool(pinned), created, used)
 
 
-def read_part(row: Collection[Any]) -> tuple[Part, int] | None:
-    """Read PART_COLUMNS: a part that hashes to its key, and the size of its file."""
+def read_checkpoint(row: Collection[Any]) -> tuple[Block, int] | None:
+    """Read CHECKPOINT_COLUMNS: one that hashes to its key, and the size of its file."""
     if not _are(row, (bytes, bytes, str, int, int)):
         return None
     key, block, kind, n_tokens, n_bytes = row
-    part = Part(block, kind, n_tokens)
-    return (part, n_bytes) if abs(n_tokens) < 1 << 31 and part.key == key else None
+    found = Block(key, block, kind=kind, n_covered=n_tokens)
+    return (found, n_bytes) if abs(n_tokens) < 1 << 31 and found.is_genuine else None
 
 
 def read_root(key: Any, about: Any) -> Root | None:
@@ -134,13 +133,12 @@ def unsealed(root: bytes, digest: bytes, sealed: Any) -> bytes | None:
     return ids if seal(root, digest, ids) == sealed else None
 
 
-def row_bytes(what: Node | Part) -> int:
+def row_bytes(block: Block) -> int:
     """Return the most that a row adds to the index and its log, in bytes.
 
     A block's ids and text stand in the table and in an order each. What does not fit beside others
     begins a page of its own. The log has every page once more.
     """
-    n_ids = 0 if isinstance(what, Part) else len(what.packed_ids)
-    n_text = 0 if isinstance(what, Part) else len(what.text.encode())
+    n_ids, n_text = len(block.packed_ids), len(block.text.encode())
     entries = (n_ids, n_text, n_ids + n_text)
     return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)

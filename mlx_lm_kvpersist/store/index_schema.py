@@ -82,8 +82,8 @@ CREATE TABLE totals ( -- by root; the empty root stands for all
     root BLOB PRIMARY KEY,
     n_blocks INTEGER NOT NULL,
     block_bytes INTEGER NOT NULL,
-    n_parts INTEGER NOT NULL,
-    part_bytes INTEGER NOT NULL
+    n_checkpoints INTEGER NOT NULL,
+    checkpoint_bytes INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX totals_by_bytes ON totals (block_bytes);
 CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
@@ -107,19 +107,21 @@ END;
 CREATE TRIGGER part_added AFTER INSERT ON parts BEGIN
     INSERT INTO totals SELECT new.root, 0, 0, 0, 0
         WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
-    UPDATE totals SET n_parts = n_parts + 1, part_bytes = part_bytes + new.n_bytes
+    UPDATE totals SET n_checkpoints = n_checkpoints + 1,
+        checkpoint_bytes = checkpoint_bytes + new.n_bytes
         WHERE root IN (x'', new.root);
 END;
 CREATE TRIGGER part_resized AFTER UPDATE OF n_bytes ON parts BEGIN
-    UPDATE totals SET part_bytes = part_bytes + new.n_bytes - old.n_bytes
+    UPDATE totals SET checkpoint_bytes = checkpoint_bytes + new.n_bytes - old.n_bytes
         WHERE root IN (x'', new.root);
 END;
 CREATE TRIGGER part_removed AFTER DELETE ON parts BEGIN
-    UPDATE totals SET n_parts = n_parts - 1, part_bytes = part_bytes - old.n_bytes
+    UPDATE totals SET n_checkpoints = n_checkpoints - 1,
+        checkpoint_bytes = checkpoint_bytes - old.n_bytes
         WHERE root IN (x'', old.root);
 END;
 CREATE TRIGGER root_removed AFTER UPDATE ON totals
-WHEN new.root != x'' AND new.n_blocks <= 0 AND new.n_parts <= 0 BEGIN
+WHEN new.root != x'' AND new.n_blocks <= 0 AND new.n_checkpoints <= 0 BEGIN
     DELETE FROM totals WHERE root = new.root;
     DELETE FROM roots WHERE key = new.root;
 END;
@@ -134,7 +136,8 @@ _COUNTED = (
 )
 _SUMMED = (
     "SELECT x'', coalesce(sum(n_blocks), 0), coalesce(sum(block_bytes), 0), "
-    "coalesce(sum(n_parts), 0), coalesce(sum(part_bytes), 0) FROM totals WHERE root != x''"
+    "coalesce(sum(n_checkpoints), 0), coalesce(sum(checkpoint_bytes), 0) "
+    "FROM totals WHERE root != x''"
 )
 _MISCOUNTED = (
     "FROM blocks WHERE n_children IS NOT "

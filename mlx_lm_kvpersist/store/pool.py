@@ -1,7 +1,7 @@
-"""The hot tier: blocks and parts in RAM under a byte budget, least recently used ones going first.
+"""The hot tier: blocks in RAM under a byte budget; the least recently used are evicted first.
 
-Of blocks only leaves go, unless all are needed. Any thread may call it. Entries are
-immutable; what they hold is shared, never changed.
+Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
+are shared and never changed.
 """
 
 from __future__ import annotations
@@ -12,143 +12,126 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+from ..match.block import Block
 from ..match.siblings import Siblings
-from ..match.tree import Node
-from .part import Part
 
 
 @dataclass
 class KVBlock:
-    """A block in RAM: what the tree knows of it, and its KV arrays (opaque to the pool).
+    """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
 
-    `pins` counts the turns that wait to be written with it, `holds` the prompts that it was read
-    ahead for. `read_s` is how long it took to read from disk, until a restore with it
-    has been completed: only then is it as good as one that was computed here.
+    `pins` counts the turns that wait to be written with it, `prefetched` the prompts that it was
+    prefetched for. `read_s` is how long it took to read from disk, until a restore with it has
+    been completed: only then is it as good as one that was computed here.
     """
 
-    node: Node
+    block: Block
     arrays: Any
     n_bytes: int
     on_disk: bool = False
     pins: int = 0
-    holds: int = 0
+    prefetched: int = 0
     read_s: float | None = None
 
-    @property
-    def key(self) -> bytes:
-        return self.node.key
-
-
-@dataclass
-class KVPart:
-    """A part in RAM, like a block's entry. Its block may be elsewhere."""
-
-    part: Part
-    arrays: Any
-    n_bytes: int
-    on_disk: bool = False
-    pins: int = 0
-    holds: int = 0
-    read_s: float | None = None
-
-    @property
-    def key(self) -> bytes:
-        return self.part.key
+    @classmethod
+    def of(cls, block: Block, arrays: Any) -> KVBlock:
+        """Return the entry of a block. Ids and text count: there may be no arrays."""
+        n_bytes = sum(array.nbytes for array in arrays.values())
+        return cls(block, arrays, n_bytes + len(block.packed_ids) + len(block.text))
 
 
 class BlockPool:
-    """Blocks and parts by key, counted in bytes."""
+    """Blocks and checkpoints by key, counted in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, KVBlock | KVPart] = OrderedDict()
+        self._entries: OrderedDict[bytes, KVBlock] = OrderedDict()
         self._children: dict[bytes, Siblings] = {}
-        self._parts: dict[bytes, dict[bytes, Part]] = {}
-        self._n_bytes = 0
-        self._n_parts = 0
-        self._n_part_bytes = 0
+        self._checkpoints: dict[bytes, dict[bytes, Block]] = {}
         self._lock = Lock()
+        self.n_bytes = 0
+        """Bytes of all entries."""
+        self.n_checkpoints = 0
+        self.n_checkpoint_bytes = 0
 
     def __len__(self) -> int:
-        """Return the number of blocks and parts."""
+        """Return the number of blocks and checkpoints."""
         return len(self._entries)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all blocks and parts."""
-        return self._n_bytes
-
-    @property
-    def n_parts(self) -> int:
-        return self._n_parts
-
-    @property
-    def n_part_bytes(self) -> int:
-        return self._n_part_bytes
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
-    def get(self, key: bytes) -> KVBlock | KVPart | None:
+    def get(self, key: bytes) -> KVBlock | None:
         return self._entries.get(key)
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Node]:
-        """Return the blocks that continue `parent`; see `NodeSource.children`."""
+    ) -> list[Block]:
+        """Return the blocks that continue `parent`; see `BlockSource.children`."""
         with self._lock:
             siblings = self._children.get(parent)
             return [] if siblings is None else siblings.some(ahead, limit)
 
-    def parts(self, blocks: Iterable[bytes]) -> list[Part]:
-        """Return the parts of these blocks."""
+    def checkpoints(self, blocks: Iterable[bytes]) -> list[Block]:
+        """Return the checkpoints at the ends of these blocks."""
         with self._lock:
-            return [part for block in blocks for part in self._parts.get(block, {}).values()]
+            return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
-    def put(self, entry: KVBlock | KVPart) -> None:
-        """Add a block or part, or keep the one there: equal keys mean equal content."""
-        with self._lock:
-            key = entry.key
-            present = self._entries.get(key)
-            if present is not None:
-                present.pins += entry.pins
-                self._entries.move_to_end(key)
-                return
-            self._add(entry)
-            self._evict()
+    def put(self, entry: KVBlock) -> KVBlock:
+        """Add an entry, or keep the one there: equal keys mean equal content. Return what is here.
 
-    def admit(self, entry: KVBlock | KVPart) -> KVBlock | KVPart | None:
-        """Add a block or part if there is room, and hold it until `let_go`.
-
-        Return what is here under its key, which may be what was there before; None where what
-        others need leaves no room for it.
+        The pins of both are added up.
         """
         with self._lock:
-            present = self._entries.get(entry.key)
+            present = self._entries.get(entry.block.key)
+            if present is not None:
+                present.pins += entry.pins
+                self._entries.move_to_end(entry.block.key)
+                return present
+            self._add(entry)
+            self._evict()
+            return entry
+
+    def admit(self, entry: KVBlock) -> KVBlock | None:
+        """Add an entry if there is room, and pin it for a prefetch.
+
+        Return what is here under its key, which may be what was there before; None where pinned
+        entries leave no room for it.
+        """
+        with self._lock:
+            present = self._entries.get(entry.block.key)
             if present is None:
                 present = entry
                 self._add(entry)
-            present.holds += 1
+            present.prefetched += 1
             self._evict()
-            if present is entry and self._n_bytes > self.max_bytes:
-                self._remove(entry.key)
+            if present is entry and self.n_bytes > self.max_bytes:
+                self._remove(entry.block.key)
                 return None
             return present
 
-    def hold(self, keys: Iterable[bytes]) -> list[KVBlock | KVPart]:
-        """Hold those of these blocks and parts that are here, until `let_go`; return them."""
-        with self._lock:
-            held = [self._entries[key] for key in keys if key in self._entries]
-            for entry in held:
-                entry.holds += 1
-            return held
+    def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
+        """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
 
-    def let_go(self, entries: Iterable[KVBlock | KVPart]) -> None:
-        """Let go of what was held; it may have been dropped meanwhile."""
+        What a turn pinned and the disk has may still be evicted, when nothing else is left.
+        """
         with self._lock:
-            for entry in entries:
-                entry.holds -= 1
+            pinned = [self._entries[key] for key in keys if key in self._entries]
+            self._count(pinned, 1, prefetch=prefetch)
+            return pinned
+
+    def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
+        """Let go of what was pinned; it may have been dropped meanwhile."""
+        with self._lock:
+            self._count(entries, -1, prefetch=prefetch)
             self._evict()
+
+    def _count(self, entries: Iterable[KVBlock], n: int, *, prefetch: bool) -> None:
+        for entry in entries:
+            if prefetch:
+                entry.prefetched += n
+            else:
+                entry.pins += n
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark a chain, given from its first block on, as used: its leaf stays evictable first."""
@@ -165,81 +148,65 @@ class BlockPool:
                 if entry is not None:
                     entry.read_s = None
 
-    def pin(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Pin those of these blocks and parts that are here; return which."""
-        with self._lock:
-            pinned = [key for key in keys if key in self._entries]
-            for key in pinned:
-                self._entries[key].pins += 1
-            return pinned
-
-    def unpin(self, keys: Iterable[bytes]) -> None:
-        """Unpin what has been written, or never will be."""
-        with self._lock:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is not None and entry.pins:
-                    entry.pins -= 1
-            self._evict()
-
     def drop(self, key: bytes) -> None:
-        """Remove a part, or a block with its parts."""
+        """Remove a checkpoint, or a block with its checkpoints."""
         with self._lock:
-            if key in self._entries:
-                self._remove(key)
-            for part in list(self._parts.get(key, ())):
-                self._remove(part)
+            for one in (key, *self._checkpoints.get(key, ())):
+                if one in self._entries:
+                    self._remove(one)
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
             self._children.clear()
-            self._parts.clear()
-            self._n_bytes = self._n_parts = self._n_part_bytes = 0
+            self._checkpoints.clear()
+            self.n_bytes = self.n_checkpoints = self.n_checkpoint_bytes = 0
 
-    def _add(self, entry: KVBlock | KVPart) -> None:
-        self._entries[entry.key] = entry
-        self._n_bytes += entry.n_bytes
-        if isinstance(entry, KVPart):
-            self._parts.setdefault(entry.part.block, {})[entry.key] = entry.part
-            self._n_parts += 1
-            self._n_part_bytes += entry.n_bytes
+    def _add(self, entry: KVBlock) -> None:
+        block = entry.block
+        self._entries[block.key] = entry
+        self.n_bytes += entry.n_bytes
+        if block.is_checkpoint:
+            self._checkpoints.setdefault(block.parent, {})[block.key] = block
+            self.n_checkpoints += 1
+            self.n_checkpoint_bytes += entry.n_bytes
         else:
-            self._children.setdefault(entry.node.parent, Siblings()).add(entry.node)
+            self._children.setdefault(block.parent, Siblings()).add(block)
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
-        self._n_bytes -= entry.n_bytes
-        if isinstance(entry, KVPart):
-            self._n_parts -= 1
-            self._n_part_bytes -= entry.n_bytes
-            parts = self._parts[entry.part.block]
-            del parts[key]
-            if not parts:
-                del self._parts[entry.part.block]
+        block = entry.block
+        self.n_bytes -= entry.n_bytes
+        if block.is_checkpoint:
+            self.n_checkpoints -= 1
+            self.n_checkpoint_bytes -= entry.n_bytes
+            of_block = self._checkpoints[block.parent]
+            del of_block[key]
+            if not of_block:
+                del self._checkpoints[block.parent]
         else:
-            siblings = self._children[entry.node.parent]
-            siblings.remove(entry.node)
+            siblings = self._children[block.parent]
+            siblings.remove(block)
             if not siblings:
-                del self._children[entry.node.parent]
+                del self._children[block.parent]
 
     def _evict(self) -> None:
-        while self._n_bytes > self.max_bytes:
+        while self.n_bytes > self.max_bytes:
             # Without its parent a block is of no use, so parents stay as long as they have any.
-            # Nothing needs a part, and its key is nobody's parent.
+            # Nothing needs a checkpoint, and its key is no parent's.
             unneeded = (
                 key
                 for key, entry in self._entries.items()
-                if not entry.pins and not entry.holds and key not in self._children
+                if not entry.pins and not entry.prefetched and key not in self._children
             )
             # Turns that wait may need whole conversations. What is on disk can be read again.
-            stored = (k for k, entry in self._entries.items() if entry.on_disk and not entry.holds)
+            stored = (k for k, e in self._entries.items() if e.on_disk and not e.prefetched)
             victim = next(unneeded, None) or next(stored, None)
             if victim is None:
                 return
             is_gone = not self._entries[victim].on_disk
             self._remove(victim)
-            # Parts of a block that is nowhere else would be of no use; there are none of a part.
-            for part in list(self._parts.get(victim, ())) if is_gone else ():
-                if not self._entries[part].pins and not self._entries[part].holds:
-                    self._remove(part)
+            # Checkpoints of a block that is nowhere else would be of no use.
+            for key in list(self._checkpoints.get(victim, ())) if is_gone else ():
+                if not self._entries[key].pins and not self._entries[key].prefetched:
+                    self._remove(key)

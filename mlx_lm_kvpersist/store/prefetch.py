@@ -1,4 +1,4 @@
-"""Reading ahead: blocks and parts on their way into the pool, where they stay until used."""
+"""Prefetching: blocks on their way from disk into the pool, where they stay until they are used."""
 
 from __future__ import annotations
 
@@ -6,38 +6,29 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
-from ..match.tree import Node
-from .part import Part
-from .pool import BlockPool, KVBlock, KVPart
+from ..match.block import Block
+from .pool import BlockPool, KVBlock
 from .workers import Workers
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[["Node | Part"], "KVBlock | KVPart | None"]
+Read = Callable[[Block], KVBlock | None]
 """Returns the entry of what was read from disk, None when it cannot be had. Any thread."""
 
 
-class ReadAhead:
-    """What is read ahead for one prompt. Of it, nothing leaves RAM before `release`."""
+class Prefetch:
+    """What is prefetched for one prompt. None of it leaves RAM before `release`."""
 
-    def __init__(self, pool: BlockPool, let_go: Callable[[ReadAhead], None]) -> None:
+    def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
+        self.n_bytes = 0
+        """Bytes read so far."""
+        self.stopped = False
         self._pool = pool
-        self._let_go = let_go
-        self._entries: list[KVBlock | KVPart] = []
-        self._n_bytes = 0
-        self._stopped = False
-        self._released = False
+        self._released = released
+        self._is_released = False
+        self._entries: list[KVBlock] = []
         self._done = False
         self._lock = Lock()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes read so far."""
-        return self._n_bytes
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
 
     def is_done(self) -> bool:
         """Say whether no more will be read. Any thread."""
@@ -48,89 +39,89 @@ class ReadAhead:
 
     def stop(self) -> None:
         """Read no further than the file that is being read; what is there stays."""
-        self._stopped = True
+        self.stopped = True
 
     def release(self) -> None:
-        """Stop, and hold nothing any more. Any thread, any number of times."""
+        """Stop, and unpin everything. Any thread, any number of times."""
         with self._lock:
-            self._stopped = self._released = True
+            self.stopped = self._is_released = True
             entries, self._entries = self._entries, []
-        self._pool.let_go(entries)
-        self._let_go(self)
+        self._pool.unpin(entries, prefetch=True)
+        self._released(self)
 
-    def add(self, entries: Iterable[KVBlock | KVPart], n_read_bytes: int = 0) -> None:
-        """Take entries that the pool holds, to let them go with the others."""
+    def add(self, entries: Iterable[KVBlock], n_read_bytes: int = 0) -> None:
+        """Take pinned entries, to unpin them with the others."""
         with self._lock:
-            if not self._released:
+            if not self._is_released:
                 self._entries += entries
-                self._n_bytes += n_read_bytes
+                self.n_bytes += n_read_bytes
                 return
-        self._pool.let_go(entries)
+        self._pool.unpin(entries, prefetch=True)
 
 
-class AheadReader:
-    """Reads ahead for one prompt after another, file by file, on one long-lived thread.
+class PrefetchReader:
+    """Prefetches for one prompt after another, file by file, on one long-lived thread.
 
-    Together they hold at most half of the pool, so that turns to be written have room in it, too.
-    What does not fit is left on disk.
+    Together the prompts hold at most half of the pool, so that turns to be written have room in
+    it, too. What does not fit is left on disk.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._worker = Workers("kvpersist-ahead", 1)
-        self._live: set[ReadAhead] = set()
+        self._worker = Workers("kvpersist-prefetch", 1)
+        self._live: set[Prefetch] = set()
         self._lock = Lock()
 
     @property
     def n_bytes(self) -> int:
         """Bytes that were read and not yet released."""
         with self._lock:
-            return sum(ahead.n_bytes for ahead in self._live)
+            return sum(prefetch.n_bytes for prefetch in self._live)
 
-    def begin(self, wanted: Sequence[tuple[Node | Part, int]], read: Read) -> ReadAhead:
+    def begin(self, wanted: Sequence[tuple[Block, int]], read: Read) -> Prefetch:
         """Read what is not in the pool, in order; each comes with its size in bytes."""
-        ahead = ReadAhead(self._pool, self._forget)
+        prefetch = Prefetch(self._pool, self._forget)
         with self._lock:
-            self._live.add(ahead)
-        ahead.add(self._pool.hold(what.key for what, _ in wanted))
+            self._live.add(prefetch)
+        prefetch.add(self._pool.pin((block.key for block, _ in wanted), prefetch=True))
 
         def run() -> None:
             try:
-                self._run(ahead, wanted, read)
+                self._run(prefetch, wanted, read)
             except Exception:
-                logger.exception("reading ahead failed; the rest is read when it is needed")
+                logger.exception("prefetching failed; the rest is read when it is needed")
             finally:
-                ahead.finish()
+                prefetch.finish()
 
         if self._worker.submit(run).cancelled():
-            ahead.finish()
-        return ahead
+            prefetch.finish()
+        return prefetch
 
     def release_all(self) -> None:
-        """Stop reading, and hold nothing any more."""
+        """Stop reading, and unpin everything."""
         with self._lock:
             live = list(self._live)
-        for ahead in live:
-            ahead.release()
+        for prefetch in live:
+            prefetch.release()
 
     def close(self, timeout_s: float) -> bool:
         self.release_all()
         return self._worker.close(timeout_s)
 
-    def _forget(self, ahead: ReadAhead) -> None:
+    def _forget(self, prefetch: Prefetch) -> None:
         with self._lock:
-            self._live.discard(ahead)
+            self._live.discard(prefetch)
 
-    def _run(self, ahead: ReadAhead, wanted: Sequence[tuple[Node | Part, int]], read: Read) -> None:
-        for what, n_bytes in wanted:
-            if ahead.stopped:
+    def _run(self, prefetch: Prefetch, wanted: Sequence[tuple[Block, int]], read: Read) -> None:
+        for block, n_bytes in wanted:
+            if prefetch.stopped:
                 return
-            if what.key in self._pool:
+            if block.key in self._pool:
                 continue
             if self.n_bytes + n_bytes > self._pool.max_bytes // 2:
                 return
-            entry = read(what)
+            entry = read(block)
             entry = self._pool.admit(entry) if entry is not None else None
             if entry is None:
                 return
-            ahead.add([entry], entry.n_bytes)
+            prefetch.add([entry], entry.n_bytes)

@@ -10,25 +10,19 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from ..errors import BlockCorrupt, StoreFormatError
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
-from .files import key_of, node_of
+from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
-from .header import read_metadata
 from .index import Index
 from .index_file import is_damage
-from .part import Part
-from .part_files import part_of, path_of
 from .session_notes import read_session
 
 logger = logging.getLogger(__name__)
-
-What = TypeVar("What", Node, Part)
 
 _SUFFIXES = ("", "-wal", "-shm")
 
@@ -86,29 +80,29 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
 def rebuild(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> int:
-    """Add every readable block and part of the folder, and every session, to an empty index.
+    """Add every readable block and checkpoint of the folder, and every session, to an empty index.
 
     One transaction. What is damaged is left out. A file that cannot be read now ends it with
     OSError, because what is left out is swept. `progress` is told how many of how many files have
     been read. Returns the number of blocks. The caller holds the store's lock.
     """
-    blocks, parts = (
+    blocks, checkpoints = (
         sorted(path for path in own_files(folder, name) if key_of(path) is not None)
         for name in ("blocks", "parts")
     )
-    n_files = len(blocks) + len(parts)
+    n_files = len(blocks) + len(checkpoints)
     with index.transaction():
         for number, path in enumerate(blocks):
-            if (block := _read(folder, path, node_of)) is not None:
-                node, root, found = block
-                index.add_blocks(root, [(node, found.st_size)], found.st_mtime)
+            if (found := _read(path)) is not None:
+                block, root, stat = found
+                index.add_blocks(root, [(block, stat.st_size)], stat.st_mtime)
             progress(number + 1, n_files)
-        for number, path in enumerate(parts):
-            if (belonging := _read(folder, path, part_of)) is not None:
-                part, root, found = belonging
-                known = index.block(part.block)
+        for number, path in enumerate(checkpoints):
+            if (found := _read(path)) is not None:
+                block, root, stat = found
+                known = index.block(block.parent)
                 if known is not None and known[1] == root.key:
-                    index.add_parts(root.key, [(part, found.st_size)], found.st_mtime)
+                    index.add_checkpoints(root.key, [(block, stat.st_size)], stat.st_mtime)
             progress(len(blocks) + number + 1, n_files)
         for path in sorted(own_files(folder, "sessions")):
             if path.suffix != ".json":
@@ -123,20 +117,16 @@ def rebuild(
     return index.n_blocks()
 
 
-def _read(
-    folder: Path, path: Path, about: Callable[[Mapping[str, str]], tuple[What, Root]]
-) -> tuple[What, Root, os.stat_result] | None:
-    """Return what `about` makes of a file's metadata, and size and times of the file.
+def _read(path: Path) -> tuple[Block, Root, os.stat_result] | None:
+    """Return the block or checkpoint of a file, its root, and size and times of the file.
 
     None for a file that is not what its name promises.
     """
     try:
-        what, root = about(read_metadata(path))
-        if path_of(folder, what) != path:
-            raise BlockCorrupt(f"{path.name}: holds {what.key.hex()}")
+        block, root, _ = read_record(path)
         # What a damaged file may hold and SQLite does not take.
-        (what.kind if isinstance(what, Part) else what.text).encode()
-        return what, root, path.stat()
+        (block.kind + block.text).encode()
+        return block, root, path.stat()
     except StoreFormatError as error:
         raise StoreFormatError(f"{path}: {error}") from error
     except (BlockCorrupt, FileNotFoundError, ValueError, TypeError, AttributeError) as error:

@@ -23,18 +23,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import xxhash
 
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
-from .files import checksum, node_of
+from .files import block_of, checkpoint_of, checksum
 from .header import DTYPE_BYTES, LENGTH_BYTES, OwnHeader, open_regular, own_header, read_header
-from .part import Part
-from .part_files import part_of
 
 __all__ = [
     "Progress",
@@ -48,7 +46,6 @@ SESSION_FORMAT = 2
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
-What = TypeVar("What", Node, Part)
 
 
 def no_progress(done: int, total: int) -> None:
@@ -144,10 +141,10 @@ class SessionFile:
         self._read_session(json.loads(metadata["session"]))
 
     def _read_chain(self, progress: Progress) -> None:
-        nodes: list[Node] = []
+        nodes: list[Block] = []
         root: Root | None = None
         for number in range(self._n_blocks):
-            node, block_root = self._checked(number, node_of)
+            node, block_root = self._checked(number, block_of)
             _check_tokens(node)
             root = root or block_root
             parent, start = (nodes[-1].key, nodes[-1].stop) if nodes else (root.key, 0)
@@ -157,7 +154,7 @@ class SessionFile:
             progress(number + 1, len(self._headers))
         if root is None:
             raise ValueError("it holds no blocks")
-        self.root, self.nodes = root, tuple(nodes)
+        self.root, self.blocks = root, tuple(nodes)
 
     def _read_session(self, about: dict[str, Any]) -> None:
         name = about["name"]
@@ -165,24 +162,24 @@ class SessionFile:
             if not isinstance(name, str):
                 raise ValueError(f"the session's name is {name!r}")
             name.encode()
-        if about["n_tokens"] != self.nodes[-1].stop:
+        if about["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
 
     def _read_parts(self, progress: Progress) -> None:
-        blocks = {node.key for node in self.nodes}
-        parts: dict[bytes, Part] = {}
+        blocks = {node.key for node in self.blocks}
+        parts: dict[bytes, Block] = {}
         for number in range(self._n_blocks, len(self._headers)):
-            part, root = self._checked(number, part_of)
-            if root != self.root or part.block not in blocks or part.key in parts:
+            part, root = self._checked(number, checkpoint_of)
+            if root != self.root or part.parent not in blocks or part.key in parts:
                 raise ValueError(f"part {number - self._n_blocks} belongs to none of its blocks")
             parts[part.key] = part
             progress(number + 1, len(self._headers))
-        self.parts = tuple(parts.values())
+        self.checkpoints = tuple(parts.values())
 
     def _checked(
-        self, number: int, about: Callable[[Mapping[str, str]], tuple[What, Root]]
-    ) -> tuple[What, Root]:
+        self, number: int, about: Callable[[Mapping[str, str]], tuple[Block, Root]]
+    ) -> tuple[Block, Root]:
         """Check a file as the server does before it uses one, and its root's types besides.
 
         A server trusts the folder's owner; an exported file may come from anywhere.
@@ -207,9 +204,9 @@ class SessionFile:
         return what, root
 
     @property
-    def items(self) -> tuple[Node | Part, ...]:
+    def items(self) -> tuple[Block, ...]:
         """All that it holds, in the order of `own_file`."""
-        return (*self.nodes, *self.parts)
+        return (*self.blocks, *self.checkpoints)
 
     def n_own_bytes(self, number: int) -> int:
         """Return the size of a block's or part's own file."""
@@ -225,7 +222,7 @@ class SessionFile:
         )  # fmt: skip
 
 
-def _check_tokens(node: Node) -> None:
+def _check_tokens(node: Block) -> None:
     if not isinstance(node.text, str):
         raise BlockCorrupt(f"block {node.key.hex()}: its text is none")
     node.text.encode()

@@ -10,15 +10,13 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import BlockCorrupt, StoreError
+from ..match.block import Block
 from ..match.keys import Root
-from ..match.tree import Node
 from .disk import DiskStore
-from .files import read_block
+from .files import path_of, read_block
 from .folder import new_file, sync, whole_file
 from .header import LENGTH_BYTES, MAX_HEADER_BYTES, OwnHeader, open_regular, own_header, read_header
 from .index import Index, Leaf, Session
-from .part import Part
-from .part_files import path_of, read_part
 from .session_file import Progress, SessionFile, file_header, no_progress
 from .turn import NewFile, Turn
 
@@ -36,18 +34,18 @@ def export_session(
     Every block and part is checked on the way. Parts that go meanwhile are left out. Raises
     StoreError when a block is missing or anything is damaged.
     """
-    chain = [node for node, _ in index.chain(session.leaf)]
+    chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
-    parts = [part for part, _ in index.parts([node.key for node in chain])]
-    items: list[Node | Part] = [*chain, *parts]
+    checkpoints = [found for found, _ in index.checkpoints([block.key for block in chain])]
+    items = [*chain, *checkpoints]
     exported: list[tuple[Path, OwnHeader]] = []
     for number, item in enumerate(items):
         path = path_of(folder, item)
         try:
             exported.append((path, _checked_header(folder, item)))
         except FileNotFoundError as error:
-            if isinstance(item, Node):
+            if not item.is_checkpoint:
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         except (BlockCorrupt, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
@@ -71,19 +69,16 @@ def export_session(
     return target.stat().st_size
 
 
-def _checked_header(folder: Path, item: Node | Part) -> OwnHeader:
-    """Check the file of a block or part, and return its header."""
-    if isinstance(item, Part):
-        read_part(folder, item.key)
-    else:
-        read_block(folder, item.key)
+def _checked_header(folder: Path, item: Block) -> OwnHeader:
+    """Check the file of a block or a checkpoint, and return its header."""
+    read_block(folder, item)
     with open_regular(path_of(folder, item)) as source:
         return own_header(read_header(source).decode())
 
 
-def _what(item: Node | Part, session: Session) -> str:
-    if isinstance(item, Part):
-        return f"part {item.key.hex()} of session {session.id}"
+def _what(item: Block, session: Session) -> str:
+    if item.is_checkpoint:
+        return f"{item} of session {session.id}"
     return f"the block at token {item.start} of session {session.id}"
 
 
@@ -96,8 +91,8 @@ class Imported:
 
     session: Session
     n_blocks: int
-    n_parts: int
-    written: Sequence[Node | Part]
+    n_checkpoints: int
+    written: Sequence[Block]
     """What was not there yet."""
     is_new: bool
     """Whether the session was added or went on; False where it was there."""
@@ -109,8 +104,8 @@ def import_session(disk: DiskStore, source: SessionFile) -> Imported:
     A session that is there is left as it is, and so is one of the same name that goes on from
     it; one that ends on the way to it moves. Raises StoreError when there is no room.
     """
-    keys = tuple(node.key for node in source.nodes)
-    leaf = Leaf(source.name, keys[-1], source.nodes[-1].stop, keys)
+    keys = tuple(node.key for node in source.blocks)
+    leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
     files = [
         NewFile(
             item,
@@ -124,13 +119,15 @@ def import_session(disk: DiskStore, source: SessionFile) -> Imported:
     def turn() -> Turn:
         nonlocal there
         there = _session_through(disk.index, source.root, leaf)
-        return Turn(source.root, source.nodes, None if there else leaf, parts=source.parts)
+        return Turn(
+            source.root, source.blocks, None if there else leaf, checkpoints=source.checkpoints
+        )
 
     session, written = disk.adopt(turn, files)
     session = there or session
     assert session is not None  # a turn with a leaf has one
-    n_blocks, n_parts = len(source.nodes), len(source.parts)
-    return Imported(session, n_blocks, n_parts, written, is_new=there is None)
+    n_blocks, n_checkpoints = len(source.blocks), len(source.checkpoints)
+    return Imported(session, n_blocks, n_checkpoints, written, is_new=there is None)
 
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:

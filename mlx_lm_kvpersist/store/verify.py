@@ -13,11 +13,10 @@ from pathlib import Path
 
 from ..errors import StoreError
 from .disk import DiskStore
-from .files import block_path, key_of, read_block
+from .files import block_path, checkpoint_path, key_of, read_file
 from .folder import own_files, remove
 from .index import Index, Session
 from .lock import StoreLock
-from .part_files import part_path, read_part
 from .rebuild import rebuild_index
 from .session_notes import read_session
 
@@ -28,15 +27,15 @@ class Fault(str, Enum):
     """What can be wrong with a store."""
 
     CORRUPT = "corrupt"
-    """A block's or part's file is not what its name, metadata or checksum promise."""
+    """The file of a block or a checkpoint is not what its name, metadata or checksum promise."""
     UNREADABLE = "unreadable"
-    """A block's or part's file cannot be read now, which says nothing about what it holds."""
+    """The file of a block or a checkpoint cannot be read now: it may be whole."""
     MISSING = "missing"
-    """A block or part of the index has no file."""
+    """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A block's parent is not there, or ends elsewhere; a part's block is not there."""
+    """A block's parent is not there, or ends elsewhere; a checkpoint's block is not there."""
     MISMATCH = "mismatch"
-    """The index says something else of a block or part than its file, which is whole."""
+    """The index says something else of a block or checkpoint than its file, which is whole."""
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
@@ -59,12 +58,11 @@ def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
     """Return what is wrong with a store; `progress` is told files read and files in all."""
-    keys, parts = sorted(index.keys()), sorted(index.part_keys())
+    blocks, checkpoints = sorted(index.keys()), sorted(index.checkpoint_keys())
     found: list[Problem | None] = [_check_index(index, fault) for fault in index.faults()]
-    for number, key in enumerate((*keys, *parts)):
-        check = _check_block if number < len(keys) else _check_part
-        found.append(check(folder, index, key))
-        progress(number + 1, len(keys) + len(parts))
+    for number, key in enumerate((*blocks, *checkpoints)):
+        found.append(_check_block(folder, index, key, is_checkpoint=number >= len(blocks)))
+        progress(number + 1, len(blocks) + len(checkpoints))
     for name in ("blocks", "parts"):
         for path in sorted(own_files(folder, name)):
             found.append(_check_file(folder, index, path))
@@ -83,7 +81,7 @@ def find_problems(
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     """Take out of use what is wrong, and what can no longer be reached without it.
 
-    Bad files of blocks and parts go to quarantine. Where file and index disagree, the file is
+    Bad files of blocks and checkpoints go to quarantine. Where file and index disagree, the file is
     believed.
     """
     with disk.lock.held():
@@ -105,7 +103,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
                 disk.remove_session(session)
             elif _check_session(disk.folder, disk.index, session.id) is not None:
                 disk.set_pinned(session, session.pinned)  # writes its file anew
-        disk.index.checkpoint()
+        disk.index.empty_log()
 
 
 def _check_index(index: Index, fault: str) -> Problem | None:
@@ -114,48 +112,24 @@ def _check_index(index: Index, fault: str) -> Problem | None:
     return Problem(Fault.INDEX, index.path.name, fault, lambda: _check_index(index, fault))
 
 
-def _check_block(folder: Path, index: Index, key: bytes) -> Problem | None:
-    def problem(fault: Fault, reason: str) -> Problem:
-        return Problem(fault, key.hex(), reason, lambda: _check_block(folder, index, key))
+def _check_block(
+    folder: Path, index: Index, key: bytes, *, is_checkpoint: bool = False
+) -> Problem | None:
+    """Check the file and the row of a block or a checkpoint."""
 
-    if key not in index:
-        return None
-    row = index.block(key)
-    path = block_path(folder, key)
-    try:
-        node, root, _ = read_block(folder, key)
-        size = path.stat().st_size
-    except FileNotFoundError:
-        return problem(Fault.MISSING, f"{path.name} is not there")
-    except StoreError as error:
-        return problem(Fault.CORRUPT, str(error))
-    except (OSError, MemoryError) as error:
-        return problem(Fault.UNREADABLE, f"{path.name}: {error}")
-    if (node, root.key, size) != row:
-        return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
-    if node.parent == root.key:
-        stop = 0
-    else:
-        parent = index.block(node.parent)
-        if parent is None:
-            return problem(Fault.UNREACHABLE, f"its parent {node.parent.hex()} is not there")
-        stop = parent[0].stop
-    if node.start != stop:
-        return problem(
-            Fault.UNREACHABLE, f"it begins at token {node.start}, and its parent ends at {stop}"
+    def problem(fault: Fault, reason: str) -> Problem:
+        return Problem(
+            fault,
+            key.hex(),
+            reason,
+            lambda: _check_block(folder, index, key, is_checkpoint=is_checkpoint),
         )
-    return None
 
-
-def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
-    def problem(fault: Fault, reason: str) -> Problem:
-        return Problem(fault, key.hex(), reason, lambda: _check_part(folder, index, key))
-
-    if not index.has_part(key):
+    if not (index.has_checkpoint(key) if is_checkpoint else key in index):
         return None
-    path = part_path(folder, key)
+    path = (checkpoint_path if is_checkpoint else block_path)(folder, key)
     try:
-        part, root, _ = read_part(folder, key)
+        block, root, _ = read_file(path)
         size = path.stat().st_size
     except FileNotFoundError:
         return problem(Fault.MISSING, f"{path.name} is not there")
@@ -163,13 +137,24 @@ def _check_part(folder: Path, index: Index, key: bytes) -> Problem | None:
         return problem(Fault.CORRUPT, str(error))
     except (OSError, MemoryError) as error:
         return problem(Fault.UNREADABLE, f"{path.name}: {error}")
-    block = index.block(part.block)
-    if block is not None and block[1] != root.key:
-        return problem(Fault.CORRUPT, f"its block {part.block.hex()} belongs to another model")
-    if (part, size) != index.part(key):
+    parent = index.block(block.parent)
+    if is_checkpoint:
+        if parent is not None and parent[1] != root.key:
+            reason = f"its block {block.parent.hex()} belongs to another model"
+            return problem(Fault.CORRUPT, reason)
+        is_as_indexed = (block, size) == index.checkpoint(key)
+    else:
+        is_as_indexed = (block, root.key, size) == index.block(key)
+    if not is_as_indexed:
         return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
-    if block is None:
-        return problem(Fault.UNREACHABLE, f"its block {part.block.hex()} is not there")
+    if parent is None and (is_checkpoint or block.parent != root.key):
+        what = "block" if is_checkpoint else "parent"
+        return problem(Fault.UNREACHABLE, f"its {what} {block.parent.hex()} is not there")
+    stop = parent[0].stop if parent is not None else 0
+    if not is_checkpoint and block.start != stop:
+        return problem(
+            Fault.UNREACHABLE, f"it begins at token {block.start}, and its parent ends at {stop}"
+        )
     return None
 
 
@@ -177,7 +162,7 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     key = key_of(path)
     known = key is not None and (
         (key in index and path == block_path(folder, key))
-        or (index.has_part(key) and path == part_path(folder, key))
+        or (index.has_checkpoint(key) and path == checkpoint_path(folder, key))
     )
     if known or not path.exists():
         return None

@@ -68,7 +68,7 @@ class Writer:
         return len(self._tasks) + (self._running is not None)
 
     def waiting_keys(self) -> set[bytes]:
-        """Return the keys of all blocks and parts that waiting turns build on."""
+        """Return the keys of all blocks and checkpoints that waiting turns build on."""
         with self._changed:
             turns = [task.turn for task in self._tasks if task.turn is not None]
         return {key for turn in turns for key in turn.keys()}
@@ -133,9 +133,9 @@ class Writer:
         for task in reversed(self._tasks):
             if task.turn is None:
                 continue
-            if task.turn.nodes and task.turn.nodes[-1].key in passed:
+            if task.turn.blocks and task.turn.blocks[-1].key in passed:
                 found = task
-            passed.update(node.key for node in task.turn.nodes)
+            passed.update(node.key for node in task.turn.blocks)
             if task.turn.leaf is not None:
                 passed.update(old for old, _ in task.turn.leaf.replaced)
         return found

@@ -39,11 +39,11 @@ def synthetic_conversation(n_turns: int, n_chars: int, seed: int = 0) -> list[Me
     All contents together have about `n_chars` characters. The last message is the user's, so
     the list can be sent as it is; a reply and a further user message make the next turn.
     """
-    n_parts = 2 * n_turns
-    share = max(1, n_chars // n_parts)
+    n_checkpoints = 2 * n_turns
+    share = max(1, n_chars // n_checkpoints)
     system = "You are a careful assistant.\n"
     messages: list[Message] = [{"role": "system", "content": system + synthetic_text(share, seed)}]
-    for part in range(1, n_parts):
+    for part in range(1, n_checkpoints):
         role = "user" if part % 2 else "assistant"
         content = synthetic_text(share, seed * 1009 + part)
         messages.append({"role": role, "content": content})

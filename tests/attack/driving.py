@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
 from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_block
+from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
 from mlx_lm_kvpersist.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
@@ -184,9 +184,9 @@ def conversation_ids(loaded: LoadedModel, n_tokens: int, seed: int) -> list[int]
 def replace_payload(path: Path, other: Path) -> None:
     """Give a block the arrays of another one of its length, with a checksum that is right."""
     folder = path.parents[2]
-    node, root, _ = read_block(folder, bytes.fromhex(path.stem))
-    _, _, arrays = read_block(other.parents[2], bytes.fromhex(other.stem))
+    node, root, _ = read_file(block_path(folder, bytes.fromhex(path.stem)))
+    _, _, arrays = read_file(block_path(other.parents[2], bytes.fromhex(other.stem)))
     metadata = metadata_of(node, root)
     metadata["checksum"] = checksum(arrays, metadata)
     path.unlink()
-    mx.save_safetensors(str(path), arrays, metadata)
+    mx.save_safetensors(str(path), dict(arrays), metadata)

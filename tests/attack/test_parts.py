@@ -12,7 +12,7 @@ import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.budget import StoreLimits
-from mlx_lm_kvpersist.store.part_files import part_path
+from mlx_lm_kvpersist.store.files import checkpoint_path
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .test_bit_flips import TORN, Change, files_of, flip_a_bit, flip_in_any_file
@@ -50,7 +50,7 @@ def load_parts(store: BlockStore, name: str, n_tokens: int) -> int:
     """Load all parts of a session; return how many can be had. All of them must be right."""
     keys = [node.key for node in chain_of(session_ids(name, n_tokens))]
     n_loaded = 0
-    for parts in store.parts(keys).values():
+    for parts in store.checkpoints(keys).values():
         for part in parts:
             loaded = store.load(part, ROOT)
             if loaded is not None:
@@ -152,7 +152,7 @@ def test_a_part_that_is_gone(prepared: Path, tmp_path: Path) -> None:
     store = BlockStore(folder, LIMITS)
     store.drain()
     part = expected_parts(chain_of(session_ids("anna", LENGTHS["anna"])))[1]
-    part_path(folder, part.key).unlink()
+    checkpoint_path(folder, part.key).unlink()
     assert store.load(part, ROOT) is None
     assert load_parts(store, "anna", LENGTHS["anna"]) == 1
     store.drain()

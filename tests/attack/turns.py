@@ -15,14 +15,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
 from mlx_lm_kvpersist.store.budget import StoreLimits
-from mlx_lm_kvpersist.store.files import read_block
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
 from mlx_lm_kvpersist.store.index import Leaf, StoredReply
-from mlx_lm_kvpersist.store.part import Part
-from mlx_lm_kvpersist.store.part_files import read_part
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")
@@ -38,19 +36,19 @@ def session_ids(session: str, n_tokens: int) -> list[int]:
     return (shared + [rng.randrange(1000) for _ in range(n_tokens)])[:n_tokens]
 
 
-def chain_of(ids: Sequence[int]) -> list[Node]:
+def chain_of(ids: Sequence[int]) -> list[Block]:
     """Cut ids into the nodes of a conversation."""
-    nodes: list[Node] = []
+    nodes: list[Block] = []
     parent = ROOT.key
     for start in range(0, len(ids), BLOCK_TOKENS):
         packed = pack_ids(ids[start : start + BLOCK_TOKENS])
         text = "".join(f"<{i}>" for i in ids[start : start + BLOCK_TOKENS])
-        nodes.append(Node(block_key(parent, packed), parent, start, packed, text))
+        nodes.append(Block(block_key(parent, packed), parent, start, packed, text))
         parent = nodes[-1].key
     return nodes
 
 
-def plain_arrays(node: Node) -> dict[str, np.ndarray]:
+def plain_arrays(node: Block) -> dict[str, np.ndarray]:
     """Return what a block must hold."""
     rng = np.random.default_rng(int.from_bytes(node.key, "little"))
     shape = (2, 1, node.n_tokens)
@@ -60,15 +58,15 @@ def plain_arrays(node: Node) -> dict[str, np.ndarray]:
     }
 
 
-def state(node: Node) -> Part:
-    return Part(node.key, "state", 0)
+def state(node: Block) -> Block:
+    return checkpoint(node.key, "state", 0)
 
 
-def window(node: Node) -> Part:
-    return Part(node.key, "window-32", BLOCK_TOKENS)
+def window(node: Block) -> Block:
+    return checkpoint(node.key, "window-32", BLOCK_TOKENS)
 
 
-def plain_part(part: Part) -> dict[str, np.ndarray]:
+def plain_part(part: Block) -> dict[str, np.ndarray]:
     """Return what a part must hold."""
     rng = np.random.default_rng(int.from_bytes(part.key, "little"))
     return {
@@ -77,8 +75,8 @@ def plain_part(part: Part) -> dict[str, np.ndarray]:
     }
 
 
-def arrays_of(what: Node | Part) -> dict[str, mx.array]:
-    plain = plain_part(what) if isinstance(what, Part) else plain_arrays(what)
+def arrays_of(what: Block) -> dict[str, mx.array]:
+    plain = plain_part(what) if what.is_checkpoint else plain_arrays(what)
     arrays = {name: mx.array(array) for name, array in plain.items()}
     mx.eval(arrays)
     return arrays
@@ -105,13 +103,13 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
     reply = StoredReply(chain[-1].key, chain[-1].packed_ids)
     parts = expected_parts(chain)
     superseded = tuple(state(tail) for tail in old_tail)
-    known = store.parts([node.key for node in chain])
-    new_parts = [(p, arrays_of(p)) for p in parts if p not in known.get(p.block, ())]
+    known = store.checkpoints([node.key for node in chain])
+    new_checkpoints = [(p, arrays_of(p)) for p in parts if p not in known.get(p.parent, ())]
     turn = Turn(ROOT, tuple(chain), leaf, (reply,), parts, superseded)
-    store.keep_turn(turn, new, new_parts)
+    store.save_turn(turn, [*new, *new_checkpoints])
 
 
-def expected_parts(chain: Sequence[Node]) -> tuple[Part, ...]:
+def expected_parts(chain: Sequence[Block]) -> tuple[Block, ...]:
     """Return the parts that a session of these blocks has."""
     return window(chain[0]), state(chain[-1])
 
@@ -127,7 +125,7 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session is there twice"
     reachable: set[bytes] = set()
-    parts: set[Part] = set()
+    parts: set[Block] = set()
     for name, n_tokens in committed.items():
         assert name in sessions, f"the session {name} is lost"
         assert sessions[name].n_tokens >= n_tokens, f"the last turn of {name} is lost"
@@ -140,10 +138,10 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
             _check_block(folder, node)
             reachable.add(node.key)
         parts.update(expected_parts(expected))
-        found = store.parts([node.key for node in expected])
+        found = store.checkpoints([node.key for node in expected])
         assert {part for some in found.values() for part in some} <= parts
     assert store.index.keys() == reachable
-    assert store.index.part_keys() == {part.key for part in parts}
+    assert store.index.checkpoint_keys() == {part.key for part in parts}
     for part in parts:
         check_part(folder, part)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
@@ -156,14 +154,14 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     store.close()
 
 
-def _check_block(folder: Path, node: Node) -> None:
-    found, root, arrays = read_block(folder, node.key)
+def _check_block(folder: Path, node: Block) -> None:
+    found, root, arrays = read_file(block_path(folder, node.key))
     assert (found, root) == (node, ROOT)
     check_arrays(arrays, plain_arrays(node))
 
 
-def check_part(folder: Path, part: Part) -> None:
-    found, root, arrays = read_part(folder, part.key)
+def check_part(folder: Path, part: Block) -> None:
+    found, root, arrays = read_file(checkpoint_path(folder, part.key))
     assert (found, root) == (part, ROOT)
     check_arrays(arrays, plain_part(part))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.store.conftest import chain, save_turn, state, window
 
@@ -21,7 +21,7 @@ HEAD = [1, 2, 3]
 """The ids that all three conversations of `folder` begin with."""
 
 
-def fill(folder: Path, turns: dict[str | None, list[Node]]) -> None:
+def fill(folder: Path, turns: dict[str | None, list[Block]]) -> None:
     """Save one session per name, and close the store."""
     store = BlockStore(folder, LIMITS)
     try:

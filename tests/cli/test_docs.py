@@ -13,7 +13,6 @@ import pytest
 from mlx_lm_kvpersist.cli.main import make_parser
 from mlx_lm_kvpersist.store.files import metadata_of
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.part_files import metadata_of_part
 from mlx_lm_kvpersist.store.verify import Fault
 from tests.store.conftest import ROOT, chain, state
 
@@ -55,15 +54,15 @@ def test_every_fault_stands_there() -> None:
 
 
 def test_every_field_of_a_block_stands_there() -> None:
-    assert fields_between("### A block's file", "### A part's file") == [
+    assert fields_between("### A block's file", "### A checkpoint's file") == [
         *metadata_of(chain([1])[0], ROOT),
         "checksum",
     ]
 
 
 def test_every_field_of_a_part_stands_there() -> None:
-    assert fields_between("### A part's file", "### A session's file") == [
-        *metadata_of_part(state(chain([1])[0]), ROOT),
+    assert fields_between("### A checkpoint's file", "### A session's file") == [
+        *metadata_of(state(chain([1])[0]), ROOT),
         "checksum",
     ]
 

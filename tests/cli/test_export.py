@@ -10,13 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store import header, session_file, session_transfer
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
-from mlx_lm_kvpersist.store.files import checksum
+from mlx_lm_kvpersist.store.files import checkpoint_path, checksum, metadata_of
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.part import Part
-from mlx_lm_kvpersist.store.part_files import metadata_of_part, part_path
 from tests.store.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
 
 from .conftest import (
@@ -188,7 +186,7 @@ def test_blocks_that_are_no_chain_are_refused(
     source = session_file.SessionFile(exported)
     headers = [source._headers[number] for number in order]
     bodies = [source.own_file(n)[-source._headers[n].n_data_bytes :] for n in order]
-    n_tokens = source.nodes[order[-1]].stop
+    n_tokens = source.blocks[order[-1]].stop
     about = json.dumps({"name": "last", "n_tokens": n_tokens})
     source.close()
     header = session_file.file_header(about, headers)
@@ -282,40 +280,40 @@ def test_the_same_parts_elsewhere(
     run: CommandLine, exported_parts: Path, other: CommandLine
 ) -> None:
     done = other.json("sessions", "import", exported_parts, "--create")
-    assert (done["blocks_written"], done["parts_written"], done["parts"]) == (4, 3, 3)
+    assert (done["blocks_written"], done["checkpoints_written"], done["checkpoints"]) == (4, 3, 3)
     assert part_files(other.folder) == part_files(run.folder)
     assert block_files(other.folder).items() <= block_files(run.folder).items()
     assert other.json("store", "verify")["ok"]
     store = BlockStore(other.folder, LIMITS)
-    found = store.parts([node.key for node in LAST])
+    found = store.checkpoints([node.key for node in LAST])
     assert {part for parts in found.values() for part in parts} == set(PARTS)
     for part in PARTS:
         assert store.load(part, ROOT) is not None
     store.close()
     again = other.json("sessions", "import", exported_parts)
-    assert (again["blocks_written"], again["parts_written"]) == (0, 0)
+    assert (again["blocks_written"], again["checkpoints_written"]) == (0, 0)
 
 
 def test_lost_parts_come_back(run: CommandLine, exported_parts: Path) -> None:
     before = part_files(run.folder)
-    part_path(run.folder, PARTS[1].key).unlink()
+    checkpoint_path(run.folder, PARTS[1].key).unlink()
     done = run.json("sessions", "import", exported_parts)
-    assert (done["is_new"], done["blocks_written"], done["parts_written"]) == (False, 0, 1)
+    assert (done["is_new"], done["blocks_written"], done["checkpoints_written"]) == (False, 0, 1)
     assert part_files(run.folder) == before and run.json("store", "verify")["ok"]
 
 
 def test_parts_that_went_are_not_exported(run: CommandLine, with_parts: Path) -> None:
     """A server may remove them at any time."""
-    part_path(with_parts, PARTS[1].key).unlink()
+    checkpoint_path(with_parts, PARTS[1].key).unlink()
     path = with_parts.parent / "fewer.safetensors"
     assert run("sessions", "export", "last", path) == 0
     source = session_file.SessionFile(path)
-    assert set(source.parts) == {PARTS[0], PARTS[2]}
+    assert set(source.checkpoints) == {PARTS[0], PARTS[2]}
     source.close()
 
 
 def test_a_damaged_part_is_not_exported(run: CommandLine, with_parts: Path) -> None:
-    damage(part_path(with_parts, PARTS[1].key), flip(-1))
+    damage(checkpoint_path(with_parts, PARTS[1].key), flip(-1))
     path = with_parts.parent / "bad.safetensors"
     assert "store verify" in run.error("sessions", "export", "last", path)
     assert not path.exists()
@@ -343,8 +341,8 @@ Made = tuple[dict[str, str], dict[str, mx.array]]
 def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
     """Write an exported file anew with other parts (metadata, arrays), all its checksums right."""
     source = session_file.SessionFile(exported)
-    about = json.dumps({"name": source.name, "n_tokens": source.nodes[-1].stop})
-    blocks = source._headers[: len(source.nodes)]
+    about = json.dumps({"name": source.name, "n_tokens": source.blocks[-1].stop})
+    blocks = source._headers[: len(source.blocks)]
     bodies = [source.own_file(n)[-block.n_data_bytes :] for n, block in enumerate(blocks)]
     source.close()
     parts = []
@@ -359,11 +357,11 @@ def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
     exported.write_bytes(len(whole).to_bytes(8, "little") + whole + b"".join(bodies))
 
 
-def made(part: Part, **changed: str) -> Made:
-    return {**metadata_of_part(part, ROOT), **changed}, arrays_of_part(part)
+def made(part: Block, **changed: str) -> Made:
+    return {**metadata_of(part, ROOT), **changed}, arrays_of_part(part)
 
 
-def elsewhere() -> Node:
+def elsewhere() -> Block:
     return chain([99])[0]
 
 
@@ -385,7 +383,7 @@ def test_a_well_made_lie_about_parts_is_refused(
 ) -> None:
     parts_rewritten(exported_parts, change())
     if not said:
-        assert other.json("sessions", "import", exported_parts, "--create")["parts"] == 1
+        assert other.json("sessions", "import", exported_parts, "--create")["checkpoints"] == 1
         return
     assert said in other.error("sessions", "import", exported_parts, "--create")
     assert not other.folder.exists()
@@ -400,14 +398,14 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
     store = BlockStore(run.folder, LIMITS)
     keys = tuple(node.key for node in nodes)
     turn = Turn(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2, keys))
-    store.keep_turn(turn, [(node, {}) for node in nodes])
+    store.save_turn(turn, [(node, {}) for node in nodes])
     store.drain()
     store.close()
     path = tmp_path / "bare.safetensors"
-    for n_parts in (0, 1):
+    for n_checkpoints in (0, 1):
         assert run("sessions", "export", "bare", path, "--force") == 0
         assert other("sessions", "import", path, "--create") == 0
-        assert other.json("sessions", "show", "bare")["parts"] == n_parts
+        assert other.json("sessions", "show", "bare")["checkpoints"] == n_checkpoints
         assert other.json("store", "verify")["ok"]
         store = BlockStore(run.folder, LIMITS)
         save_turn(store, nodes, "bare", [state(nodes[1])])

@@ -91,7 +91,7 @@ def test_c5_a_store_that_may_only_be_read_is_read(store: CommandLine, argv: list
     with nobody():
         status = store(*with_file(argv, store))
     assert status == 0, store.err
-    expected = ("last", "3 blocks", "3 of 1 model", "0 blocks and 0 parts, 0 B, would be")
+    expected = ("last", "3 blocks", "3 of 1 model", "0 blocks and 0 checkpoints, 0 B, would be")
     assert any(words in store.out for words in expected)
     assert sorted(store.folder.rglob("*")) == before
 
@@ -137,7 +137,7 @@ def test_c5_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine)
 def test_c5_plurals_are_right(store: CommandLine) -> None:
     assert store("store", "stats") == 0 and re.search(r"3 of 1 model\b", store.out)
     assert store("sessions", "rm", "last") == 0
-    assert "3 blocks, 0 parts" in store.out
+    assert "3 blocks, 0 checkpoints" in store.out
     fill(store.folder, {"one": chain([5])})
-    assert store("store", "verify") == 0 and "1 block and 0 parts, all good" in store.out
+    assert store("store", "verify") == 0 and "1 block and 0 checkpoints, all good" in store.out
     assert store("store", "rebuild") == 0 and "1 block, 0 parts, 1 session" in store.out

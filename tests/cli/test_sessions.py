@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.part_files import part_path
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
 from tests.store.conftest import chain, state, window
 
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill, part_files
@@ -244,19 +243,21 @@ def test_sessions_with_parts(run: CommandLine) -> None:
     nodes = chain(HEAD, [30], [31], [32])
     parts = [window(nodes[0]), state(nodes[3]), window(nodes[3])]
     size = sum(block_path(run.folder, node.key).stat().st_size for node in nodes)
-    size += sum(part_path(run.folder, part.key).stat().st_size for part in parts)
-    assert (listed["last"]["blocks"], listed["last"]["parts"]) == (4, 3)
+    size += sum(checkpoint_path(run.folder, part.key).stat().st_size for part in parts)
+    assert (listed["last"]["blocks"], listed["last"]["checkpoints"]) == (4, 3)
     assert listed["last"]["bytes"] == size
-    assert listed["first"]["parts"] == listed[None]["parts"] == 1
+    assert listed["first"]["checkpoints"] == listed[None]["checkpoints"] == 1
     shown = run.json("sessions", "show", "last")["chain"]
-    assert [[part["kind"] for part in block["parts"]] for block in shown] == [
+    assert [[part["kind"] for part in block["checkpoints"]] for block in shown] == [
         ["window-512"], [], [], ["state", "window-512"],
     ]  # fmt: skip
-    assert [part["key"] for part in shown[3]["parts"]] == [part.key.hex() for part in parts[1:]]
-    assert [(p["tokens"], p["file_exists"]) for p in shown[0]["parts"]] == [(3, True)]
+    assert [part["key"] for part in shown[3]["checkpoints"]] == [
+        part.key.hex() for part in parts[1:]
+    ]
+    assert [(p["tokens"], p["file_exists"]) for p in shown[0]["checkpoints"]] == [(3, True)]
     assert run("sessions", "show", "last") == 0
-    assert "in 4 blocks and 3 parts" in run.out and "state 33" in run.out
-    part_path(run.folder, parts[1].key).unlink()
+    assert "in 4 blocks and 3 checkpoints" in run.out and "state 33" in run.out
+    checkpoint_path(run.folder, parts[1].key).unlink()
     assert run("sessions", "show", "last") == 0 and "a part is missing" in run.out
 
 
@@ -264,7 +265,7 @@ def test_sessions_with_parts(run: CommandLine) -> None:
 def test_rm_takes_parts_along(run: CommandLine) -> None:
     shared = window(chain(HEAD)[0])
     done = run.json("sessions", "rm", "last")
-    assert (done["blocks"], done["parts"]) == (3, 2)
+    assert (done["blocks"], done["checkpoints"]) == (3, 2)
     assert part_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
-    assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks, 1 part" in run.out
+    assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks, 1 checkpoint" in run.out
     assert part_files(run.folder) == {} and run.json("store", "verify")["ok"]

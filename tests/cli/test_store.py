@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import Root
-from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import StoredReply
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
-from mlx_lm_kvpersist.store.part_files import part_path, write_part
 from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
 
 from .conftest import (
@@ -33,7 +32,7 @@ from .conftest import (
 NO_MINIMUM = ("--kvpersist-min-free", "0")
 
 
-def path_of(folder: Path, node: Node) -> Path:
+def path_of(folder: Path, node: Block) -> Path:
     return block_path(folder, node.key)
 
 
@@ -56,10 +55,11 @@ def test_stats(run: CommandLine) -> None:
 
 def test_verify_a_whole_store(run: CommandLine) -> None:
     assert run.json("store", "verify") == {
-        "folder": str(run.folder), "ok": True, "blocks": 7, "parts": 0, "problems": [], "left": 0,
+        "folder": str(run.folder), "ok": True, "blocks": 7, "checkpoints": 0,
+        "problems": [], "left": 0,
     }  # fmt: skip
     before = block_files(run.folder)
-    assert run("store", "verify") == 0 and "7 blocks and 0 parts, all good" in run.out
+    assert run("store", "verify") == 0 and "7 blocks and 0 checkpoints, all good" in run.out
     assert run("store", "verify", "--fix") == 0
     assert block_files(run.folder) == before
 
@@ -259,31 +259,31 @@ def test_a_newer_store_is_refused(run: CommandLine) -> None:
 @pytest.mark.usefixtures("with_parts")
 def test_stats_with_parts(run: CommandLine) -> None:
     stats = run.json("store", "stats")
-    assert (stats["blocks"], stats["parts"]) == (7, 3)
+    assert (stats["blocks"], stats["checkpoints"]) == (7, 3)
     (root,) = stats["roots"]
     sizes = [sum(map(len, files(run.folder).values())) for files in (block_files, part_files)]
-    assert (root["blocks"], root["parts"], root["bytes"]) == (7, 3, sum(sizes))
-    assert [stats["bytes"][kind] for kind in ("blocks", "parts")] == sizes
+    assert (root["blocks"], root["checkpoints"], root["bytes"]) == (7, 3, sum(sizes))
+    assert [stats["bytes"][kind] for kind in ("blocks", "checkpoints")] == sizes
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
-    assert run("store", "stats") == 0 and "size of parts" in run.out
+    assert run("store", "stats") == 0 and "size of checkpoints" in run.out
 
 
 @pytest.mark.usefixtures("with_parts")
 def test_verify_a_whole_store_with_parts(run: CommandLine) -> None:
     verified = run.json("store", "verify")
-    assert verified["ok"] and (verified["blocks"], verified["parts"]) == (7, 3)
-    assert run("store", "verify") == 0 and "7 blocks and 3 parts, all good" in run.out
+    assert verified["ok"] and (verified["blocks"], verified["checkpoints"]) == (7, 3)
+    assert run("store", "verify") == 0 and "7 blocks and 3 checkpoints, all good" in run.out
 
 
 @pytest.mark.usefixtures("with_parts")
 @pytest.mark.parametrize("position", [3, 20, 300, -1])
 def test_verify_finds_a_flipped_bit_of_a_part(run: CommandLine, position: int) -> None:
     bad = state(chain(HEAD, [30], [31], [32])[3])
-    damage(part_path(run.folder, bad.key), flip(position))
+    damage(checkpoint_path(run.folder, bad.key), flip(position))
     assert faults(run) == ["corrupt"]
     assert run("store", "verify") == 1 and bad.key.hex() in run.out
     fixed = run.json("store", "verify", "--fix")
-    assert fixed["ok"] and (fixed["blocks"], fixed["parts"]) == (7, 2)
+    assert fixed["ok"] and (fixed["blocks"], fixed["checkpoints"]) == (7, 2)
     assert run.ids().keys() == {"first", None, "last"}
     aside = {path.suffix for path in (run.folder / "quarantine").iterdir()}
     assert aside == {".safetensors", ".json"}
@@ -294,22 +294,26 @@ def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
     nodes = chain(HEAD, [30], [31], [32])
     before = part_files(run.folder)
     missing, foreign = window(nodes[0]), window(nodes[3])
-    part_path(run.folder, missing.key).unlink()
-    part_path(run.folder, foreign.key).unlink()
+    checkpoint_path(run.folder, missing.key).unlink()
+    checkpoint_path(run.folder, foreign.key).unlink()
     other = Root("another", ROOT.precision)
-    write_part(
-        part_path(run.folder, foreign.key), foreign, other, arrays_of_part(foreign), fsync=False
+    write_block(
+        checkpoint_path(run.folder, foreign.key),
+        foreign,
+        other,
+        arrays_of_part(foreign),
+        fsync=False,
     )
     change_index(run.folder, "UPDATE parts SET n_bytes = 1 WHERE key = ?", state(nodes[3]).key)
     (elsewhere,) = chain([99])
-    write_part(
-        part_path(run.folder, state(elsewhere).key),
+    write_block(
+        checkpoint_path(run.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
         arrays_of_part(missing),
         fsync=False,
     )
-    path = part_path(run.folder, state(nodes[3]).key)
+    path = checkpoint_path(run.folder, state(nodes[3]).key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
     assert faults(run) == ["corrupt", "mismatch", "missing", "orphan", "orphan"]
     assert run.json("store", "verify", "--fix")["ok"]
@@ -332,8 +336,8 @@ def test_rebuild_with_parts(run: CommandLine, gone: str) -> None:
     if gone == "missing":
         (run.folder / "index.sqlite").unlink()
     done = run.json("store", "rebuild")
-    assert (done["blocks"], done["parts"]) == (7, 3)
-    assert run("store", "rebuild") == 0 and "7 blocks, 3 parts" in run.out
+    assert (done["blocks"], done["checkpoints"]) == (7, 3)
+    assert run("store", "rebuild") == 0 and "7 blocks, 3 checkpoints" in run.out
     assert run.json("store", "verify")["ok"] and len(part_files(run.folder)) == 3
 
 
@@ -346,13 +350,13 @@ def test_gc_of_parts_does_what_its_dry_run_says(run: CommandLine, n_freed: int) 
     budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM)
     before = {**block_files(run.folder), **part_files(run.folder)}
     would = run.json("store", "gc", "--dry-run", *budget)
-    assert would["fits"] and would["parts"] >= 1
-    assert (would["parts"], would["blocks"]) == (1, 0) or n_freed > 1
+    assert would["fits"] and would["checkpoints"] >= 1
+    assert (would["checkpoints"], would["blocks"]) == (1, 0) or n_freed > 1
     assert {**block_files(run.folder), **part_files(run.folder)} == before
     did = run.json("store", "gc", *budget)
-    counts = ("blocks", "parts", "sessions")
+    counts = ("blocks", "checkpoints", "sessions")
     assert [did[count] for count in counts] == [would[count] for count in counts]
     assert len(block_files(run.folder)) == 7 - did["blocks"]
-    assert len(part_files(run.folder)) == 3 - did["parts"]
+    assert len(part_files(run.folder)) == 3 - did["checkpoints"]
     assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
     assert run.json("store", "verify")["ok"]

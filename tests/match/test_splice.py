@@ -5,10 +5,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.splice import splice
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node, match_text
+from mlx_lm_kvpersist.match.tree import match_text
 
 from .test_tree import sequences, token_text_id
 from .tree_in_memory import ROOT, MemoryTree
@@ -115,7 +116,7 @@ def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     prompt = encode("\nbe kind to her and go on")
     text = token_text.decode(prompt)
     stored = [token_text_id(token_text, bytes([c])) for c in b"\nbe rude to him"]
-    node = Node(block_key(ROOT, pack_ids(stored)), ROOT, 0, pack_ids(stored), text[:15])
+    node = Block(block_key(ROOT, pack_ids(stored)), ROOT, 0, pack_ids(stored), text[:15])
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add_node(node)
     match = match_text(tree, ROOT, text, token_text)

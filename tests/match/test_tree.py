@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node, common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 
 from .tree_in_memory import ROOT, MemoryTree
 
@@ -119,9 +120,9 @@ def test_d_a_block_that_is_not_what_its_key_says_is_not_matched(
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     first, second, other = pack_ids(spelled[:2]), pack_ids(spelled[2:]), pack_ids(spelled[1:3])
     parent_ids = other if lie == "ids of its parent" else first
-    parent = Node(block_key(ROOT, parent_ids), ROOT, 0, first, "ab")
+    parent = Block(block_key(ROOT, parent_ids), ROOT, 0, first, "ab")
     key = block_key(parent.key, other if lie == "ids" else second)
-    child = Node(key, parent.key, 3 if lie == "start" else 2, second, "cd")
+    child = Block(key, parent.key, 3 if lie == "start" else 2, second, "cd")
     tree = MemoryTree(token_text, block_tokens=2)
     for node in (parent, child):
         tree.add_node(node)

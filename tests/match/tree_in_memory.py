@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node
 
 ROOT = b"root"
 
@@ -13,11 +13,11 @@ class MemoryTree:
     def __init__(self, tokens: TokenText, block_tokens: int) -> None:
         self._tokens = tokens
         self._block_tokens = block_tokens
-        self._children: dict[bytes, dict[bytes, Node]] = {}
+        self._children: dict[bytes, dict[bytes, Block]] = {}
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Node]:
+    ) -> list[Block]:
         return list(self._children.get(parent, {}).values())[:limit]
 
     def add(self, ids: list[int]) -> bytes:
@@ -28,9 +28,9 @@ class MemoryTree:
             packed = pack_ids(part)
             key = block_key(parent, packed)
             text, pending = self._tokens.feed(part, pending)
-            self.add_node(Node(key, parent, start, packed, text, pending))
+            self.add_node(Block(key, parent, start, packed, text, pending))
             parent = key
         return parent
 
-    def add_node(self, node: Node) -> None:
+    def add_node(self, node: Block) -> None:
         self._children.setdefault(node.parent, {})[node.key] = node

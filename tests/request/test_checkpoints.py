@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.request.checkpoints import (
-    MAX_POINTS,
+    MAX_CHECKPOINTS,
     STATE,
-    nearest_point,
-    superseded_parts,
+    nearest_checkpoint,
+    superseded_checkpoints,
     window_kind,
 )
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.store.part import Part
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
@@ -42,13 +41,13 @@ def spec_of(*groups: LayerGroup) -> ModelCacheSpec:
     return ModelCacheSpec(groups, [])
 
 
-def chain_of(lengths: list[int]) -> list[Node]:
-    chain: list[Node] = []
+def chain_of(lengths: list[int]) -> list[Block]:
+    chain: list[Block] = []
     for n_tokens in lengths:
         parent = chain[-1].key if chain else b"root"
         start = chain[-1].stop if chain else 0
         packed = pack_ids(range(start, start + n_tokens))
-        chain.append(Node(block_key(parent, packed), parent, start, packed, ""))
+        chain.append(Block(block_key(parent, packed), parent, start, packed, ""))
     return chain
 
 
@@ -56,19 +55,19 @@ def chain_of(lengths: list[int]) -> list[Node]:
 class Parts:
     """A store of nothing but parts."""
 
-    by_block: dict[bytes, list[Part]] = field(default_factory=dict)
+    by_block: dict[bytes, list[Block]] = field(default_factory=dict)
     n_children: dict[bytes, int] = field(default_factory=dict)
     sessions: dict[bytes, list[str]] = field(default_factory=dict)
 
-    def add(self, node: Node, kind: str, n_tokens: int = 0) -> Part:
-        part = Part(node.key, kind, n_tokens)
+    def add(self, node: Block, kind: str, n_tokens: int = 0) -> Block:
+        part = checkpoint(node.key, kind, n_tokens)
         self.by_block.setdefault(node.key, []).append(part)
         return part
 
-    def parts(self, blocks: list[bytes]) -> dict[bytes, list[Part]]:
+    def parts(self, blocks: list[bytes]) -> dict[bytes, list[Block]]:
         return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
 
-    def children(self, parent: bytes, limit: int) -> list[Node]:
+    def children(self, parent: bytes, limit: int) -> list[Block]:
         return [*chain_of([1]) * self.n_children.get(parent, 0)][:limit]
 
     def sessions_at(self, key: bytes) -> list[str]:
@@ -93,14 +92,14 @@ def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.Da
 
     ends = [n for n in (wanted, *(node.stop for node in chain)) if n <= wanted]
     expected = max((n for n in ends if is_restorable(n)), default=None)
-    point = nearest_point(chain, wanted, store, spec_of(SLIDING))  # type: ignore[arg-type]
+    point = nearest_checkpoint(chain, wanted, store, spec_of(SLIDING))  # type: ignore[arg-type]
     assert (point and point.n_tokens) == expected
     if point is None:
         return
     covered: list[int] = []
     start_of = {node.key: node.stop for node in chain}
     for piece in point.windows[WINDOW]:
-        first = start_of[piece.part.block] - piece.part.n_tokens
+        first = start_of[piece.part.parent] - piece.part.n_tokens
         covered += range(first + piece.start, first + piece.stop)
     assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
 
@@ -109,19 +108,19 @@ def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
     chain, store = chain_of([20, 20, 20]), Parts()
     spec = spec_of(RECURRENT)
     state = store.add(chain[1], STATE)
-    found = nearest_point(chain, 60, store, spec)  # type: ignore[arg-type]
+    found = nearest_checkpoint(chain, 60, store, spec)  # type: ignore[arg-type]
     assert found and (found.n_tokens, found.state) == (40, state)
-    assert nearest_point(chain, 39, store, spec) is None  # type: ignore[arg-type]
-    assert nearest_point(chain, 60, store, spec, {state.key}) is None  # type: ignore[arg-type]
+    assert nearest_checkpoint(chain, 39, store, spec) is None  # type: ignore[arg-type]
+    assert nearest_checkpoint(chain, 60, store, spec, {state.key}) is None  # type: ignore[arg-type]
 
 
 def test_both_are_needed_where_a_model_has_both() -> None:
     chain, store = chain_of([20, 20]), Parts()
     spec = spec_of(SLIDING, RECURRENT)
     store.add(chain[1], STATE)
-    assert nearest_point(chain, 40, store, spec) is None  # type: ignore[arg-type]
+    assert nearest_checkpoint(chain, 40, store, spec) is None  # type: ignore[arg-type]
     store.add(chain[1], window_kind(WINDOW), 16)
-    found = nearest_point(chain, 40, store, spec)  # type: ignore[arg-type]
+    found = nearest_checkpoint(chain, 40, store, spec)  # type: ignore[arg-type]
     assert found and len(found.parts) == 2
 
 
@@ -132,12 +131,12 @@ def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 16)
     store.n_children[chain[3].key] = 2
-    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec)}  # type: ignore[arg-type]
-    stay = {0, 3, *range(12 - MAX_POINTS, 12)}
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    stay = {0, 3, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
     store.by_block = {k: v for k, v in store.by_block.items() if k not in gone}
     for i, node in enumerate(chain):
-        found = nearest_point(chain, node.stop, store, spec)  # type: ignore[arg-type]
+        found = nearest_checkpoint(chain, node.stop, store, spec)  # type: ignore[arg-type]
         assert found and (found.n_tokens == node.stop) == (i in stay)
 
 
@@ -146,8 +145,8 @@ def test_where_another_session_ends_stays() -> None:
     for node in chain:
         store.add(node, STATE)
     store.sessions[chain[2].key] = ["another"]
-    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec_of(RECURRENT))}  # type: ignore[arg-type]
-    stay = {0, 2, *range(12 - MAX_POINTS, 12)}
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec_of(RECURRENT))}  # type: ignore[arg-type]
+    stay = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
 
 
@@ -157,17 +156,17 @@ def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 6)
-    gone = {part.block for part in superseded_parts(chain, 0, [], store, spec)}  # type: ignore[arg-type]
-    # The oldest point to stay ends at block 12 - MAX_POINTS and reads two blocks before it, of
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    # The oldest point to stay ends at block 12 - MAX_CHECKPOINTS and reads two blocks before it, of
     # which it needs the windows alone.
-    first = 12 - MAX_POINTS
+    first = 12 - MAX_CHECKPOINTS
     assert gone == {node.key for node in chain[1:first]}
-    kept = {part.block for found in store.by_block.values() for part in found} - gone
-    left = superseded_parts(chain, 0, [], store, spec)  # type: ignore[arg-type]
-    assert {part.block for part in left if part.kind != STATE} == {
+    kept = {part.parent for found in store.by_block.values() for part in found} - gone
+    left = superseded_checkpoints(chain, 0, [], store, spec)  # type: ignore[arg-type]
+    assert {part.parent for part in left if part.kind != STATE} == {
         node.key for node in chain[1 : first - 2]
     }
-    assert len(kept) == 1 + MAX_POINTS
+    assert len(kept) == 1 + MAX_CHECKPOINTS
 
 
 FAMILIES = ["gemma3_text", "qwen3_next", "mamba2"]
@@ -196,13 +195,13 @@ def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]
     return wholes
 
 
-def parts_of(stored: StoredModel, ids: list[int]) -> list[Part]:
+def parts_of(stored: StoredModel, ids: list[int]) -> list[Block]:
     keys, parent = [], stored.loaded.root().key
     while parent is not None:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
         parent = children[0].key if children else None  # type: ignore[assignment]
         keys += [parent] if parent else []
-    return [part for parts in stored.store.parts(keys).values() for part in parts]
+    return [part for parts in stored.store.checkpoints(keys).values() for part in parts]
 
 
 def next_logits(stored: StoredModel, ids: list[int], row: Row) -> np.ndarray[Any, Any]:
@@ -223,7 +222,7 @@ def test_the_parts_of_a_conversation_do_not_grow_with_it(stored: StoredModel) ->
         stored.store.drain()
         counts.append(len(parts_of(stored, whole)))
     # Each point has its mark, which is the state, and a window in two blocks.
-    assert all(MAX_POINTS <= count <= 3 * (MAX_POINTS + 1) for count in counts)
+    assert all(MAX_CHECKPOINTS <= count <= 3 * (MAX_CHECKPOINTS + 1) for count in counts)
 
 
 def test_every_turn_goes_on_from_the_end_of_the_one_before(stored: StoredModel) -> None:
@@ -258,7 +257,9 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
 def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
     wholes = hold(stored, 4)
     stored.restart()
-    point = nearest_point(_path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec)
+    point = nearest_checkpoint(
+        _path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec
+    )
     assert point is not None and point.n_tokens == len(wholes[-1])
     for part in point.parts[-1:]:
         name = f"{part.key.hex()}.safetensors"
@@ -311,12 +312,12 @@ def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) 
         reply = stored.answer([system, [*history, *user]], n_new=6)
         history += [*user, *reply.ids[3:]]
         stored.store.drain()
-        counts.append(stored.store.index.n_parts())
+        counts.append(stored.store.index.n_checkpoints())
     assert max(counts[14:]) <= max(counts[:14]) + 2
 
 
-def _path(stored: StoredModel, ids: list[int]) -> list[Node]:
-    path: list[Node] = []
+def _path(stored: StoredModel, ids: list[int]) -> list[Block]:
+    path: list[Block] = []
     parent = stored.loaded.root().key
     while True:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]

@@ -172,7 +172,7 @@ def slow_reads(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def n_pins(store: BlockStore) -> int:
-    return sum(entry.holds for entry in store.pool._entries.values())
+    return sum(entry.prefetched for entry in store.pool._entries.values())
 
 
 def test_nobody_waits_for_what_another_needs_from_disk(

@@ -11,8 +11,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Match, Node
+from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.costs import (
     MIN_RESTORE_BYTES,
     MIN_REUSE_CHARS,
@@ -39,26 +40,26 @@ def store(tmp_path: Path) -> Iterator[BlockStore]:
     store.close()
 
 
-def blocks(first_id: int, *texts: str, parent: Node | None = None) -> list[Node]:
+def blocks(first_id: int, *texts: str, parent: Block | None = None) -> list[Block]:
     """Return a chain of blocks of 256 tokens with these texts."""
-    nodes: list[Node] = []
+    nodes: list[Block] = []
     for number, text in enumerate(texts):
         key = parent.key if parent else ROOT.key
         packed = pack_ids([first_id + number] * 256)
         start = parent.stop if parent else 0
-        parent = Node(block_key(key, packed), key, start, packed, text)
+        parent = Block(block_key(key, packed), key, start, packed, text)
         nodes.append(parent)
     return nodes
 
 
-def keep_hot(store: BlockStore, nodes: list[Node]) -> None:
-    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {"0.k": mx.zeros(1)}) for node in nodes])
+def keep_hot(store: BlockStore, nodes: list[Block]) -> None:
+    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, {"0.k": mx.zeros(1)}) for node in nodes])
     store.drain()
 
 
 def tokens_to_reuse(
     store: BlockStore,
-    nodes: list[Node],
+    nodes: list[Block],
     n_tokens: int,
     block_s: float,
     spec: ModelCacheSpec = PLAIN,

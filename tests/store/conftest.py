@@ -6,29 +6,28 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.part import Part
 
 ROOT = Root("fingerprint", "4b64")
 
 
-def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Node]:
+def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Block]:
     """Return the nodes of a conversation, one per list of ids."""
-    nodes: list[Node] = []
+    nodes: list[Block] = []
     start = 0
     for ids in blocks:
         packed = pack_ids(ids)
         text = "".join(f"<{i}>" for i in ids)
-        node = Node(block_key(parent, packed), parent, start, packed, text)
+        node = Block(block_key(parent, packed), parent, start, packed, text)
         nodes.append(node)
         parent, start = node.key, node.stop
     return nodes
 
 
-def arrays_of(node: Node) -> dict[str, mx.array]:
+def arrays_of(node: Block) -> dict[str, mx.array]:
     """Return arrays whose content belongs to this node alone."""
     seed = int.from_bytes(node.key[:4], "little")
     arrays = {
@@ -39,17 +38,17 @@ def arrays_of(node: Node) -> dict[str, mx.array]:
     return arrays
 
 
-def state(node: Node) -> Part:
+def state(node: Block) -> Block:
     """Return the part that holds the state of recurrent layers behind a block."""
-    return Part(node.key, "state", 0)
+    return checkpoint(node.key, "state", 0)
 
 
-def window(node: Node) -> Part:
+def window(node: Block) -> Block:
     """Return the part that holds a block's tokens for layers that see 512."""
-    return Part(node.key, "window-512", node.n_tokens)
+    return checkpoint(node.key, "window-512", node.n_tokens)
 
 
-def arrays_of_part(part: Part) -> dict[str, mx.array]:
+def arrays_of_part(part: Block) -> dict[str, mx.array]:
     """Return arrays whose content belongs to this part alone, of dtypes as states have them."""
     key = mx.random.key(int.from_bytes(part.key[:4], "little"))
     arrays = {
@@ -62,23 +61,25 @@ def arrays_of_part(part: Part) -> dict[str, mx.array]:
 
 def save_turn(
     store: BlockStore,
-    nodes: list[Node],
+    nodes: list[Block],
     name: str | None = None,
-    parts: Sequence[Part] = (),
-    superseded: Sequence[Part] = (),
+    parts: Sequence[Block] = (),
+    superseded: Sequence[Block] = (),
     **leaf: object,
 ) -> dict[bytes, dict[str, mx.array]]:
     """Keep and write a whole turn; return the arrays of new blocks and parts by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
     new = [(node, content[node.key]) for node in nodes if node.key in content]
-    known = {part for found in store.parts([p.block for p in parts]).values() for part in found}
-    new_parts = [(part, arrays_of_part(part)) for part in parts if part not in known]
+    known = {
+        part for found in store.checkpoints([p.parent for p in parts]).values() for part in found
+    }
+    new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part not in known]
     keys = tuple(node.key for node in nodes)
     end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
-    turn = Turn(ROOT, tuple(nodes), end, parts=tuple(parts), superseded=tuple(superseded))
-    store.keep_turn(turn, new, new_parts)
+    turn = Turn(ROOT, tuple(nodes), end, checkpoints=tuple(parts), superseded=tuple(superseded))
+    store.save_turn(turn, [*new, *new_checkpoints])
     store.drain()
-    return content | {part.key: arrays for part, arrays in new_parts}
+    return content | {part.key: arrays for part, arrays in new_checkpoints}
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt
-from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.files import (
+    block_of,
     block_path,
     checksum,
-    node_of,
-    read_block,
+    read_file,
     write_block,
 )
 from mlx_lm_kvpersist.store.header import read_metadata
@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.store.staging import Staging
 
 from .conftest import ROOT, arrays_of, chain
 
-NODE = Node(
+NODE = Block(
     key=chain([1, 2, 3])[0].key,
     parent=ROOT.key,
     start=0,
@@ -38,13 +38,13 @@ def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
     size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=True)
     path = block_path(tmp_path, NODE.key)
     assert size == path.stat().st_size
-    node, root, loaded = read_block(tmp_path, NODE.key)
+    node, root, loaded = read_file(block_path(tmp_path, NODE.key))
     assert (node, root) == (NODE, ROOT)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         assert loaded[name].dtype == dtype
         assert mx.array_equal(loaded[name], array)
-    assert node_of(read_metadata(path)) == (NODE, ROOT)
+    assert block_of(read_metadata(path)) == (NODE, ROOT)
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
         try:
-            node, root, loaded = read_block(tmp_path, NODE.key)
+            node, root, loaded = read_file(block_path(tmp_path, NODE.key))
         except BlockCorrupt:
             continue
         # A flip in the header's padding changes nothing that anyone reads.
@@ -103,7 +103,7 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> N
     size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
     os.truncate(block_path(tmp_path, NODE.key), 0 if n_missing is None else size - n_missing)
     with pytest.raises(BlockCorrupt):
-        read_block(tmp_path, NODE.key)
+        read_file(block_path(tmp_path, NODE.key))
 
 
 def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     block_path(tmp_path, NODE.key).rename(path)
     with pytest.raises(BlockCorrupt, match="holds block"):
-        read_block(tmp_path, other.key)
+        read_file(block_path(tmp_path, other.key))
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_block(tmp_path, NODE.key)
+        read_file(block_path(tmp_path, NODE.key))

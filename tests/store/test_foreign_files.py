@@ -20,8 +20,7 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import ConfigError, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.part_files import part_path
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 from tests.test_config import options, parsed
 
@@ -353,7 +352,7 @@ def test_a1_a_store_without_a_marker_is_adopted_whole(folder: Path) -> None:
     before = everything(folder)
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
-    assert store.index.n_blocks() == 3 and store.index.n_parts() == 2
+    assert store.index.n_blocks() == 3 and store.index.n_checkpoints() == 2
     store.close()
     after = everything(folder)
     assert "kvpersist-store" in after
@@ -408,7 +407,10 @@ def test_a1_one_module_removes_and_moves_files() -> None:
 
 def test_a16_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
     node = chain([9])[0]
-    for path in (block_path(folder, node.key), part_path(folder, state(chain([9], [1])[1]).key)):
+    for path in (
+        block_path(folder, node.key),
+        checkpoint_path(folder, state(chain([9], [1])[1]).key),
+    ):
         path.unlink()
         os.mkfifo(path)
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))

@@ -114,7 +114,7 @@ DAMAGES = [
     "UPDATE replies SET ids = 'text', used = 'then'",
     "UPDATE file_hashes SET hash = x'00'",
     "UPDATE totals SET n_blocks = 'many'",
-    "UPDATE totals SET n_blocks = 99, part_bytes = -5",
+    "UPDATE totals SET n_blocks = 99, checkpoint_bytes = -5",
     "DELETE FROM totals",
 ]
 
@@ -131,8 +131,8 @@ def three(store: BlockStore) -> BlockStore:
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
     save_turn(store, chain([1, 2], [5, 6]), "t")
     reply = StoredReply(b"digest", b"ids!")
-    store.keep_turn(Turn(ROOT, (), None, (reply,)), [])
-    store.keep_file_hash("path", "stamp", "hash")
+    store.save_turn(Turn(ROOT, (), None, (reply,)), [])
+    store.set_file_hash("path", "stamp", "hash")
     store.drain()
     return store
 
@@ -147,7 +147,7 @@ def ask_everything(store: BlockStore) -> None:
     match_ids(store, ROOT.key, pack_ids([1, 2, 3, 4, 5]))
     for root, _ in index.roots():
         assert root == ROOT
-    store.parts([node.key for node in chain([1, 2], [3, 4])])
+    store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
     store.reply_ids(ROOT.key, b"digest")
     store.session_blocks(ROOT, "s")
     store.file_hash("path", "stamp")
@@ -158,7 +158,7 @@ def ask_everything(store: BlockStore) -> None:
     for node in chain([1, 2], [3, 4]):
         index.block(node.key)
     index.root(ROOT.key)
-    assert isinstance(index.n_bytes() + index.n_blocks() + index.n_parts(), int)
+    assert isinstance(index.n_bytes() + index.n_blocks() + index.n_checkpoints(), int)
     assert not store.other_roots(ROOT, 5)
     store.stats()
 
@@ -178,7 +178,7 @@ def test_a17_rows_that_cannot_be_read_are_passed_over_and_repaired(
     assert find_problems(three.folder, three.index) == []
     assert {path.name for path in three.folder.glob("[bp]*s/*/*")} == files
     assert {session.name for session in three.index.sessions()} == {"s", "t"}
-    assert three.index.n_blocks() == 3 and three.index.n_parts() == 2
+    assert three.index.n_blocks() == 3 and three.index.n_checkpoints() == 2
     assert next(three.index.unused_leaves())[1] == chain([1, 2], [3, 4])[1].key
     ask_everything(three)
 
@@ -190,7 +190,7 @@ def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -
     again = BlockStore(three.folder, three.limits)
     again.drain()
     assert again.index.faults() == []
-    assert again.index.n_blocks() == 3 and again.index.n_parts() == 2
+    assert again.index.n_blocks() == 3 and again.index.n_checkpoints() == 2
     longer = chain([1, 2], [3, 4], [7])
     save_turn(again, longer, "s")
     assert again.counters.turns_saved == 1 and again.disk.make_room(0)
@@ -232,7 +232,7 @@ def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
     save_turn(store, after, "after", [state(after[1])])
     first, *_, last = store.index.unused_leaves()
     assert (first[1], last[1]) == (before[1].key, after[1].key) and first[0] < last[0]
-    parts = [block for _, _, block in store.index.unused_parts()]
+    parts = [block for _, _, block in store.index.unused_checkpoints()]
     assert parts == [before[1].key, after[1].key]
     assert [session.name for session in store.index.sessions()] == ["after", "before"]
     store.touch(before[1].key)
@@ -259,11 +259,11 @@ def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     nodes = [chain([n] * 200)[0] for n in range(500)]
     index.add_blocks(ROOT, [(node, 1) for node in nodes])
-    index.checkpoint()
+    index.empty_log()
     full = index.path.stat().st_size
     for node in nodes:
         index.forget(node.key)
-    index.checkpoint()
+    index.empty_log()
     assert index.path.stat().st_size < full // 10
     index.close()
 
@@ -284,7 +284,7 @@ def test_a14_rows_count_towards_the_budget(tmp_path: Path) -> None:
         turn = Turn(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))
         tiny = {"0.k": mx.zeros((1, 1, 1, 1))}
         mx.eval(tiny)
-        store.keep_turn(turn, [(node, tiny) for node in nodes])
+        store.save_turn(turn, [(node, tiny) for node in nodes])
         store.drain()
         see()
     assert most <= limits.max_disk_bytes

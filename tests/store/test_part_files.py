@@ -9,26 +9,28 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
+from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import Root
-from mlx_lm_kvpersist.store.files import FORMAT, checksum, file_bytes
-from mlx_lm_kvpersist.store.header import read_metadata
-from mlx_lm_kvpersist.store.part import Part
-from mlx_lm_kvpersist.store.part_files import (
-    metadata_of_part,
-    part_of,
-    part_path,
-    read_part,
-    write_part,
+from mlx_lm_kvpersist.store.files import (
+    FORMAT,
+    checkpoint_of,
+    checkpoint_path,
+    checksum,
+    file_bytes,
+    metadata_of,
+    read_file,
+    write_block,
 )
+from mlx_lm_kvpersist.store.header import read_metadata
 
 from .conftest import ROOT, arrays_of_part, chain, state
 
 PART = state(chain([1, 2, 3])[0])
 
 
-def write(folder: Path, part: Part = PART, root: Root = ROOT) -> Path:
-    write_part(part_path(folder, part.key), part, root, arrays_of_part(part), fsync=False)
-    return part_path(folder, part.key)
+def write(folder: Path, part: Block = PART, root: Root = ROOT) -> Path:
+    write_block(checkpoint_path(folder, part.key), part, root, arrays_of_part(part), fsync=False)
+    return checkpoint_path(folder, part.key)
 
 
 def test_a_key_covers_block_kind_and_tokens() -> None:
@@ -36,24 +38,24 @@ def test_a_key_covers_block_kind_and_tokens() -> None:
     block = bytes(range(16))
     content = block + b"window-512" + b"\xff\x00\x00\x00"
     expected = blake2b(content, digest_size=16, person=b"kvpersist-part-1").digest()
-    assert Part(block, "window-512", 255).key == expected
-    assert Part(block, "state", 0).key.hex() == "144054e0a94a8f7464652a748737faf9"
+    assert checkpoint(block, "window-512", 255).key == expected
+    assert checkpoint(block, "state", 0).key.hex() == "144054e0a94a8f7464652a748737faf9"
     others = [(block, "state", 1), (block, "window-512", 0), (block[::-1], "state", 0)]
-    assert len({Part(*other).key for other in [(block, "state", 0), *others]}) == 4
+    assert len({checkpoint(*other).key for other in [(block, "state", 0), *others]}) == 4
 
 
 def test_reads_what_was_written(tmp_path: Path) -> None:
     arrays = arrays_of_part(PART)
-    size = write_part(part_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=True)
-    path = part_path(tmp_path, PART.key)
+    size = write_block(checkpoint_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=True)
+    path = checkpoint_path(tmp_path, PART.key)
     assert path == tmp_path / "parts" / PART.key.hex()[:2] / f"{PART.key.hex()}.safetensors"
     assert size == path.stat().st_size
-    part, root, loaded = read_part(tmp_path, PART.key)
+    part, root, loaded = read_file(checkpoint_path(tmp_path, PART.key))
     assert (part, root) == (PART, ROOT)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         assert loaded[name].dtype == array.dtype and mx.array_equal(loaded[name], array)
-    assert part_of(read_metadata(path)) == (PART, ROOT)
+    assert checkpoint_of(read_metadata(path)) == (PART, ROOT)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -62,7 +64,7 @@ def test_a_part_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = path.read_bytes(), path.stat().st_ino
     with pytest.raises(FileExistsError):
-        write_part(path, PART, ROOT, {"other": mx.zeros(3)}, fsync=False)
+        write_block(path, PART, ROOT, {"other": mx.zeros(3)}, fsync=False)
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
@@ -75,8 +77,8 @@ def test_states_come_in_any_form(tmp_path: Path) -> None:
         "scalar": mx.array(7, mx.int64),
     }
     mx.eval(arrays)
-    write_part(part_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=False)
-    _, _, loaded = read_part(tmp_path, PART.key)
+    write_block(checkpoint_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=False)
+    _, _, loaded = read_file(checkpoint_path(tmp_path, PART.key))
     for name, array in arrays.items():
         assert loaded[name].shape == array.shape and mx.array_equal(loaded[name], array), name
     copies = {name: mx.contiguous(array) for name, array in arrays.items()}
@@ -89,8 +91,8 @@ def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
     names = [f"{'layer' * 10}.{n}" for n in range(n_arrays)]
     arrays = {name: mx.zeros((1, 2, 3, 4, 5)) for name in names}
     mx.eval(arrays)
-    size = write_part(part_path(tmp_path, PART.key), PART, root, arrays, fsync=False)
-    assert size <= file_bytes(metadata_of_part(PART, root), arrays)
+    size = write_block(checkpoint_path(tmp_path, PART.key), PART, root, arrays, fsync=False)
+    assert size <= file_bytes(metadata_of(PART, root), arrays)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
         try:
-            part, root, loaded = read_part(tmp_path, PART.key)
+            part, root, loaded = read_file(checkpoint_path(tmp_path, PART.key))
         except BlockCorrupt:
             n_found += 1
             continue
@@ -121,21 +123,21 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
     for n_bytes in [*range(0, 600, 7), *range(600, len(content), len(content) // 40)]:
         path.write_bytes(content[:n_bytes])
         with pytest.raises(BlockCorrupt):
-            read_part(tmp_path, PART.key)
+            read_file(checkpoint_path(tmp_path, PART.key))
 
 
 def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
     other = state(chain([9])[0])
-    path = part_path(tmp_path, other.key)
+    path = checkpoint_path(tmp_path, other.key)
     path.parent.mkdir(parents=True)
     write(tmp_path).rename(path)
-    with pytest.raises(BlockCorrupt, match="holds part"):
-        read_part(tmp_path, other.key)
+    with pytest.raises(BlockCorrupt, match="holds checkpoint"):
+        read_file(checkpoint_path(tmp_path, other.key))
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_part(tmp_path, PART.key)
+        read_file(checkpoint_path(tmp_path, PART.key))
 
 
 @pytest.mark.parametrize(
@@ -152,20 +154,20 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_what_contradicts_itself_is_corrupt(field: str, value: str | None) -> None:
-    metadata = metadata_of_part(PART, ROOT)
+    metadata = metadata_of(PART, ROOT)
     del metadata[field]
     if value is not None:
         metadata[field] = value
     with pytest.raises(BlockCorrupt):
-        part_of(metadata)
+        checkpoint_of(metadata)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    metadata = {**metadata_of_part(PART, ROOT), "format": str(FORMAT + 1)}
-    with pytest.raises(StoreFormatError, match=f"part of format {FORMAT + 1}"):
-        part_of(metadata)
-    path = part_path(tmp_path, PART.key)
+    metadata = {**metadata_of(PART, ROOT), "format": str(FORMAT + 1)}
+    with pytest.raises(StoreFormatError, match=f"a file of format {FORMAT + 1}"):
+        checkpoint_of(metadata)
+    path = checkpoint_path(tmp_path, PART.key)
     os.makedirs(path.parent)
     mx.save_safetensors(str(path), {}, metadata)
     with pytest.raises(StoreFormatError):
-        read_part(tmp_path, PART.key)
+        read_file(checkpoint_path(tmp_path, PART.key))

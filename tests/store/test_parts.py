@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import Root
-from mlx_lm_kvpersist.match.tree import Node
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
-from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.part import Part
-from mlx_lm_kvpersist.store.part_files import part_path, write_part
 from mlx_lm_kvpersist.store.turn import Gone
 
 from .conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
@@ -33,9 +31,9 @@ def reopened(store: BlockStore) -> BlockStore:
     return BlockStore(store.folder, store.limits)
 
 
-def parts_of(store: BlockStore, *nodes: Node) -> set[Part]:
-    found = store.parts([node.key for node in nodes])
-    assert all(part.block == block for block, parts in found.items() for part in parts)
+def parts_of(store: BlockStore, *nodes: Block) -> set[Block]:
+    found = store.checkpoints([node.key for node in nodes])
+    assert all(part.parent == block for block, parts in found.items() for part in parts)
     return {part for parts in found.values() for part in parts}
 
 
@@ -43,11 +41,11 @@ def part_files(folder: Path) -> set[str]:
     return {path.name for path in (folder / "parts").glob("*/*")}
 
 
-def names(*parts: Part) -> set[str]:
+def names(*parts: Block) -> set[str]:
     return {f"{part.key.hex()}.safetensors" for part in parts}
 
 
-def check_holds(store: BlockStore, part: Part, *, from_disk: bool) -> None:
+def check_holds(store: BlockStore, part: Block, *, from_disk: bool) -> None:
     """Assert that a part holds what `arrays_of_part` made for it."""
     loaded = store.load(part, ROOT)
     assert loaded is not None and loaded.from_disk == from_disk
@@ -96,8 +94,8 @@ def test_unwritten_parts_are_found_in_ram(store: BlockStore) -> None:
     with writer_held(store):
         content = [(node, arrays_of(node)) for node in nodes]
         part = state(nodes[1])
-        turn = Turn(ROOT, tuple(nodes), parts=(part,))
-        store.keep_turn(turn, content, [(part, arrays_of_part(part))])
+        turn = Turn(ROOT, tuple(nodes), checkpoints=(part,))
+        store.save_turn(turn, [*content, *[(part, arrays_of_part(part))]])
         assert parts_of(store, *nodes) == {part}
         check_holds(store, part, from_disk=False)
         assert part_files(store.folder) == set()
@@ -107,16 +105,16 @@ def test_unwritten_parts_are_found_in_ram(store: BlockStore) -> None:
 def test_blocks_without_parts_have_none(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     save_turn(store, nodes[:3], "s", [state(nodes[2])])
-    found = store.parts([node.key for node in nodes])
+    found = store.checkpoints([node.key for node in nodes])
     assert found == {nodes[2].key: [state(nodes[2])]}
-    assert store.parts([]) == {}
+    assert store.checkpoints([]) == {}
 
 
 def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     store.drain()  # the sweep would take rows without files for leftovers
     parts = [window(node) for node in nodes]
-    store.index.add_parts(ROOT.key, [(part, 1) for part in parts])
+    store.index.add_checkpoints(ROOT.key, [(part, 1) for part in parts])
     assert parts_of(store, *nodes) == set(parts)
 
 
@@ -137,7 +135,7 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
     store.pool.clear()
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute(statement)
-    assert store.parts([node.key]) == {}
+    assert store.checkpoints([node.key]) == {}
     # It is found again when a turn has it anew.
     save_turn(store, [node], "s", [state(node)])
     again = reopened(store)
@@ -154,8 +152,8 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     part = state(nodes[1])
     keys = tuple(node.key for node in nodes)
-    turn = Turn(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), parts=(part,))
-    store.keep_turn(turn, [(node, {}) for node in nodes], [(part, arrays_of_part(part))])
+    turn = Turn(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(part,))
+    store.save_turn(turn, [*[(node, {}) for node in nodes], *[(part, arrays_of_part(part))]])
     store.drain()
     again = reopened(store)
     assert again.children(ROOT.key) == [nodes[0]]
@@ -178,7 +176,7 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
 def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_ram_bytes=2000))
     nodes = chain(*(list(range(n, n + 30)) for n in range(100)))
-    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
     store.drain()
     assert 1000 < store.pool.n_bytes <= 2000 and store.index.n_blocks() == 100
     store.close()
@@ -191,11 +189,11 @@ def test_a_turn_writes_only_parts_that_are_new(store: BlockStore) -> None:
     nodes = chain([1], [2])
     part = state(nodes[1])
     save_turn(store, nodes, "s", [part])
-    stamp = part_path(store.folder, part.key).stat().st_mtime_ns
+    stamp = checkpoint_path(store.folder, part.key).stat().st_mtime_ns
     store.pool.clear()
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s", [part, state(longer[2])])
-    assert part_path(store.folder, part.key).stat().st_mtime_ns == stamp
+    assert checkpoint_path(store.folder, part.key).stat().st_mtime_ns == stamp
     assert parts_of(store, *longer) == {part, state(longer[2])}
 
 
@@ -203,7 +201,7 @@ def test_a_part_for_a_block_that_is_on_disk(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
     part = window(nodes[0])
-    store.keep_turn(Turn(ROOT, (), parts=(part,)), [], [(part, arrays_of_part(part))])
+    store.save_turn(Turn(ROOT, (), checkpoints=(part,)), [*[], *[(part, arrays_of_part(part))]])
     again = reopened(store)
     assert parts_of(again, *nodes) == {part}
     again.close()
@@ -252,7 +250,7 @@ def test_a_failed_turn_supersedes_nothing(
     def fail(*args: object, **kwargs: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    new = part_path(store.folder, state(longer[2]).key)
+    new = checkpoint_path(store.folder, state(longer[2]).key)
     with monkeypatch.context() as patch:
         if failing == "folder":
             new.parent.mkdir(exist_ok=True)
@@ -269,7 +267,7 @@ def test_a_failed_turn_supersedes_nothing(
         save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
     assert store.counters.turns_not_saved == 1
     assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
-    assert store.index.part_keys() == {state(nodes[1]).key}
+    assert store.index.checkpoint_keys() == {state(nodes[1]).key}
     # What could not be written is served from RAM, as is what it would have superseded.
     check_holds(store, state(longer[2]), from_disk=False)
     check_holds(store, state(nodes[1]), from_disk=False)
@@ -289,9 +287,9 @@ def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None
             (two, (old, state(two[2])), ()),
         ):
             new = [(branch[2], arrays_of(branch[2]))]
-            new_parts = [(part, arrays_of_part(part)) for part in parts if part != old]
-            turn = Turn(ROOT, tuple(branch), parts=parts, superseded=superseded)
-            store.keep_turn(turn, new, new_parts)
+            new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part != old]
+            turn = Turn(ROOT, tuple(branch), checkpoints=parts, superseded=superseded)
+            store.save_turn(turn, [*new, *new_checkpoints])
     again = reopened(store)
     assert parts_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
     check_holds(again, old, from_disk=True)
@@ -304,7 +302,7 @@ def test_a_replaced_tail_takes_its_parts_along(store: BlockStore) -> None:
     longer = chain([1], [2, 3, 4])
     save_turn(store, longer, "s", [state(longer[1])], replaced=((tail.key, longer[1].key),))
     assert part_files(store.folder) == names(state(head), state(longer[1]))
-    assert store.index.part_keys() == {state(head).key, state(longer[1]).key}
+    assert store.index.checkpoint_keys() == {state(head).key, state(longer[1]).key}
     assert parts_of(store, head, tail, *longer) == {state(head), state(longer[1])}
 
 
@@ -324,7 +322,7 @@ def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
         parts, superseded = [state(longer[1])], [state(head)]
         replaced = ((tail.key, longer[1].key),)
         save_turn(store, longer, "s", parts, superseded, replaced=replaced)
-    assert store.index.part_keys() == {state(longer[1]).key}
+    assert store.index.checkpoint_keys() == {state(longer[1]).key}
     assert len(part_files(store.folder)) == 3
     again = reopened(store)
     again.drain()
@@ -339,8 +337,8 @@ def test_too_much_that_waits_counts_parts(store: BlockStore) -> None:
     with writer_held(store):
         for nodes in (one, two):
             part = state(nodes[0])
-            turn = Turn(ROOT, tuple(nodes), parts=(part,))
-            store.keep_turn(turn, [(nodes[0], {})], [(part, arrays_of_part(part))])
+            turn = Turn(ROOT, tuple(nodes), checkpoints=(part,))
+            store.save_turn(turn, [*[(nodes[0], {})], *[(part, arrays_of_part(part))]])
     assert store.counters.turns_not_saved == 1
     assert part_files(store.folder) == names(state(two[0]))
     # It is in RAM, and may go.
@@ -352,11 +350,11 @@ def test_hourly_writes_count_parts(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
     (node,) = chain([1])
     keys = (node.key,)
-    turn = Turn(ROOT, (node,), Leaf("s", node.key, 1, keys), parts=(state(node),))
-    store.keep_turn(turn, [(node, {})], [(state(node), arrays_of_part(state(node)))])
+    turn = Turn(ROOT, (node,), Leaf("s", node.key, 1, keys), checkpoints=(state(node),))
+    store.save_turn(turn, [*[(node, {})], *[(state(node), arrays_of_part(state(node)))]])
     store.drain()
     assert store.counters.turns_not_saved == 1 and part_files(store.folder) == set()
-    store.keep_turn(replace(turn, parts=()), [], [])
+    store.save_turn(replace(turn, checkpoints=()), [])
     store.drain()
     assert store.counters.turns_saved == 1
     store.close()
@@ -381,13 +379,13 @@ def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> N
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
-    assert disk.index.part_keys() == {state(new[1]).key} and disk.index.n_blocks() == 4
+    assert disk.index.checkpoint_keys() == {state(new[1]).key} and disk.index.n_blocks() == 4
     assert disk.gone(window(old[0]).key) is Gone.EVICTED
-    assert not part_path(disk.folder, window(old[0]).key).exists()
+    assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
     # Then a leaf, which takes its parts along.
     disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - 1)
     assert disk.make_room(0)
-    assert new[1].key not in disk.index and disk.index.part_keys() == set()
+    assert new[1].key not in disk.index and disk.index.checkpoint_keys() == set()
     assert part_files(disk.folder) == set()
     assert disk.gone(state(new[1]).key) is Gone.EVICTED
     disk.close()
@@ -399,7 +397,7 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStor
     disk = tight(store, 1)
     assert disk.make_room(0)
     assert nodes[2].key not in disk.index
-    assert disk.index.part_keys() == {state(nodes[0]).key}
+    assert disk.index.checkpoint_keys() == {state(nodes[0]).key}
     disk.close()
 
 
@@ -412,7 +410,7 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
-    assert disk.index.part_keys() == {state(one[0]).key}
+    assert disk.index.checkpoint_keys() == {state(one[0]).key}
     disk.close()
 
 
@@ -425,8 +423,8 @@ def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
     assert parts_in_ram(store, *nodes) == {state(nodes[0])}
 
 
-def parts_in_ram(store: BlockStore, *nodes: Node) -> set[Part]:
-    return set(store.pool.parts(node.key for node in nodes))
+def parts_in_ram(store: BlockStore, *nodes: Block) -> set[Block]:
+    return set(store.pool.checkpoints(node.key for node in nodes))
 
 
 def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
@@ -439,7 +437,7 @@ def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
     disk.limits = replace(disk.limits, max_disk_bytes=0)
     assert not disk.make_room(0)
     assert disk.index.keys() == {node.key for node in pinned}
-    assert disk.index.part_keys() == {window(pinned[0]).key, state(pinned[1]).key}
+    assert disk.index.checkpoint_keys() == {window(pinned[0]).key, state(pinned[1]).key}
     disk.close()
 
 
@@ -449,15 +447,15 @@ def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
     save_turn(store, two, "two", [state(two[0])])
     with writer_held(store):
         # Of blocks that are in the turn, and of one that is not.
-        store.keep_turn(Turn(ROOT, tuple(one[:1]), parts=(state(one[0]),)), [])
-        store.keep_turn(Turn(ROOT, (), parts=(window(one[1]),)), [])
+        store.save_turn(Turn(ROOT, tuple(one[:1]), checkpoints=(state(one[0]),)), [])
+        store.save_turn(Turn(ROOT, (), checkpoints=(window(one[1]),)), [])
         keep = store._writer.waiting_keys()
     assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
     disk = tight(store, 1)
     disk.limits = replace(disk.limits, max_disk_bytes=0)
     assert not disk.make_room(0, keep=keep)
     assert disk.index.keys() == {node.key for node in one}
-    assert disk.index.part_keys() == {state(one[0]).key}
+    assert disk.index.checkpoint_keys() == {state(one[0]).key}
     disk.close()
 
 
@@ -473,14 +471,15 @@ def test_parts_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
         assert store.index.n_bytes() == sum(
             path.stat().st_size for path in store.folder.glob("*/*/*.safetensors")
         )
-    assert store.counters.turns_saved == 12 and store.index.n_parts() >= 2
+    assert store.counters.turns_saved == 12 and store.index.n_checkpoints() >= 2
     (node,) = chain([99])
     big = {"big": mx.zeros((700 << 10,), mx.uint8)}
     mx.eval(big)
-    store.keep_turn(Turn(ROOT, (node,), parts=(state(node),)), [(node, {})], [(state(node), big)])
+    turn = Turn(ROOT, (node,), checkpoints=(state(node),))
+    store.save_turn(turn, [(node, {}), (state(node), big)])
     store.drain()
     assert store.counters.turns_not_saved == 1
-    assert node.key not in store.index and state(node).key not in store.index.part_keys()
+    assert node.key not in store.index and state(node).key not in store.index.checkpoint_keys()
     store.close()
 
 
@@ -500,12 +499,12 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
     part, other = state(node), window(node)
     save_turn(store, [node], "s", [part, other])
     store.pool.clear()
-    path = part_path(store.folder, part.key)
+    path = checkpoint_path(store.folder, part.key)
     damage(path)
     with writer_held(store):
         assert store.load(part, ROOT) is None
         assert parts_of(store, node) == {other}, "it is offered again"
-    assert f"part {part.key.hex()} goes to quarantine" in caplog.text
+    assert f"checkpoint {part.key.hex()} goes to quarantine" in caplog.text
     assert store.counters.blocks_quarantined == 1
     assert not path.exists() and store.gone(part.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
@@ -537,12 +536,13 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
     """The writer takes it out of the index after this was read, and before the answer is made."""
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
-    for name, ask, key in (
-        ("parts", lambda: parts_of(store, node), state(node).key),
-        ("children", lambda: set(store.children(ROOT.key)), node.key),
-    ):
+    asked: list[tuple[str, Callable[[], set[Block]], Block]] = [
+        ("checkpoints", lambda: parts_of(store, node), state(node)),
+        ("children", lambda: set(store.children(ROOT.key)), node),
+    ]
+    for name, ask, block in asked:
         may_go = hold_writer(store)
-        store.quarantine(key, "canary")
+        store.quarantine(block, "canary")
         read = getattr(store.index, name)
 
         def read_and_let_go(*args: Any, read: Any = read, may_go: Any = may_go) -> Any:
@@ -561,17 +561,17 @@ def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
 ) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
-    store.quarantine(state(node).key, "canary")
+    store.quarantine(state(node), "canary")
     assert parts_of(store, node) == set()
     store.drain()
     assert part_files(store.folder) == set() and node.key in store
-    assert f"part {state(node).key.hex()} goes to quarantine: canary" in caplog.text
+    assert f"checkpoint {state(node).key.hex()} goes to quarantine: canary" in caplog.text
 
 
 def test_a_block_in_quarantine_takes_its_parts_along(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
-    store.quarantine(nodes[1].key, "canary")
+    store.quarantine(nodes[1], "canary")
     assert parts_of(store, nodes[0]) == {state(nodes[0])}
     assert state(nodes[1]).key not in store.pool
     store.drain()
@@ -583,12 +583,12 @@ def test_a_part_whose_file_is_gone(store: BlockStore, caplog: pytest.LogCaptureF
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     store.pool.clear()
-    part_path(store.folder, state(node).key).unlink()
+    checkpoint_path(store.folder, state(node).key).unlink()
     with writer_held(store):
         assert store.load(state(node), ROOT) is None
         assert parts_of(store, node) == set()
     assert "is no longer on disk" in caplog.text
-    assert store.index.part_keys() == set() and node.key in store.index
+    assert store.index.checkpoint_keys() == set() and node.key in store.index
     assert not (store.folder / "quarantine").exists()
 
 
@@ -598,7 +598,7 @@ def test_swapped_parts(store: BlockStore) -> None:
     parts = [state(node) for node in nodes]
     save_turn(store, nodes, "s", parts)
     store.pool.clear()
-    one, two = (part_path(store.folder, part.key) for part in parts)
+    one, two = (checkpoint_path(store.folder, part.key) for part in parts)
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
@@ -613,9 +613,11 @@ def test_a_part_of_another_model(store: BlockStore) -> None:
     part = state(node)
     save_turn(store, [node], "s", [part])
     store.pool.clear()
-    part_path(store.folder, part.key).unlink()
+    checkpoint_path(store.folder, part.key).unlink()
     other = Root("another", ROOT.precision)
-    write_part(part_path(store.folder, part.key), part, other, arrays_of_part(part), fsync=False)
+    write_block(
+        checkpoint_path(store.folder, part.key), part, other, arrays_of_part(part), fsync=False
+    )
     assert store.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()
@@ -640,11 +642,11 @@ def test_a_part_that_another_process_removes(
     check_holds(store, state(longer[2]), from_disk=True)
     # A turn that was to go on from it is saved all the same, without it.
     branch = chain([1], [2], [4])
-    turn = Turn(ROOT, tuple(branch), parts=(offered, state(branch[2])))
+    turn = Turn(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
     new = [(branch[2], arrays_of(branch[2]))]
-    store.keep_turn(turn, new, [(state(branch[2]), arrays_of_part(state(branch[2])))])
+    store.save_turn(turn, [*new, *[(state(branch[2]), arrays_of_part(state(branch[2])))]])
     store.drain()
-    assert store.index.part_keys() == {state(longer[2]).key, state(branch[2]).key}
+    assert store.index.checkpoint_keys() == {state(longer[2]).key, state(branch[2]).key}
     other.close()
 
 
@@ -674,7 +676,7 @@ def test_an_index_that_cannot_be_read(
     def fail(*args: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(Index, "parts", fail)
+    monkeypatch.setattr(Index, "checkpoints", fail)
     assert parts_of(store, node) == {state(node)}  # what is in RAM
     store.pool.clear()
     assert parts_of(store, node) == set()
@@ -687,7 +689,7 @@ def test_stats_count_parts(store: BlockStore) -> None:
     stats = store.stats()
     in_ram = sum(array.nbytes for part in map(state, nodes) for array in content[part.key].values())
     sizes = [path.stat().st_size for path in (store.folder / "parts").glob("*/*")]
-    assert (stats["ram"]["blocks"], stats["ram"]["parts"]) == (2, 2)
-    assert stats["ram"]["part_bytes"] == in_ram < stats["ram"]["bytes"]
-    assert (stats["disk"]["blocks"], stats["disk"]["parts"]) == (2, 2)
-    assert stats["disk"]["part_bytes"] == sum(sizes) < stats["disk"]["bytes"]
+    assert (stats["ram"]["blocks"], stats["ram"]["checkpoints"]) == (2, 2)
+    assert stats["ram"]["checkpoint_bytes"] == in_ram < stats["ram"]["bytes"]
+    assert (stats["disk"]["blocks"], stats["disk"]["checkpoints"]) == (2, 2)
+    assert stats["disk"]["checkpoint_bytes"] == sum(sizes) < stats["disk"]["bytes"]

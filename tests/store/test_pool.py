@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock, KVPart
+from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 
 from .conftest import ROOT, chain, state, window
 
 
-def filled(pool: BlockPool, nodes: list[Node], *, pinned: bool = False) -> list[bytes]:
+def filled(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list[bytes]:
     for node in nodes:
         pool.put(KVBlock(node, arrays=object(), n_bytes=10, pins=int(pinned)))
     return [node.key for node in nodes]
@@ -34,13 +34,17 @@ def test_using_a_chain_keeps_it() -> None:
     assert [key in pool for key in second] == [True, False]
 
 
+def entries_of(pool: BlockPool, keys: list[bytes]) -> list[KVBlock]:
+    return [entry for key in keys if (entry := pool.get(key)) is not None]
+
+
 def test_pinned_blocks_stay_until_written() -> None:
     pool = BlockPool(max_bytes=20)
     keys = filled(pool, chain([1], [2], [3], [4]), pinned=True)
     assert pool.n_bytes == 40
-    pool.unpin([keys[3]])
+    pool.unpin(entries_of(pool, keys[3:]))
     assert pool.n_bytes == 30 and keys[3] not in pool
-    pool.unpin(keys[:3])
+    pool.unpin(entries_of(pool, keys[:3]))
     assert pool.n_bytes == 20
 
 
@@ -62,38 +66,41 @@ def test_parts_go_by_age_and_hold_nobody() -> None:
     keys = filled(pool, nodes[:2])
     parts = [state(nodes[0]), state(nodes[1])]
     for part in parts:
-        pool.put(KVPart(part, object(), 10, on_disk=True))
-    assert (len(pool), pool.n_bytes, pool.n_parts, pool.n_part_bytes) == (4, 40, 2, 20)
-    assert pool.parts(keys) == parts
+        pool.put(KVBlock(part, object(), 10, on_disk=True))
+    assert (len(pool), pool.n_bytes, pool.n_checkpoints, pool.n_checkpoint_bytes) == (4, 40, 2, 20)
+    assert pool.checkpoints(keys) == parts
     pool.touch([parts[0].key])
     # The leaf is the oldest of what may go, part or not.
     filled(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
     filled(pool, chain([8]))
-    assert pool.parts(keys) == parts[:1] and (pool.n_parts, pool.n_part_bytes) == (1, 10)
+    assert pool.checkpoints(keys) == parts[:1] and (
+        pool.n_checkpoints,
+        pool.n_checkpoint_bytes,
+    ) == (1, 10)
 
 
 def test_pinned_parts_stay_until_written() -> None:
     pool = BlockPool(max_bytes=10)
     nodes = chain([1], [2])
     for node in nodes:
-        pool.put(KVPart(state(node), object(), 10, pins=1))
+        pool.put(KVBlock(state(node), object(), 10, pins=1))
     assert pool.n_bytes == 20
-    pool.unpin([state(nodes[1]).key])
-    assert pool.parts([node.key for node in nodes]) == [state(nodes[0])]
+    pool.unpin(entries_of(pool, [state(nodes[1]).key]))
+    assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0])]
 
 
 def test_an_equal_part_is_kept_once() -> None:
     pool = BlockPool(max_bytes=100)
     (node,) = chain([1])
-    first = KVPart(state(node), object(), 10)
+    first = KVBlock(state(node), object(), 10)
     pool.put(first)
-    pool.put(KVPart(state(node), object(), 10, pins=1))
+    pool.put(KVBlock(state(node), object(), 10, pins=1))
     assert pool.get(state(node).key) is first and first.pins == 1
-    assert (len(pool), pool.n_bytes, pool.n_parts) == (1, 10, 1)
+    assert (len(pool), pool.n_bytes, pool.n_checkpoints) == (1, 10, 1)
     pool.drop(state(node).key)
-    assert (len(pool), pool.n_bytes, pool.n_parts, pool.n_part_bytes) == (0, 0, 0, 0)
-    assert pool.parts([node.key]) == []
+    assert (len(pool), pool.n_bytes, pool.n_checkpoints, pool.n_checkpoint_bytes) == (0, 0, 0, 0)
+    assert pool.checkpoints([node.key]) == []
 
 
 def test_a_dropped_block_takes_its_parts_along() -> None:
@@ -101,10 +108,10 @@ def test_a_dropped_block_takes_its_parts_along() -> None:
     nodes = chain([1], [2])
     filled(pool, nodes)
     for node in nodes:
-        pool.put(KVPart(state(node), object(), 10))
-        pool.put(KVPart(window(node), object(), 10))
+        pool.put(KVBlock(state(node), object(), 10))
+        pool.put(KVBlock(window(node), object(), 10))
     pool.drop(nodes[1].key)
-    assert pool.parts([node.key for node in nodes]) == [state(nodes[0]), window(nodes[0])]
+    assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0]), window(nodes[0])]
     assert pool.n_bytes == 30
 
 
@@ -114,12 +121,12 @@ def test_parts_of_a_block_that_is_nowhere_else_go_with_it(on_disk: bool) -> None
     nodes = chain([1], [2])
     filled(pool, nodes[:1])
     pool.put(KVBlock(nodes[1], object(), 10, on_disk=on_disk))
-    pool.put(KVPart(state(nodes[1]), object(), 10))
-    pool.put(KVPart(window(nodes[1]), object(), 10, pins=1))
+    pool.put(KVBlock(state(nodes[1]), object(), 10))
+    pool.put(KVBlock(window(nodes[1]), object(), 10, pins=1))
     filled(pool, chain([8], [9]))
     assert nodes[1].key not in pool
     left = [window(nodes[1])]
-    assert pool.parts([nodes[1].key]) == ([state(nodes[1]), *left] if on_disk else left)
+    assert pool.checkpoints([nodes[1].key]) == ([state(nodes[1]), *left] if on_disk else left)
 
 
 def test_blocks_of_no_bytes() -> None:
@@ -128,18 +135,19 @@ def test_blocks_of_no_bytes() -> None:
     for node in nodes:
         pool.put(KVBlock(node, {}, 0))
     assert len(pool) == 49 and pool.n_bytes == 0
-    pool.put(KVPart(state(nodes[-1]), object(), 20))
+    pool.put(KVBlock(state(nodes[-1]), object(), 20))
     # What goes makes no room until the part itself is the oldest; then it goes.
-    assert pool.n_bytes == 0 and pool.n_parts == 0
+    assert pool.n_bytes == 0 and pool.n_checkpoints == 0
 
 
 def test_what_is_pinned_by_its_key_stays() -> None:
     pool = BlockPool(max_bytes=20)
     keys = filled(pool, chain([1], [2]))
-    assert pool.pin([*keys, b"not here"]) == keys
+    pinned = pool.pin([*keys, b"not here"])
+    assert [entry.block.key for entry in pinned] == keys
     filled(pool, chain([9]))
     assert len(pool) == 2 and all(key in pool for key in keys)
-    pool.unpin(keys)
+    pool.unpin(pinned)
     (new,) = filled(pool, chain([9]))
     assert new in pool and keys[1] not in pool
 
@@ -151,14 +159,14 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     entry = KVBlock(node, object(), 10, on_disk=True)
     assert pool.admit(entry) is None
     assert node.key not in pool and pool.n_bytes == 20
-    pool.unpin(keys)
+    pool.unpin(entries_of(pool, keys))
     entry = KVBlock(node, object(), 10, on_disk=True)
     assert pool.admit(entry) is entry
-    assert entry.holds == 1 and pool.n_bytes == 20 and keys[1] not in pool
+    assert entry.prefetched == 1 and pool.n_bytes == 20 and keys[1] not in pool
     assert pool.admit(KVBlock(node, object(), 10, on_disk=True)) is entry
-    assert entry.holds == 2
-    pool.let_go([entry, entry])
-    assert entry.holds == 0
+    assert entry.prefetched == 2
+    pool.unpin([entry, entry], prefetch=True)
+    assert entry.prefetched == 0
 
 
 def test_what_a_restore_has_used_is_proven() -> None:

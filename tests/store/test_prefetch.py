@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.match.tree import Node
-from mlx_lm_kvpersist.store.block_store import BlockStore, ReadAhead, StoreLimits
+from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.store.block_store import BlockStore, Prefetch, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path
 from tests.support import wait_until
 
@@ -22,7 +22,7 @@ BLOCK_BYTES = 70_000
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Node]]]:
+def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Block]]]:
     """Ten blocks on disk, none in RAM, where ten fit."""
     store = BlockStore(tmp_path / "store", StoreLimits(10 * BLOCK_BYTES, 1 << 30))
     nodes = chain(*([n] for n in range(10)))
@@ -32,20 +32,20 @@ def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Node]]]:
     store.close()
 
 
-def begin(store: BlockStore, nodes: list[Node]) -> ReadAhead:
-    ahead = store.read_ahead([(node, BLOCK_BYTES) for node in nodes], ROOT)
+def begin(store: BlockStore, nodes: list[Block]) -> Prefetch:
+    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     wait_until(ahead.is_done, "reading ahead")
     return ahead
 
 
-def in_ram(store: BlockStore, nodes: list[Node]) -> int:
+def in_ram(store: BlockStore, nodes: list[Block]) -> int:
     return sum(node.key in store.pool for node in nodes)
 
 
 def fill(store: BlockStore, n_blocks: int = 10) -> None:
     """Keep as many other blocks in RAM as fit."""
     nodes = chain(*([100 + n] for n in range(n_blocks)))
-    store.keep((node, arrays_of(node)) for node in nodes)
+    store.put((node, arrays_of(node)) for node in nodes)
 
 
 def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: Any) -> None:
@@ -91,7 +91,7 @@ def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
     """Their blocks may not go, nor may the budget be exceeded for what is only read."""
     store, nodes = stored
     others = chain(*([100 + n] for n in range(10)))
-    store.keep((node, arrays_of(node)) for node in others)
+    store.put((node, arrays_of(node)) for node in others)
     pinned = store.pool.pin(node.key for node in others)
     n_bytes = store.pool.n_bytes
     begin(store, nodes)
@@ -106,19 +106,19 @@ def test_a_release_while_it_reads_holds_nothing(
     reading, may_go_on = threading.Event(), threading.Event()
     read = store._reader._read
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **kwargs: Any) -> Any:
         reading.set()
         may_go_on.wait(10)
-        return read(*args)
+        return read(*args, **kwargs)
 
     monkeypatch.setattr(store._reader, "_read", slowly)
-    ahead = store.read_ahead([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     assert reading.wait(10)
     ahead.release()
     may_go_on.set()
     wait_until(ahead.is_done, "the end of reading")
     assert in_ram(store, nodes) == 1
-    assert [entry.holds for entry in store.pool._entries.values()] == [0]
+    assert [entry.prefetched for entry in store.pool._entries.values()] == [0]
 
 
 def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -> None:
@@ -126,12 +126,12 @@ def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -
     store, nodes = stored
     ahead = begin(store, nodes[:1])
     store.pool.drop(nodes[0].key)
-    store.keep([(nodes[0], arrays_of(nodes[0]))])
-    store.pool.pin([nodes[0].key])
+    store.put([(nodes[0], arrays_of(nodes[0]))])
+    pinned = store.pool.pin([nodes[0].key])
     ahead.release()
     entry = store.pool.get(nodes[0].key)
     assert entry is not None and entry.pins == 1
-    store.pool.unpin([nodes[0].key])
+    store.pool.unpin(pinned)
 
 
 def test_what_cannot_be_read_ends_it(stored: Any) -> None:
@@ -156,7 +156,7 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(kept[node.key])
         bad = rng.choice(nodes)
-        aheads = [store.read_ahead([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
+        aheads = [store.prefetch([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
         block_path(store.folder, bad.key).unlink(missing_ok=True)
         loaded = list(store.load_all(nodes, ROOT))
         for node, one in zip(nodes, loaded, strict=True):
@@ -166,7 +166,7 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             wait_until(ahead.is_done, "the end of reading")
         assert store.pool.n_bytes <= store.pool.max_bytes
         store.drain()  # what was not there is forgotten by then
-    assert not any(entry.holds for entry in store.pool._entries.values())
+    assert not any(entry.prefetched for entry in store.pool._entries.values())
 
 
 def test_load_all_reads_little_beyond_what_is_taken(
@@ -175,9 +175,9 @@ def test_load_all_reads_little_beyond_what_is_taken(
     store, nodes = stored
     read, n_read = store._reader._read, []
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         n_read.append(1)
-        return read(*args)
+        return read(*args, **kwargs)
 
     monkeypatch.setattr(store._reader, "_read", counted)
     coming = store.load_all(nodes, ROOT)

@@ -17,9 +17,9 @@ import pytest
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT, SCHEMA
 from mlx_lm_kvpersist.store.lock import StoreLock
-from mlx_lm_kvpersist.store.part_files import part_path, write_part
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 
 from .conftest import ROOT, arrays_of_part, chain, save_turn, state, window
@@ -159,16 +159,16 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
     kept, lost, stray = state(nodes[0]), window(nodes[1]), state(nodes[2])
     save_turn(store, nodes, "s", [kept, lost, stray])
     store.close()
-    part_path(store.folder, lost.key).unlink()
+    checkpoint_path(store.folder, lost.key).unlink()
     (elsewhere,) = chain([9])
-    write_part(
-        part_path(store.folder, state(elsewhere).key),
+    write_block(
+        checkpoint_path(store.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
         arrays_of_part(kept),
         fsync=False,
     )
-    path = part_path(store.folder, kept.key)
+    path = checkpoint_path(store.folder, kept.key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute("DELETE FROM blocks WHERE key = ?", (nodes[2].key,))
@@ -176,7 +176,7 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
     # Without a row: a file, a half file, a block's file. Without a file: a row. Without its
     # block: a part.
     assert disk.sweep() == 5
-    assert disk.index.part_keys() == {kept.key}
+    assert disk.index.checkpoint_keys() == {kept.key}
     assert part_names(store.folder) == {path.name}
     assert disk.sweep() == 0
     disk.close()
@@ -191,8 +191,8 @@ def test_parts_outlive_the_index(store: BlockStore) -> None:
     for path in store.folder.glob("index.sqlite*"):
         path.unlink()
     (elsewhere,) = chain([9])
-    write_part(
-        part_path(store.folder, state(elsewhere).key),
+    write_block(
+        checkpoint_path(store.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
         arrays_of_part(parts[0]),
@@ -200,12 +200,16 @@ def test_parts_outlive_the_index(store: BlockStore) -> None:
     )
     other = Root("another", ROOT.precision)
     foreign = window(nodes[1])
-    write_part(
-        part_path(store.folder, foreign.key), foreign, other, arrays_of_part(foreign), fsync=False
+    write_block(
+        checkpoint_path(store.folder, foreign.key),
+        foreign,
+        other,
+        arrays_of_part(foreign),
+        fsync=False,
     )
-    bad = part_path(store.folder, state(nodes[0]).key)
+    bad = checkpoint_path(store.folder, state(nodes[0]).key)
     bad.parent.mkdir(exist_ok=True)
-    bad.write_bytes(part_path(store.folder, parts[0].key).read_bytes())
+    bad.write_bytes(checkpoint_path(store.folder, parts[0].key).read_bytes())
     disk = DiskStore(store.folder, store.limits)
     assert sorted(disk_rows(store.folder)) == before
     assert disk.sweep() == 3
@@ -225,7 +229,7 @@ def test_a_rebuild_keeps_when_parts_were_used(store: BlockStore) -> None:
         db.execute("UPDATE parts SET used = 4e9")
     with StoreLock(store.folder / "lock").held():
         assert rebuild_index(store.folder) == 1
-    assert [used for used, _, _ in store.index.unused_parts()] == [4e9]
+    assert [used for used, _, _ in store.index.unused_checkpoints()] == [4e9]
 
 
 # A store that was made before there were parts.
@@ -316,7 +320,7 @@ def as_format(version: int, folder: Path) -> None:
 def test_a_store_of_format_1_goes_on(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
-    store.index.keep_file_hash("path", "stamp", "hash")
+    store.index.set_file_hash("path", "stamp", "hash")
     before = store.index.sessions()
     store.close()
     as_format(1, store.folder)
@@ -331,7 +335,7 @@ def test_a_store_of_format_1_goes_on(store: BlockStore) -> None:
     again.close()
     once_more = BlockStore(store.folder, store.limits)
     once_more.drain()
-    assert once_more.index.part_keys() == {window(nodes[1]).key, state(longer[2]).key}
+    assert once_more.index.checkpoint_keys() == {window(nodes[1]).key, state(longer[2]).key}
     once_more.close()
 
 

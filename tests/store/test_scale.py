@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.match.siblings import Siblings
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import Node, common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
@@ -86,12 +87,12 @@ WORDS = [f"{n} " for n in range(500)]
 TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
 
 
-def block(parent: Node | None, rng: random.Random) -> Node:
+def block(parent: Block | None, rng: random.Random) -> Block:
     """Return a block of random tokens below another one, or below the root."""
     packed = pack_ids(rng.randrange(len(WORDS)) for _ in range(N_BLOCK_TOKENS))
     above = parent.key if parent else ROOT.key
     text = TOKENS.decode(unpack_ids(packed))
-    return Node(block_key(above, packed), above, parent.stop if parent else 0, packed, text)
+    return Block(block_key(above, packed), above, parent.stop if parent else 0, packed, text)
 
 
 class Many:

@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import Node, common_prefix
+from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
@@ -46,7 +47,7 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
 
 def test_unwritten_blocks_are_found_in_ram(store: BlockStore) -> None:
     (node,) = chain([1, 2, 3])
-    store.keep([(node, arrays_of(node))])
+    store.put([(node, arrays_of(node))])
     assert store.children(ROOT.key) == [node]
     assert node.key in store and node.key not in store.index
 
@@ -121,7 +122,7 @@ def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
 
 def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
     assert store.index.n_blocks() == 2
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
@@ -166,7 +167,7 @@ def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
     nodes = []
     for n in range(400):
         packed = pack_ids([n])
-        nodes.append(Node(block_key(ROOT.key, packed), ROOT.key, 0, packed, word()))
+        nodes.append(Block(block_key(ROOT.key, packed), ROOT.key, 0, packed, word()))
     store.drain()  # the sweep would take blocks without files for leftovers
     store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
     for _ in range(300):

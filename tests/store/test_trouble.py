@@ -17,17 +17,16 @@ import pytest
 
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import BlockCorrupt
-from mlx_lm_kvpersist.match.tree import Node
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path, read_block
-from mlx_lm_kvpersist.store.part import Part
+from mlx_lm_kvpersist.store.files import block_path, read_file
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 
 from .conftest import ROOT, chain, save_turn, state
 
 NODES = chain([1], [2])
 PART = state(NODES[1])
-WHATS: list[Node | Part] = [*NODES, PART]
+WHATS: list[Block] = [*NODES, PART]
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -
         for what in WHATS:
             assert stored.load(what, ROOT) is None
         assert list(stored.load_all(NODES, ROOT)) == [None, None]
-        ahead = stored.read_ahead([(node, 1) for node in NODES], ROOT)
+        ahead = stored.prefetch([(node, 1) for node in NODES], ROOT)
         while not ahead.is_done():
             pass
         ahead.release()
@@ -222,10 +221,10 @@ def test_a18_a_block_computed_again_replaces_the_damaged_file(
     assert stored.load(node, ROOT) is None
     stored.drain()
     with pytest.raises(BlockCorrupt):
-        read_block(stored.folder, node.key)
+        read_file(block_path(stored.folder, node.key))
     assert node.key not in stored
     content = save_turn(stored, NODES, "s")
-    read, _, arrays = read_block(stored.folder, node.key)
+    read, _, arrays = read_file(block_path(stored.folder, node.key))
     assert read == node
     assert all(mx.array_equal(arrays[name], array) for name, array in content[node.key].items())
     stored.pool.clear()
@@ -245,7 +244,7 @@ def test_a18_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore)
             pass
         stored._writer._tasks.append(late)
     save.join()
-    assert read_block(stored.folder, node.key)[0] == node
+    assert read_file(block_path(stored.folder, node.key))[0] == node
     assert not (stored.folder / "quarantine").exists()
 
 

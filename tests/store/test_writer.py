@@ -101,7 +101,7 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
         may_go_on.wait(10)
 
     store._writer.rest = rest  # type: ignore[method-assign]
-    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     wait_until(lambda: len(rests) == 1, "the first rest")
     assert store.index.n_blocks() == 0
     may_go_on.set()
@@ -190,7 +190,7 @@ def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> Non
             leaf = Leaf(f"c{number}", keys[-1], nodes[-1].stop, keys)
             with generation_thread:
                 new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
-                store.keep_turn(Turn(ROOT, tuple(nodes), leaf), new)
+                store.save_turn(Turn(ROOT, tuple(nodes), leaf), new)
                 peaks.append(store.pool.n_bytes)
             chains[number] = list(keys)
             time.sleep(pause_s)
@@ -220,7 +220,7 @@ def test_a10_what_is_not_written_at_the_end_is_counted(
     store._writer.submit(partial(hangs.wait, 30))
     for number in range(3):
         nodes = chain([number])
-        store.keep_turn(Turn(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
+        store.save_turn(Turn(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
     started = time.monotonic()
     store.close(0.3)
     assert time.monotonic() - started < 5
@@ -243,7 +243,7 @@ def resting_store(store: BlockStore) -> Iterator[BlockStore]:
 
 def keep(store: BlockStore, n_blocks: int) -> None:
     nodes = chain(*([n] for n in range(n_blocks)))
-    store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
 
 
 def test_a11_another_process_waits_little_for_a_writer_that_rests(
@@ -346,7 +346,7 @@ def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
         root = Root("fingerprint", "4b64", namespace="n" * n_chars)
         store = BlockStore(tmp_path / f"store{n_chars}", limits)
         nodes = chain(*([n] for n in range(25)), parent=root.key)
-        store.keep_turn(Turn(root, tuple(nodes)), [(node, {}) for node in nodes])
+        store.save_turn(Turn(root, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
         assert store.counters.turns_saved == n_saved
         assert whole_bytes(store.folder) <= limits.max_disk_bytes
@@ -361,7 +361,7 @@ def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
         nodes = [
             replace(node, text="€" * 1000) for node in chain(*([start + n] for n in range(200)))
         ]
-        store.keep_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+        store.save_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
         assert whole_bytes(store.folder) <= limits.max_disk_bytes
     store.close()
