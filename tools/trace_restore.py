@@ -1,8 +1,8 @@
 """`python -m tools.trace_restore`: the functions and files of the package that one restore runs.
 
-A chat of a tiny model is stored, dropped from RAM, and continued. Counted is what runs from the
-tokenized prompt to the caches that the batch gets, on all threads; `--list` names the functions.
-Comprehensions count with the function that holds them.
+A chat of a tiny model is stored, dropped from RAM, and continued. Counted is what runs in the hook
+`take_request`, from the tokenized prompt to the restored caches, on all threads. `--list` names the
+functions. Comprehensions count with the function that holds them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
+from mlx_lm_kvpersist.host.prompt import TakenTokens
+from mlx_lm_kvpersist.host.response_generator import take_request
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
 
@@ -89,11 +91,13 @@ class Server:
         request = self.module.CompletionRequest("chat", "", copy.deepcopy(messages), None, None)
         manager.ask_all("request_received", request=request, headers=Message(), body={})
         tokenizer = self.provider.tokenizer
+        prompt = self.generator._render(tokenizer, request, ASKED).prompt
         with trace.running():
-            ids, *_ = self.generator._tokenize(tokenizer, request, ASKED)
-            caches, rest = self.prompt_cache.fetch_nearest_cache("model", ids)
-        caches = caches or self.provider.model.make_cache()
-        tokens, new = ids[:], list(rest)
+            taken = take_request(request, ASKED, tokenizer, prompt)
+        assert taken is not None
+        ids = taken.prompt.ids
+        caches = taken.caches or self.provider.model.make_cache()
+        tokens, new = TakenTokens(ids, taken), ids[taken.n_cached :]
         for n_new in range(6):
             logits = self.provider.model(mx.array([new]), cache=caches)
             new = [tokenizer.eos_token_id if n_new == 5 else int(mx.argmax(logits[0, -1]))]
