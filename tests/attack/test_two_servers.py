@@ -205,7 +205,7 @@ def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> No
     assert peak <= budget + setting.file_bytes, f"{peak / MIB:.1f} MiB of {budget / MIB:.1f}"
     # It was tight, and the store was of use all the same.
     assert peak > 0.7 * budget
-    assert sum(log.count("tier=warm") for log in logs) > len(load.exchanges) // 4
+    assert sum(log.count("disk in ") for log in logs) > len(load.exchanges) // 4
     for log in logs:
         bad = [line for line in log.splitlines() if "ERROR" in line or "Traceback" in line]
         assert not bad, bad[:5]

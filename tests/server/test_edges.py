@@ -15,6 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tokenizers import Tokenizer
 
+from mlx_lm_kvpersist.request.outcome import Reason
 from tests.support import (
     Message,
     Reply,
@@ -200,7 +201,7 @@ def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
     assert reply.kvpersist["outcome"] == "STOCK"
     record = newest(server)
     assert record["id"] == reply.headers["x-kvpersist-request"]
-    assert (record["outcome"], record["reason"]) == ("STOCK", "not kept")
+    assert (record["outcome"], record["reason"]) == ("STOCK", Reason.NOT_KEPT.text)
     assert record["detail"].startswith(why)
     log = server.log
     assert f"served as stock does, nothing is kept: {why}" in log

@@ -229,4 +229,4 @@ def test_models_that_cannot_be_kept_are_served_as_stock(
     assert reply.text == expected.text
     assert reply.kvpersist["outcome"] == "STOCK"
     server.chat(talk)
-    assert server.log.count("LayerCache") == 1
+    assert server.log.count("served as stock does, nothing is kept: ") == 1
