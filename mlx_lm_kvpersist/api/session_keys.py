@@ -60,10 +60,6 @@ def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
     return headers.get(names[0]) if names else None
 
 
-def _metadata_session(headers: Message, body: Mapping[str, Any]) -> str | None:
-    return _text(_metadata(body).get("session_id"))
-
-
 def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
     """Claude Code hides a session in `metadata.user_id`, as JSON or behind `_session_`."""
     user_id = _text(_metadata(body).get("user_id"))
@@ -87,7 +83,9 @@ SOURCES: tuple[SessionKeySource, ...] = (
     SessionKeySource("header x-<vendor>-session-id", _vendor),
     SessionKeySource("body prompt_cache_key", lambda h, body: _text(body.get("prompt_cache_key"))),
     SessionKeySource("body session_id", lambda h, body: _text(body.get("session_id"))),
-    SessionKeySource("body metadata.session_id", _metadata_session),
+    SessionKeySource(
+        "body metadata.session_id", lambda h, b: _text(_metadata(b).get("session_id"))
+    ),
     SessionKeySource("body metadata.user_id", _user_id_session),
 )
 """In the order in which they are tried."""

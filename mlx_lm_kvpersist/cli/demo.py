@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
-        model = args.model or str(_make_demo_model(folder / "model"))
+        # A prefill of 4,000 tokens takes this tiny model seconds on two CPU cores.
+        tiny = folder / "model"
+        model = args.model or str(make_tiny_model(tiny, n_layers=4, vocab_size=2000))
         try:
             steps = run_steps(model, folder, args.chars, out.print)
         except ServerError as error:
@@ -98,11 +100,6 @@ def run_steps(
     return steps
 
 
-def _make_demo_model(path: Path) -> Path:
-    """Make a model whose prefill of 4,000 tokens takes seconds on two CPU cores."""
-    return make_tiny_model(path, n_layers=4, vocab_size=2000)
-
-
 def _next_turn(messages: list[Message], reply: Reply, seed: int) -> None:
     """Append the reply, as a client would, and a new question."""
     messages.append({"role": "assistant", "content": reply.text})
@@ -130,17 +127,13 @@ def _files(store: Path) -> set[tuple[str, int]]:
 
 
 def _print(steps: Sequence[Step]) -> None:
-    rows = []
-    for step in steps:
-        reply = step.reply
-        row = [
-            step.server,
-            step.what,
-            f"{reply.ttft_s:.2f} s",
-            f"{reply.prompt_tokens:,}",
-            f"{reply.cached_tokens:,}",
-            " ".join(reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
+    rows = [
+        [
+            *(step.server, step.what, f"{step.reply.ttft_s:.2f} s"),
+            *(f"{step.reply.prompt_tokens:,}", f"{step.reply.cached_tokens:,}"),
+            " ".join(step.reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
         ]
-        rows.append(row)
+        for step in steps
+    ]
     columns = ["server", "request", "TTFT", "prompt", "reused", "outcome"]
     print_table(columns, rows, right="TTFT prompt reused")

@@ -42,13 +42,11 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Check everything that activation depends on, causes before effects."""
+    # The folders whose .pth files Python executes.
+    folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
     return [
-        python(),
-        package(),
-        mlx_lm(),
-        mlx(),
-        plugin(),
-        pth_file([Path(folder) for folder in site_folders()]),
+        *(check() for check in (python, package, mlx_lm, mlx, plugin)),
+        pth_file([Path(folder) for folder in folders]),
         activation([sys.executable], "this Python"),
         *scripts(os.environ.get("PATH", "")),
     ]
@@ -57,14 +55,10 @@ def examine() -> list[Finding]:
 def python() -> Finding:
     """Check this Python: with -S it ignores .pth files."""
     found = f"{sys.version.split()[0]} at {sys.executable}"
-    if sys.flags.no_site:
-        return Finding(
-            "python",
-            False,
-            f"{found}, started with -S, which ignores .pth files",
-            f"start it without -S, or run {WITHOUT_PTH}",
-        )
-    return Finding("python", True, found)
+    if not sys.flags.no_site:
+        return Finding("python", True, found)
+    found += ", started with -S, which ignores .pth files"
+    return Finding("python", False, found, f"start it without -S, or run {WITHOUT_PTH}")
 
 
 def package() -> Finding:
@@ -73,12 +67,9 @@ def package() -> Finding:
     try:
         version = metadata.version("mlx-lm-kvpersist")
     except metadata.PackageNotFoundError:
-        return Finding(
-            "mlx-lm-kvpersist",
-            False,
-            f"imported from {folder}, not installed in this environment",
-            f"{shlex.quote(sys.executable)} -m pip install mlx-lm-kvpersist",
-        )
+        found = f"imported from {folder}, not installed in this environment"
+        advice = f"{shlex.quote(sys.executable)} -m pip install mlx-lm-kvpersist"
+        return Finding("mlx-lm-kvpersist", False, found, advice)
     return Finding("mlx-lm-kvpersist", True, f"{version} at {folder}")
 
 
@@ -99,13 +90,11 @@ def mlx() -> Finding:
     status, output = ask([sys.executable, "-c", USES_MLX])
     if status == 0:
         return Finding("mlx", True, f"computes on {output}")
-    return Finding(
-        "mlx",
-        False,
-        f"does not compute: {output or f'status {status}'}",
+    advice = (
         "on macOS use a native (arm64) Python on Apple silicon; "
-        "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]",
+        "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
     )
+    return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
 
 
 def plugin() -> Finding:
@@ -117,45 +106,21 @@ def plugin() -> Finding:
     return Finding("plugin", True, f"{PLUGIN} is {entry_point.value}")
 
 
-def site_folders() -> list[str]:
-    """Return the folders whose .pth files Python executes."""
-    folders = site.getsitepackages()
-    if site.ENABLE_USER_SITE:
-        folders.append(site.getusersitepackages())
-    return folders
-
-
 def pth_file(folders: Sequence[Path]) -> Finding:
     """Check that the .pth file exists, is whole, and is not hidden."""
     paths = [folder / PTH_NAME for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
+    again = "install mlx-lm-kvpersist again"
+    found, advice = str(path), ""
     if path is None:
-        return Finding(
-            ".pth file",
-            False,
-            f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}",
-            f"install mlx-lm-kvpersist again (not with pip install --target), or run {WITHOUT_PTH}",
-        )
-    if is_hidden(path):
-        return Finding(
-            ".pth file",
-            False,
-            f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files",
-            f"chflags nohidden {shlex.quote(str(path))}, or run {WITHOUT_PTH}",
-        )
-    if "mlx_lm_kvpersist._startup" not in path.read_text(encoding="utf-8"):
-        return Finding(
-            ".pth file",
-            False,
-            f"{path} does not start the plugin",
-            "install mlx-lm-kvpersist again",
-        )
-    return Finding(".pth file", True, str(path))
-
-
-def is_hidden(path: Path) -> bool:
-    """Tell whether macOS hides a file."""
-    return bool(getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN)
+        found = f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}"
+        advice = f"{again} (not with pip install --target), or run {WITHOUT_PTH}"
+    elif getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN:
+        found = f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files"
+        advice = f"chflags nohidden {shlex.quote(str(path))}, or run {WITHOUT_PTH}"
+    elif "mlx_lm_kvpersist._startup" not in path.read_text(encoding="utf-8"):
+        found, advice = f"{path} does not start the plugin", again
+    return Finding(".pth file", not advice, found, advice)
 
 
 def activation(interpreter: Sequence[str], whose: str) -> Finding:
@@ -165,21 +130,16 @@ def activation(interpreter: Sequence[str], whose: str) -> Finding:
     status, output = ask(command)
     if status == 0 and output == "True":
         return Finding(name, True, "the import hook is in place")
+    found = f"{shlex.join(interpreter)} failed: {output or f'status {status}'}"
+    advice = "install mlx-lm-kvpersist again in that environment"
     if status == 0 and output == "False":
-        return Finding(
-            name,
-            False,
-            f"{shlex.join(interpreter)} did not execute {PTH_NAME}",
+        found = f"{shlex.join(interpreter)} did not execute {PTH_NAME}"
+        advice = (
             f"install mlx-lm-kvpersist beside mlx-lm: {shlex.quote(interpreter[0])} -m pip install "
             "mlx-lm-kvpersist, or uv tool install mlx-lm --with mlx-lm-kvpersist; "
-            f"or run {WITHOUT_PTH}",
+            f"or run {WITHOUT_PTH}"
         )
-    return Finding(
-        name,
-        False,
-        f"{shlex.join(interpreter)} failed: {output or f'status {status}'}",
-        "install mlx-lm-kvpersist again in that environment",
-    )
+    return Finding(name, False, found, advice)
 
 
 def scripts(search_path: str) -> Iterator[Finding]:
@@ -189,24 +149,21 @@ def scripts(search_path: str) -> Iterator[Finding]:
         for folder in dict.fromkeys(search_path.split(os.pathsep))
         if folder and os.access(script := Path(folder, "mlx_lm.server"), os.X_OK)
     ]
+    name, start = "mlx_lm.server on PATH", f"{shlex.quote(sys.executable)} -m mlx_lm server …"
     if not found:
-        start = f"{shlex.quote(sys.executable)} -m mlx_lm server …"
-        yield Finding("mlx_lm.server on PATH", True, f"none; start it as {start}")
+        yield Finding(name, True, f"none; start it as {start}")
         return
     first = found[0]
     later = f"; further ones are not used: {', '.join(map(str, found[1:]))}" if found[1:] else ""
     interpreter = interpreter_of(first)
     if zipfile.is_zipfile(first):
-        found_text = f"{first} is a zip application, which ignores .pth files"
-        yield Finding("mlx_lm.server on PATH", False, found_text, f"run {WITHOUT_PTH}")
+        text = f"{first} is a zip application, which ignores .pth files"
+        yield Finding(name, False, text, f"run {WITHOUT_PTH}")
     elif interpreter is None:
-        found_text = f"{first} does not name its Python"
-        advice = f"run {shlex.quote(sys.executable)} -m mlx_lm server …"
-        yield Finding("mlx_lm.server on PATH", False, found_text, advice)
+        yield Finding(name, False, f"{first} does not name its Python", f"run {start}")
     else:
-        named = shlex.join(interpreter)
-        yield Finding("mlx_lm.server on PATH", True, f"{first} runs {named}{later}")
-        yield activation(interpreter, "mlx_lm.server on PATH")
+        yield Finding(name, True, f"{first} runs {shlex.join(interpreter)}{later}")
+        yield activation(interpreter, name)
 
 
 def interpreter_of(script: Path) -> list[str] | None:
@@ -244,8 +201,7 @@ def run(args: argparse.Namespace) -> int:
     findings = examine()
     works = all(finding.passed for finding in findings)
     if args.json:
-        found = [asdict(finding) for finding in findings]
-        print_json({"works": works, "findings": found})
+        print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
     else:
         print_findings(findings)
     return 0 if works else 1

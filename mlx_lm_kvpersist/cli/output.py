@@ -5,6 +5,7 @@ Names and texts come from clients. They are shown escaped and shortened, never a
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,15 @@ def utc_time(time_s: float) -> str:
 
 def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
+
+
+def tell(args: argparse.Namespace, content: Any, *lines: str) -> None:
+    """Print `content` as JSON where --json asks for it, else the lines."""
+    if args.json:
+        print_json(content)
+        return
+    for line in lines:
+        console().print(line)
 
 
 def console() -> Console:

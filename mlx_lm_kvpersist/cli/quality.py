@@ -11,8 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..units import show_bytes
-from .models import load_named
-from .output import console, print_json, print_table, progress
+from .output import console, print_json, print_table, progress, tell
 from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
     CHOICES,
@@ -31,6 +30,7 @@ from .quality_checks import (
     tool_call_in,
     windows_of,
 )
+from .spec import load_named
 
 OWN_TEXT = Path(__file__).with_name("quality_text.txt")
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -119,19 +119,14 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    out = console()
-    out.print(
+    console().print(
         f"{args.model} on {text.name}: {own.n_tokens:,} tokens predicted, in windows of "
-        f"{args.window:,} that advance by {args.stride:,}"
+        f"{args.window:,} that advance by {args.stride:,}\n"
     )
-    out.print()
     _print_rows(rows)
-    for name, reason in left_out.items():
-        out.print(f"{name}: left out, {reason}")
-    for line in caveats(rows):
-        out.print(line)
-    out.print()
-    out.print(advice[1])
+    left = (f"{name}: left out, {reason}" for name, reason in left_out.items())
+    for line in (*left, *caveats(rows), "", advice[1]):
+        console().print(line)
     return 0
 
 
@@ -161,19 +156,8 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 def _nothing_quantized(args: argparse.Namespace, text: Text, left_out: dict[str, str]) -> int:
     reasons = sorted(set(left_out.values()))
     why = f"Nothing of this model's cache is quantized, so nothing changes: {'; '.join(reasons)}"
-    if args.json:
-        print_json(
-            {
-                "model": args.model,
-                "text": text.about(),
-                "rows": [],
-                "left_out": left_out,
-                "recommended": REFERENCE,
-                "why": why,
-            }
-        )
-    else:
-        console().print(why)
+    content = {"model": args.model, "text": text.about(), "rows": [], "left_out": left_out}
+    tell(args, {**content, "recommended": REFERENCE, "why": why}, why)
     return 0
 
 
@@ -220,9 +204,7 @@ def _tool_call_of(tokenizer: Any, replies: dict[str, str], name: str) -> ToolCal
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    def yes(value: bool) -> str:
-        return "yes" if value else "no"
-
+    yes = {True: "yes", False: "no"}
     table = [
         [
             row.precision,
@@ -233,8 +215,8 @@ def _print_rows(rows: Sequence[Row]) -> None:
             f"{row.divergence_nats:.4f}",
             f"{row.needles.found} of {row.needles.tried}" if row.needles else "-",
             f"{row.needles.same} of {row.needles.tried}" if row.needles else "-",
-            yes(row.tool_call.parses) if row.tool_call else "-",
-            yes(row.tool_call.same) if row.tool_call else "-",
+            yes[row.tool_call.parses] if row.tool_call else "-",
+            yes[row.tool_call.same] if row.tool_call else "-",
         ]
         for row in rows
     ]

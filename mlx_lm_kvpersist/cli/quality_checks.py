@@ -125,12 +125,10 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
     """
     room = length - len(begin)
     windows: list[Window] = []
-    done = 0 if begin else 1
-    start = 0
+    done, start = 0 if begin else 1, 0
     while done < len(ids):
         stop = min(start + room, len(ids))
-        part = (*begin, *ids[start:stop])
-        windows.append(Window(part, len(begin) + done - start))
+        windows.append(Window((*begin, *ids[start:stop]), len(begin) + done - start))
         done, start = stop, start + stride
     return windows
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import StoreError
-from ..match.block import Block
 from ..store.files import block_path, checkpoint_path
 from ..store.index import Index, Session
 from ..store.session_file import SessionFile
 from ..store.session_transfer import export_session, import_session
 from ..units import show_bytes
-from .choice import choose
 from .opening import changing, check_exists, folder_of, limits_of, open_store, reading
 from .output import (
     console,
@@ -23,10 +21,30 @@ from .output import (
     print_table,
     progress,
     shown,
+    tell,
     utc_time,
 )
 
 _EXCERPT_CHARS = 240
+
+
+def choose(sessions: Sequence[Session], wanted: str) -> Session:
+    """Return the session with the id `wanted`, or that name, or the only id that begins with it.
+
+    An id comes first, so that no client can hide a session by calling another one by its id.
+    Raises StoreError when no session or more than one matches.
+    """
+    by_id = [session for session in sessions if session.id == wanted]
+    named = [session for session in sessions if session.name == wanted]
+    begun = [session for session in sessions if wanted and session.id.startswith(wanted)]
+    found = by_id or named or begun
+    if not found:
+        raise StoreError(f"no session has the id or the name {shown(wanted)}")
+    if len(found) > 1:
+        what = "branches have the name" if named else "ids begin with"
+        ids = ", ".join(session.id for session in found)
+        raise StoreError(f"{len(found)} {what} {shown(wanted)}; say which by id: {ids}")
+    return found[0]
 
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
@@ -83,8 +101,8 @@ def list_all(args: argparse.Namespace) -> int:
     return 0
 
 
-def _name(session: Session) -> str:
-    return "-" if session.name is None else shown(session.name)
+def _name(session: Session, max_chars: int = 40) -> str:
+    return "-" if session.name is None else shown(session.name, max_chars)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -103,9 +121,15 @@ def show(args: argparse.Namespace) -> int:
             "bytes": n_bytes,
             "file_exists": block_path(folder, node.key).exists(),
             "checkpoints": [
-                _described(folder, found, size)
-                for found, size in checkpoints
-                if found.parent == node.key
+                {
+                    "key": part.key.hex(),
+                    "kind": part.kind,
+                    "tokens": part.n_tokens,
+                    "bytes": size,
+                    "file_exists": checkpoint_path(folder, part.key).exists(),
+                }
+                for part, size in checkpoints
+                if part.parent == node.key
             ],
         }
         for node, n_bytes in chain
@@ -117,7 +141,7 @@ def show(args: argparse.Namespace) -> int:
         return 0
     facts = [
         ("id", session.id),
-        ("name", "-" if session.name is None else shown(session.name, 200)),
+        ("name", _name(session, 200)),
         ("model", shown(about["model"] or "?", 200)),
         ("precision", shown(about["precision"] or "?")),
         ("namespace", shown(about["namespace"] or "-", 200)),
@@ -158,16 +182,6 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _described(folder: Path, part: Block, n_bytes: int) -> dict[str, Any]:
-    return {
-        "key": part.key.hex(),
-        "kind": part.kind,
-        "tokens": part.n_tokens,
-        "bytes": n_bytes,
-        "file_exists": checkpoint_path(folder, part.key).exists(),
-    }
-
-
 def _missing(block: dict[str, Any]) -> str:
     """Say which of the files of a block and its checkpoints are missing."""
     if not block["file_exists"]:
@@ -191,18 +205,14 @@ def rm(args: argparse.Namespace) -> int:
         disk.index.forget_requests()
         after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
     freed, n_blocks, n_checkpoints = (had - has for had, has in zip(before, after, strict=True))
-    if args.json:
-        removed = [{"id": session.id, "name": session.name} for session in chosen]
-        print_json(
-            {"removed": removed, "blocks": n_blocks, "checkpoints": n_checkpoints, "bytes": freed}
-        )
-    else:
-        for session in chosen:
-            console().print(f"removed {session.id}  {_name(session)}")
-        console().print(
-            f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, "
-            f"{counted(n_checkpoints, 'checkpoint')}"
-        )
+    removed = [{"id": session.id, "name": session.name} for session in chosen]
+    tell(
+        args,
+        {"removed": removed, "blocks": n_blocks, "checkpoints": n_checkpoints, "bytes": freed},
+        *(f"removed {session.id}  {_name(session)}" for session in chosen),
+        f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, "
+        f"{counted(n_checkpoints, 'checkpoint')}",
+    )
     return 0
 
 
@@ -210,11 +220,8 @@ def pin(args: argparse.Namespace) -> int:
     with changing(folder_of(args)) as disk, disk.lock.held():
         session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         about = describe(disk.index, session)
-    if args.json:
-        print_json(about)
-    else:
-        what = "pinned" if session.pinned else "no longer pinned"
-        console().print(f"{session.id}  {_name(session)}  is {what}")
+    what = "pinned" if session.pinned else "no longer pinned"
+    tell(args, about, f"{session.id}  {_name(session)}  is {what}")
     return 0
 
 
@@ -226,11 +233,9 @@ def export(args: argparse.Namespace) -> int:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         n_bytes = export_session(folder, index, session, target, told)
         about = describe(index, session)
-    if args.json:
-        print_json({**about, "file": str(target), "file_bytes": n_bytes})
-    else:
-        said = f"is now in {target}, {show_bytes(n_bytes)}"
-        console().print(f"{session.id}  {_name(session)}  {said}")
+    content = {**about, "file": str(target), "file_bytes": n_bytes}
+    said = f"is now in {target}, {show_bytes(n_bytes)}"
+    tell(args, content, f"{session.id}  {_name(session)}  {said}")
     return 0
 
 
@@ -248,14 +253,13 @@ def load(args: argparse.Namespace) -> int:
         source.close()
     n_checkpoints = sum(item.is_checkpoint for item in done.written)
     n_blocks = len(done.written) - n_checkpoints
-    if args.json:
-        written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
-        print_json({**about, "is_new": done.is_new, **written})
-    else:
-        what = "is added" if done.is_new else "was there"
-        console().print(
-            f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
-            f"{counted(done.n_blocks, 'block')}, {n_checkpoints:,} of "
-            f"{counted(done.n_checkpoints, 'checkpoint')}"
-        )
+    written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
+    what = "is added" if done.is_new else "was there"
+    tell(
+        args,
+        {**about, "is_new": done.is_new, **written},
+        f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
+        f"{counted(done.n_blocks, 'block')}, {n_checkpoints:,} of "
+        f"{counted(done.n_checkpoints, 'checkpoint')}",
+    )
     return 0

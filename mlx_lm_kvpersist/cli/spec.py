@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import load
 
 from ..cache.precision import PrecisionChoice
 from ..cache.slots import GroupKind
-from ..cache.spec import Batching, LayerGroup, ModelCacheSpec, TensorShape
+from ..cache.spec import Batching, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
-from ..errors import KVPersistError, ModelNotSupported
+from ..errors import ConfigError, KVPersistError, ModelNotSupported
 from ..units import show_bytes
-from .models import load_named
-from .output import console, print_json, print_table
+from .output import console, print_json, print_table, tell
 
 _BATCHING = {
     Batching.ALL: "prompts and replies of several clients run together",
@@ -20,6 +23,24 @@ _BATCHING = {
     Batching.NONE: "one request at a time (this model's output is wrong in a batch, also without "
     "the plugin, or its caches cannot be batched)",
 }
+
+
+def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a folder, or of a name on the hub.
+
+    Raises:
+        ConfigError: the folder does not exist.
+        KVPersistError: the model cannot be loaded.
+    """
+    if name.startswith(("/", ".")) and not Path(name).is_dir():
+        raise ConfigError(f"there is no model folder {name}")
+    try:
+        loaded: Any = load(name, adapter_path=adapter_path)
+    except Exception as error:
+        # The hub, tokenizers and damaged files raise exceptions of many classes.
+        reason = " ".join(str(error).split())[:300] or repr(error)
+        raise KVPersistError(f"the model {name} cannot be loaded: {reason}") from error
+    return loaded[0], loaded[1]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +53,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         spec = ModelCacheSpec.probe(model, choice)
     except ModelNotSupported as error:
-        if args.json:
-            print_json({"model": args.model, "kept": False, "why_not": str(error)})
-        else:
-            console().print(f"{args.model} is served as stock does, nothing is kept: {error}")
+        said = f"{args.model} is served as stock does, nothing is kept: {error}"
+        tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
     except ValueError as error:
         raise KVPersistError(str(error)) from error
@@ -69,7 +88,8 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
     print_table(columns, rows, right="layers window")
     for group in spec.groups:
         if group.why and group.kind is GroupKind.FULL:
-            out.print(f"{_names(group)} not quantized: {group.why}")
+            names = f"The {len(group.slots)} {group.cache} of group {group.name}"
+            out.print(f"{names} not quantized: {group.why}")
     own = sum(group.full_precision_bytes for group in spec.full)
     if own:
         share = spec.bytes_per_token / own
@@ -109,7 +129,3 @@ def _reuse(spec: ModelCacheSpec) -> list[str]:
 
 def _shape(shape: TensorShape | None) -> str:
     return f"{shape.n_heads} x {shape.dim} {shape.dtype}" if shape else ""
-
-
-def _names(group: LayerGroup) -> str:
-    return f"The {len(group.slots)} {group.cache} of group {group.name}"

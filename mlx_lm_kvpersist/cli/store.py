@@ -18,7 +18,7 @@ from ..store.rebuild import rebuild_index
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading
-from .output import console, counted, print_json, print_table, progress, shown
+from .output import console, counted, print_json, print_table, progress, shown, tell
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -40,12 +40,10 @@ def stats(args: argparse.Namespace) -> int:
             for root, totals in index.roots()
         ]
         n_blocks, n_checkpoints, version = index.n_blocks(), index.n_checkpoints(), index.format()
-        index_bytes = sum(
-            path.stat().st_size for path in folder.glob("index.sqlite*") if path.exists()
-        )
+        files = [path for path in folder.glob("index.sqlite*") if path.exists()]
+        index_bytes = sum(path.stat().st_size for path in files)
     kinds = {name: own_bytes(folder, name) for name in ("blocks", "sessions", "quarantine")}
-    kinds["checkpoints"] = own_bytes(folder, "parts")
-    kinds["index"] = index_bytes
+    kinds |= {"checkpoints": own_bytes(folder, "parts"), "index": index_bytes}
     limits = limits_of(args, folder)
     n_models = len({model["fingerprint"] for model in models})
     stats = {
@@ -151,12 +149,10 @@ def rebuild(args: argparse.Namespace) -> int:
         n_blocks = rebuild_index(folder, told)
     with reading(folder) as index:
         n_checkpoints, n_sessions = index.n_checkpoints(), len(index.sessions())
-    if args.json:
-        counts = {"blocks": n_blocks, "checkpoints": n_checkpoints, "sessions": n_sessions}
-        print_json({"folder": str(folder), **counts})
-    else:
-        held = f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
-        console().print(f"{folder}: the index has {held}, {counted(n_sessions, 'session')}")
+    counts = {"blocks": n_blocks, "checkpoints": n_checkpoints, "sessions": n_sessions}
+    held = f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
+    said = f"{folder}: the index has {held}, {counted(n_sessions, 'session')}"
+    tell(args, {"folder": str(folder), **counts}, said)
     return 0
 
 
@@ -174,10 +170,8 @@ def gc(args: argparse.Namespace) -> int:
     for session in found["sessions"]:
         name = "-" if session["name"] is None else shown(session["name"])
         console().print(f"{session['id']}  {name}  {verb}")
-    counts = (
-        f"{counted(found['blocks'], 'block')} and {counted(found['checkpoints'], 'checkpoint')}"
-    )
-    console().print(f"{counts}, {show_bytes(found['bytes'])}, {verb}")
+    blocks, parts = counted(found["blocks"], "block"), counted(found["checkpoints"], "checkpoint")
+    console().print(f"{blocks} and {parts}, {show_bytes(found['bytes'])}, {verb}")
     if not fits:
         n_pinned = found["pinned"]
         rest = f"{counted(n_pinned, 'session')} pinned" if n_pinned else "only its index"

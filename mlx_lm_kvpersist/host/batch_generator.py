@@ -30,7 +30,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _make_batch(self, n: int) -> Any:
         if n > 0 and manager.is_implemented("merge_caches"):
             queue = self._unprocessed_sequences
-            queue[0] = (*queue[0][:3], adapted(queue[0][3]), *queue[0][4:])
+            adapted = [MergeAdapter(cache) for cache in queue[0][3]]
+            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
         return super()._make_batch(n)
 
 
@@ -49,8 +50,3 @@ class MergeAdapter:
         if not hasattr(self.cache, "merge"):
             raise ValueError(f"{type(self.cache)} does not yet support batching with history")
         return self.cache.merge(caches)
-
-
-def adapted(caches: Sequence[Any]) -> list[MergeAdapter]:
-    """Return adapters of one sequence's caches."""
-    return [MergeAdapter(cache) for cache in caches]

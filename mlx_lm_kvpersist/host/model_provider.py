@@ -46,7 +46,12 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                 )
         except Exception as error:
             # Otherwise the next request would find this model loaded and be served without us.
-            forget_model(self)
+            if hasattr(self, "reset"):  # from 0.32.0
+                self.reset()
+            else:
+                provider: Any = self
+                provider.model_key = provider.model = provider.tokenizer = None
+                provider.draft_model, provider.is_batchable = None, False
             self._plugin_error = error
             raise
 
@@ -71,15 +76,6 @@ def count_logits(model: Any) -> int:
 
     # MLX is lazy: this builds a graph and computes nothing.
     return int(model(mx.array([[0]])).shape[-1])
-
-
-def forget_model(provider: Any) -> None:
-    """Make a provider load again when it is asked next; `reset` exists from 0.32.0."""
-    if hasattr(provider, "reset"):
-        provider.reset()
-        return
-    provider.model_key = provider.model = provider.tokenizer = provider.draft_model = None
-    provider.is_batchable = False
 
 
 def let_plugins_make_caches(model: Any) -> bool:

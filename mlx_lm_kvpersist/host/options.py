@@ -22,24 +22,20 @@ class PluginArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if not self._plugin_options_added:
             self._plugin_options_added = True
-            add_plugin_option(self)
+            # Its value was read before; here it is checked and documented.
+            self.add_argument_group("plugins").add_argument(
+                "--plugin",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="Load a plugin of the server; can be given more than once. "
+                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}",
+            )
             try:
                 manager.ask("add_options", parser=self)
             except Exception as error:
                 stop(error)
         return super().parse_known_args(args, namespace)
-
-
-def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--plugin`. Its value was read before; here it is checked and documented."""
-    parser.add_argument_group("plugins").add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Load a plugin of the server; can be given more than once. "
-        f"Installed: {', '.join(manager.installed_plugins()) or 'none'}",
-    )
 
 
 class ArgparseView(ModuleType):

@@ -12,6 +12,11 @@ from typing import Any
 
 from ..errors import PatchNotEffective, SignatureChanged, TargetMissing
 
+_ADVICE = (
+    "update mlx-lm-kvpersist, or install a version of mlx-lm that it knows "
+    "(mlx-lm-kvpersist doctor lists them)"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,8 +36,7 @@ class Signature:
         if found not in self.known:
             raise SignatureChanged(
                 f"{module.__name__}:{self.name} is {found} in this mlx-lm, expected "
-                f"{' or '.join(self.known)}; update mlx-lm-kvpersist, or install a version of "
-                "mlx-lm that it knows (mlx-lm-kvpersist doctor lists them)"
+                f"{' or '.join(self.known)}; {_ADVICE}"
             )
 
 
@@ -51,9 +55,7 @@ class Uses:
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or self.uses not in names_in(code):
             raise SignatureChanged(
-                f"{module.__name__}:{self.name} no longer uses {self.uses}; update "
-                "mlx-lm-kvpersist, or install a version of mlx-lm that it knows "
-                "(mlx-lm-kvpersist doctor lists them)"
+                f"{module.__name__}:{self.name} no longer uses {self.uses}; {_ADVICE}"
             )
 
 
@@ -92,27 +94,22 @@ class Patch:
         """Raise PatchNotEffective unless the server behaves as patched."""
         try:
             self.verify(self.module)
-        except PatchNotEffective as error:
-            raise PatchNotEffective(
-                f"patch {self.name} of {self.target} has no effect: {error}; "
-                "report it with the output of mlx-lm-kvpersist selftest"
-            ) from error
         except Exception as error:
+            what = f"could not be verified: {type(error).__name__}: {error}"
+            if isinstance(error, PatchNotEffective):
+                what = f"has no effect: {error}"
             raise PatchNotEffective(
-                f"patch {self.name} of {self.target} could not be verified: "
-                f"{type(error).__name__}: {error}; "
+                f"patch {self.name} of {self.target} {what}; "
                 "report it with the output of mlx-lm-kvpersist selftest"
             ) from error
 
     def apply(self) -> Applied:
         """Replace the target, after checking the host."""
         self.check_host()
-        module = self.module
-        original = getattr(module, self.attribute)
-        replacement = self.replace(original)
-        setattr(module, self.attribute, replacement)
+        original = getattr(self.module, self.attribute)
+        setattr(self.module, self.attribute, self.replace(original))
         logger.debug("patched %s: %s", self.target, self.why)
-        return Applied(self, module, original)
+        return Applied(self, original)
 
 
 @dataclass(frozen=True)
@@ -120,11 +117,10 @@ class Applied:
     """A patch in place, and what stood there before."""
 
     patch: Patch
-    module: ModuleType
     original: Any
 
     def undo(self) -> None:
-        setattr(self.module, self.patch.attribute, self.original)
+        setattr(self.patch.module, self.patch.attribute, self.original)
 
 
 class PatchSet:
@@ -166,8 +162,7 @@ def look_up(module: ModuleType, name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             raise TargetMissing(
-                f"{module.__name__}:{name} is missing in this mlx-lm; update mlx-lm-kvpersist, "
-                "or install a version of mlx-lm that it knows (mlx-lm-kvpersist doctor lists them)"
+                f"{module.__name__}:{name} is missing in this mlx-lm; {_ADVICE}"
             ) from None
     return found
 

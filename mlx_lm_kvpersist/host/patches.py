@@ -9,7 +9,6 @@ ask for it. docs/plugins.md shows the same table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from . import probes
@@ -30,11 +29,8 @@ __all__ = ["PATCHES", "PatchChecks"]
 
 def subclass(*bases: type[Any]) -> Callable[[type[Any]], type[Any]]:
     """Return a function that puts the methods of `bases` before those of a stock class."""
-    return partial(_subclass, bases)
-
-
-def _subclass(bases: tuple[type[Any], ...], stock: type[Any]) -> type[Any]:
-    return type(bases[0].__name__, (*bases, stock), {"__doc__": bases[0].__doc__})
+    first = bases[0]
+    return lambda stock: type(first.__name__, (*bases, stock), {"__doc__": first.__doc__})
 
 
 _SERVER_ARGUMENTS = "server_class=..., handler_class=..."

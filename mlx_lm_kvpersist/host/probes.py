@@ -59,6 +59,16 @@ class ProbeCache:
         return "merged by the cache"
 
 
+def remembered(hook: str) -> Callable[[ProbePlugin], None]:
+    """Return an implementation of a hook that only remembers that it was asked."""
+
+    @hookimpl
+    def implementation(self: ProbePlugin) -> None:
+        self.asked.append(hook)
+
+    return implementation
+
+
 class ProbePlugin:
     """Answers every hook, and remembers which were asked."""
 
@@ -70,21 +80,8 @@ class ProbePlugin:
     def add_options(self, parser: ArgumentParser) -> None:
         parser.add_argument("--probe-option", type=int)
 
-    @hookimpl
-    def configure(self) -> None:
-        self.asked.append("configure")
-
-    @hookimpl
-    def self_test(self) -> None:
-        self.asked.append("self_test")
-
-    @hookimpl
-    def shutdown(self) -> None:
-        self.asked.append("shutdown")
-
-    @hookimpl
-    def model_loaded(self) -> None:
-        self.asked.append("model_loaded")
+    configure, self_test = remembered("configure"), remembered("self_test")
+    shutdown, model_loaded = remembered("shutdown"), remembered("model_loaded")
 
     @hookimpl
     def make_prompt_cache(self) -> list[Any]:

@@ -30,7 +30,6 @@ class Rendered:
     `prompt` is None where plugins must not change it: it has images.
     """
 
-    request: Any
     tokenizer: Any
     stock: tuple[Any, ...]
     prompt: Prompt | None
@@ -148,13 +147,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             waiting.rendered = error
             return
         if waiting.rendered.prompt is not None:
-            waiting.is_fetched = manager.ask_first(
-                "prefetch",
-                request=request,
-                args=args,
-                tokenizer=tokenizer,
-                prompt=waiting.rendered.prompt,
-            )
+            given = {"request": request, "args": args, "tokenizer": tokenizer}
+            prompt = waiting.rendered.prompt
+            waiting.is_fetched = manager.ask_first("prefetch", prompt=prompt, **given)
 
     # Tokenizing.
 
@@ -165,11 +160,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         the model is told, may refuse a request; `take_request` only makes it faster.
         """
         rendered = self._rendered_before(request, tokenizer)
-        if rendered is None:
-            rendered = self._render(tokenizer, request, args)
-        if rendered.prompt is None:
-            return rendered.stock
-        taken = take_request(request, args, tokenizer, rendered.prompt)
+        rendered = rendered or self._render(tokenizer, request, args)
+        prompt = rendered.prompt
+        taken = take_request(request, args, tokenizer, prompt) if prompt is not None else None
         if taken is None:
             return rendered.stock
         return (
@@ -193,15 +186,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             manager.ask("prepare_messages", request=request, args=args, tokenizer=tokenizer)
         stock = super()._tokenize(tokenizer, request, args)
         ids, segments, segment_types, *rest = stock
-        if not ids:
-            # Nothing catches what the batch generator raises later, and its thread would die.
-            raise ValueError("the prompt has no tokens")
-        if not isinstance(ids[0], int):
-            raise ValueError("the prompt must be a single string")
         # From 0.32.1 the images of a prompt come last; their positions count on these very ids.
         has_images = len(rest) > 1 and rest[1] is not None
         prompt = None if has_images else Prompt(ids, segments, segment_types)
-        return Rendered(request, tokenizer, stock, prompt)
+        return Rendered(tokenizer, stock, prompt)
 
     def _log_cache_stats(self) -> None:
         """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""

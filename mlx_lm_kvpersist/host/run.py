@@ -30,7 +30,11 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
         with ending_cleanly() as signals:
             try:
                 check_address(call["host"], call["port"])
-                start_plugins(provider.cli_args)
+                try:
+                    manager.ask("configure", args=provider.cli_args)
+                    manager.ask("self_test")
+                except Exception as reason:
+                    stop(reason)
                 stock(*args, **kwargs)
             except KeyboardInterrupt:
                 # Stock catches it while it listens. Before that there is nothing to tell.
@@ -62,18 +66,5 @@ def check_address(host: str, port: int) -> None:
             probe.bind(info[4])
             probe.listen()
     except (OSError, OverflowError) as error:
-        stop(
-            ConfigError(
-                f"cannot listen at {host} port {port}: {getattr(error, 'strerror', None) or error};"
-                " choose another --port, or a --host of this machine"
-            )
-        )
-
-
-def start_plugins(args: Any) -> None:
-    """Configure and test the plugins, or end the process with one line."""
-    try:
-        manager.ask("configure", args=args)
-        manager.ask("self_test")
-    except Exception as error:
-        stop(error)
+        what = f"cannot listen at {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        stop(ConfigError(f"{what}; choose another --port, or a --host of this machine"))

@@ -29,9 +29,7 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
         yield received
         return
     handler = make_handler(received, grace_s)
-    previous: dict[signal.Signals, Any] = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, handler),
-    }
+    previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
     # A shell starts background jobs with SIGINT ignored, and so it stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         previous[signal.SIGINT] = signal.signal(signal.SIGINT, handler)

@@ -29,10 +29,8 @@ class Pair:
     newest_mlx: Version = NEWEST_MLX
 
     def __str__(self) -> str:
-        return (
-            f"mlx-lm {text(self.mlx_lm)} with mlx {text(self.oldest_mlx)} "
-            f"to {text(self.newest_mlx)}"
-        )
+        lm, oldest, newest = map(text, (self.mlx_lm, self.oldest_mlx, self.newest_mlx))
+        return f"mlx-lm {lm} with mlx {oldest} to {newest}"
 
 
 PAIRS = (
@@ -110,8 +108,7 @@ def installed(distribution: str) -> str:
 
 def parse(version: str) -> Version:
     """Return the first three numbers of a version; what follows them does not matter here."""
-    numbers = [int(n) for n in re.findall(r"\d+", version)[:3]]
-    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    major, minor, patch = [*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3]
     return major, minor, patch
 
 

@@ -1,12 +1,11 @@
 """Models with random weights and conversations, for the demo, the tests and the benchmarks."""
 
 from .conversation import Message, synthetic_conversation, synthetic_text
-from .model import TinyModelShape, make_tiny_model
+from .model import make_tiny_model
 from .tokenizer import TokenizerKind, train_tokenizer
 
 __all__ = [
     "Message",
-    "TinyModelShape",
     "TokenizerKind",
     "make_tiny_model",
     "synthetic_conversation",

@@ -11,7 +11,6 @@ import json
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,6 @@ _QUERY_GAIN = 2.0
 _LOGIT_SCALE = 2.5  # an entropy of 3 to 4 nats at temperature 1
 _STEADY = 6.0  # the constant number of the residual stream
 _READERS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "gate", "up"))
-
-
-@dataclass(frozen=True)
-class TinyModelShape:
-    """The sizes of a llama-like model. `hidden_size` None means n_heads * head_dim."""
-
-    n_layers: int = 2
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 64
-    hidden_size: int | None = None
-    intermediate_size: int | None = None  # None: 2 * hidden_size
-
-    def config(self) -> dict[str, Any]:
-        """Return the entries of config.json."""
-        hidden_size = self.hidden_size or self.n_heads * self.head_dim
-        return {
-            "hidden_size": hidden_size,
-            "intermediate_size": self.intermediate_size or 2 * hidden_size,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
-        }
 
 
 def make_tiny_model(
@@ -109,11 +84,16 @@ def make_tiny_model(
         extra_special_tokens=extra_special_tokens,
     )
     files.save(path)
-    shape = TinyModelShape(n_layers, n_heads, n_kv_heads, head_dim, hidden_size, intermediate_size)
+    hidden_size = hidden_size or n_heads * head_dim
     full_config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": ["LlamaForCausalLM"] if model_type == "llama" else [],
-        **shape.config(),
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size or 2 * hidden_size,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": n_kv_heads,
+        "head_dim": head_dim,
         "vocab_size": max(vocab_size, files.n_tokens),
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,

@@ -177,7 +177,7 @@ def _train_byte_level(vocab_size: int, specials: tuple[str, ...]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_lines(), trainer)
+    tokenizer.train_from_iterator([f"{line}\n" for line in corpus_lines()], trainer)
     return tokenizer
 
 
@@ -233,10 +233,6 @@ def _train_sentencepiece(vocab_size: int, specials: tuple[str, ...], legacy: boo
         ],
     }
     return Tokenizer.from_str(json.dumps(content))
-
-
-def _lines() -> list[str]:
-    return [line + "\n" for line in corpus_lines()]
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

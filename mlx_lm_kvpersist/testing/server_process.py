@@ -156,28 +156,20 @@ class ServerProcess:
         messages: Sequence[Mapping[str, Any]],
         session: str | None = None,
         stream: bool = False,
-        *,
-        max_tokens: int = 32,
-        headers: Mapping[str, str] | None = None,
         **params: Any,
     ) -> Reply:
-        """Send a chat completion; `session` becomes X-Session-ID, `params` join the body."""
-        body = {"messages": list(messages), "max_tokens": max_tokens, **params}
-        return self._generate("/v1/chat/completions", body, session, stream, headers)
+        """Send a chat completion; `session` becomes X-Session-ID, `params` join the body.
+
+        Of `params`, `headers` are sent as such; `max_tokens` is 32 where it is not named.
+        """
+        body = {"messages": list(messages), **params}
+        return self._generate("/v1/chat/completions", session, stream, **body)
 
     def complete(
-        self,
-        prompt: str,
-        session: str | None = None,
-        stream: bool = False,
-        *,
-        max_tokens: int = 32,
-        headers: Mapping[str, str] | None = None,
-        **params: Any,
+        self, prompt: str, session: str | None = None, stream: bool = False, **params: Any
     ) -> Reply:
-        """Send a text completion."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, **params}
-        return self._generate("/v1/completions", body, session, stream, headers)
+        """Send a text completion; the arguments are those of `chat`."""
+        return self._generate("/v1/completions", session, stream, prompt=prompt, **params)
 
     def warm_up(self) -> None:
         """Generate one token, so that the model is loaded before anything is timed."""
@@ -307,12 +299,14 @@ class ServerProcess:
     def _generate(
         self,
         path: str,
-        body: dict[str, Any],
         session: str | None,
         stream: bool,
-        headers: Mapping[str, str] | None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **params: Any,
     ) -> Reply:
         sent = dict(headers or {})
+        body = {"max_tokens": 32, **params}
         if session is not None:
             sent["X-Session-ID"] = session
         if stream:
