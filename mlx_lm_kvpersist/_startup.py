@@ -78,7 +78,9 @@ def stop(error: BaseException) -> NoReturn:
 
 def report(error: BaseException) -> None:
     """Print one line on stderr; with `--log-level DEBUG`, a traceback before it."""
-    if wants_traceback(sys.argv):
+    # Options may not be parsed yet.
+    pairs = itertools.pairwise(sys.argv)
+    if "--log-level=DEBUG" in sys.argv or ("--log-level", "DEBUG") in pairs:
         traceback.print_exception(error)
     print(one_line(error, requested_plugins(sys.argv[1:])), file=sys.stderr, flush=True)
 
@@ -99,12 +101,6 @@ def one_line(error: BaseException, plugins: Sequence[str]) -> str:
         )
     options = "".join(f" --plugin {name}" for name in plugins)
     return f"{TARGET}{options}: {message}"
-
-
-def wants_traceback(argv: Sequence[str]) -> bool:
-    """Tell whether `--log-level DEBUG` was given; options may not be parsed yet."""
-    pairs = itertools.pairwise(argv)
-    return "--log-level=DEBUG" in argv or ("--log-level", "DEBUG") in pairs
 
 
 class ServerFinder(MetaPathFinder):

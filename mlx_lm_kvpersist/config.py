@@ -24,10 +24,7 @@ GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _STOCK_GROUP_SIZE = 64
-_ISOLATION = ("shared", "session")
-_ATTENTION = ("auto", *STRATEGIES)
 KV_BITS = {"4": (4, 4), "8": (8, 8), "k8v4": (8, 4), "16": (OWN_BITS, OWN_BITS)}
-_VERIFY = ("canary", "checksum", "off")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Config:
     precision: PrecisionChoice = field(default_factory=PrecisionChoice)
     admin_key: str | None = field(default=None, repr=False)
     attention: Strategy | Literal["auto"] = "auto"
-    """"auto", or the strategy (see kv/attention.py) that every layer takes if it can."""
+    """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
 
 
 def parse_share(text: str) -> float:
@@ -129,7 +126,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-attention",
-        choices=_ATTENTION,
+        choices=("auto", *STRATEGIES),
         default="auto",
         help="How layers attend over quantized keys: dequantize one layer at a time, read them "
         "packed, or dequantize in tiles, where the model can (default: what is measured to be "
@@ -137,7 +134,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-verify",
-        choices=_VERIFY,
+        choices=("canary", "checksum", "off"),
         default="canary",
         help="What is checked when a conversation is restored from disk: the checksum of every "
         "file, and with canary that its last tokens, computed again, agree (default: canary)",
@@ -149,7 +146,7 @@ def add_options(parser: ArgumentParser) -> None:
     )
     group.add_argument(
         "--kvpersist-isolation",
-        choices=_ISOLATION,
+        choices=("shared", "session"),
         default="shared",
         help="Whether equal beginnings are stored once for all sessions, or each session "
         "finds only what it stored itself (default: shared)",
@@ -206,7 +203,7 @@ def from_args(args: Namespace) -> Config:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
     disk = args.kvpersist_disk
     if disk is None:
-        disk = min(volume_bytes(folder) // 10, DEFAULT_MAX_DISK_BYTES)
+        disk = default_disk_bytes(folder)
     return Config(
         folder=folder,
         limits=StoreLimits(
@@ -282,8 +279,8 @@ def device_memory_bytes() -> int:
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def volume_bytes(folder: Path) -> int:
-    """Return the size of the volume that holds `folder` or would hold it."""
+def default_disk_bytes(folder: Path) -> int:
+    """Return a tenth of the volume that holds `folder` or would hold it, at most 64 GiB."""
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).total
+    return min(shutil.disk_usage(folder).total // 10, DEFAULT_MAX_DISK_BYTES)

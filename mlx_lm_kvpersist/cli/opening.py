@@ -11,12 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..config import (
-    DEFAULT_MAX_DISK_BYTES,
-    DEFAULT_MIN_FREE_BYTES,
-    default_folder,
-    volume_bytes,
-)
+from ..config import DEFAULT_MIN_FREE_BYTES, default_disk_bytes, default_folder
 from ..errors import StoreError
 from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
@@ -34,7 +29,7 @@ def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
     """Return the budgets that the options name, with the server's defaults."""
     max_disk_bytes, min_free_bytes = args.kvpersist_disk, args.kvpersist_min_free
     if max_disk_bytes is None:
-        max_disk_bytes = min(volume_bytes(folder) // 10, DEFAULT_MAX_DISK_BYTES)
+        max_disk_bytes = default_disk_bytes(folder)
     if min_free_bytes is None:
         min_free_bytes = DEFAULT_MIN_FREE_BYTES
     return StoreLimits(0, max_disk_bytes, min_free_bytes=min_free_bytes, fsync=True)
@@ -81,19 +76,15 @@ def reading(folder: Path) -> Iterator[Index]:
 
 
 @contextmanager
-def changing(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
+def changing(
+    folder: Path, limits: StoreLimits | None = None, *, create: bool = False
+) -> Iterator[DiskStore]:
     """Open a store to change it; a missing or damaged index is rebuilt.
 
-    Each change takes the store's lock; opening it does not.
+    Each change takes the store's lock; opening it does not. create: make it where there is none.
     """
-    check_exists(folder)
-    with open_store(folder, limits) as disk:
-        yield disk
-
-
-@contextmanager
-def open_store(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store; make it where there is none."""
+    if not create:
+        check_exists(folder)
     disk = DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))
     try:
         yield disk

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +40,28 @@ _NEEDLE_TOKENS = 24
 _TOOL_TOKENS = 128
 
 
-@dataclass(frozen=True)
-class Text:
-    """The text that is measured."""
-
-    name: str
-    content: str
-
-    def about(self) -> dict[str, Any]:
-        digest = hashlib.sha256(self.content.encode()).hexdigest()
-        return {"name": self.name, "chars": len(self.content), "sha256": digest}
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError where it fails."""
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
-    text = read_text(args.text)
+    text_name, text = read_text(args.text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    about_text = {"name": text_name, "chars": len(text), "sha256": digest}
     model, tokenizer = load_named(args.model)
-    begin, ids = encode(tokenizer, text.content)
+    begin, ids = encode(tokenizer, text)
     if len(ids) < _MIN_TOKENS:
         raise ConfigError(
-            f"{text.name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
+            f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
-    reasons = quantizable(model, CHOICES)
-    names = [name for name, reason in reasons.items() if reason is None]
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    why_not = quantizable(model, CHOICES)
+    names = [name for name, reason in why_not.items() if reason is None]
+    left_out = {name: reason for name, reason in why_not.items() if reason is not None}
     if set(names) <= {REFERENCE}:
-        return _nothing_quantized(args, text, left_out)
+        reasons = "; ".join(sorted(set(left_out.values())))
+        why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
+        content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
+        tell(args, {**content, "recommended": REFERENCE, "why": why}, why)
+        return 0
     windows = windows_of(ids, begin, args.window, args.stride)
     with_tools = takes_tools(tokenizer)
     n_needles = 0 if args.no_needle else len(_DEPTHS)
@@ -81,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
 
         choices = {name: CHOICES[name] for name in names}
         scores = score_text(model, windows, choices, one_more)
-        needles = (
-            {}
-            if args.no_needle
-            else _find_needles(model, tokenizer, text.content, names, args.context, one_more)
-        )
-        calls = _call_tools(model, tokenizer, names, one_more) if with_tools else {}
+        ask = partial(_replies, model, tokenizer, names, one_more)
+        depths = () if args.no_needle else _DEPTHS
+        hidden = needle_prompts(tokenizer, text, args.context, depths)
+        needles = [ask(ids, _NEEDLE_TOKENS) for _, ids in hidden]
+        question = prompt_of(tokenizer, TOOL_QUESTION, [TOOL]) if with_tools else []
+        calls = ask(question, _TOOL_TOKENS) if with_tools else {}
     own = scores[REFERENCE]
     rows = [
         Row(
@@ -106,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(
             {
                 "model": args.model,
-                "text": {**text.about(), "tokens": len(ids), "predicted": own.n_tokens},
+                "text": {**about_text, "tokens": len(ids), "predicted": own.n_tokens},
                 "window": args.window,
                 "stride": args.stride,
                 "needle_context": None if args.no_needle else args.context,
@@ -120,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     console().print(
-        f"{args.model} on {text.name}: {own.n_tokens:,} tokens predicted, in windows of "
+        f"{args.model} on {text_name}: {own.n_tokens:,} tokens predicted, in windows of "
         f"{args.window:,} that advance by {args.stride:,}\n"
     )
     _print_rows(rows)
@@ -130,10 +125,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_text(path: Path | None) -> Text:
-    """Return the text of a file, or the package's own story. Raises ConfigError without a text."""
+def read_text(path: Path | None) -> tuple[str, str]:
+    """Return name and text of a file, or of the package's own story; ConfigError without a text."""
     if path is None:
-        return Text("the package's own story", OWN_TEXT.read_text(encoding="utf-8"))
+        return "the package's own story", OWN_TEXT.read_text(encoding="utf-8")
     try:
         content = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -142,7 +137,7 @@ def read_text(path: Path | None) -> Text:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}") from error
     if not content.strip():
         raise ConfigError(f"{path} is empty")
-    return Text(str(path), content)
+    return str(path), content
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
@@ -153,45 +148,25 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     return ([bos] if begins else []), ids
 
 
-def _nothing_quantized(args: argparse.Namespace, text: Text, left_out: dict[str, str]) -> int:
-    reasons = sorted(set(left_out.values()))
-    why = f"Nothing of this model's cache is quantized, so nothing changes: {'; '.join(reasons)}"
-    content = {"model": args.model, "text": text.about(), "rows": [], "left_out": left_out}
-    tell(args, {**content, "recommended": REFERENCE, "why": why}, why)
-    return 0
-
-
-def _find_needles(
-    model: Any, tokenizer: Any, text: str, names: Sequence[str], context: int, told: Told
-) -> dict[str, list[str]]:
-    """Return the replies of each precision, one for each depth."""
-    replies: dict[str, list[str]] = {name: [] for name in names}
+def _replies(
+    model: Any, tokenizer: Any, names: Sequence[str], told: Told, ids: list[int], max_tokens: int
+) -> dict[str, str]:
+    """Return the reply of each precision to a prompt."""
     ends = set(tokenizer.eos_token_ids)
-    for _, ids in needle_prompts(tokenizer, text, context, _DEPTHS):
-        for name in names:
-            said = greedy(model, ids, CHOICES[name], _NEEDLE_TOKENS, ends)
-            replies[name].append(tokenizer.decode(said))
-            told()
-    return replies
-
-
-def _needles_of(replies: dict[str, list[str]], name: str) -> Needles | None:
-    if not replies:
-        return None
-    pairs = list(zip(replies[name], replies[REFERENCE], strict=True))
-    found = sum(SECRET in reply.replace(",", "") for reply, _ in pairs)
-    return Needles(len(pairs), found, sum(reply == reference for reply, reference in pairs))
-
-
-def _call_tools(model: Any, tokenizer: Any, names: Sequence[str], told: Told) -> dict[str, str]:
-    """Return the reply of each precision to a question that asks for a tool call."""
-    ids = prompt_of(tokenizer, TOOL_QUESTION, [TOOL])
     replies = {}
     for name in names:
-        said = greedy(model, ids, CHOICES[name], _TOOL_TOKENS, set(tokenizer.eos_token_ids))
+        said = greedy(model, ids, CHOICES[name], max_tokens, ends)
         replies[name] = tokenizer.decode(said)
         told()
     return replies
+
+
+def _needles_of(needles: list[dict[str, str]], name: str) -> Needles | None:
+    if not needles:
+        return None
+    pairs = [(replies[name], replies[REFERENCE]) for replies in needles]
+    found = sum(SECRET in reply.replace(",", "") for reply, _ in pairs)
+    return Needles(len(pairs), found, sum(reply == reference for reply, reference in pairs))
 
 
 def _tool_call_of(tokenizer: Any, replies: dict[str, str], name: str) -> ToolCall | None:

@@ -12,7 +12,7 @@ from ..store.index import Index, Session
 from ..store.session_file import SessionFile
 from ..store.session_transfer import export_session, import_session
 from ..units import show_bytes
-from .opening import changing, check_exists, folder_of, limits_of, open_store, reading
+from .opening import changing, check_exists, folder_of, limits_of, reading
 from .output import (
     console,
     counted,
@@ -246,7 +246,7 @@ def load(args: argparse.Namespace) -> int:
     with progress("check") as told:
         source = SessionFile(args.file, told)
     try:
-        with open_store(folder, limits_of(args, folder)) as disk:
+        with changing(folder, limits_of(args, folder), create=args.create) as disk:
             done = import_session(disk, source)
             about = describe(disk.index, done.session)
     finally:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,13 +22,23 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
 
     Stock dies of SIGTERM without ending its threads. KeyboardInterrupt is what it catches to
     stop listening and to join the generation thread. Main thread; elsewhere nothing changes.
-    Yields the signals that came.
+    Yields the signals that came. The clock of `grace_s` runs on when the block has ended: threads
+    that are left can keep a process alive.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    handler = make_handler(received, grace_s)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            end_now(number, "asked twice")
+        clock = threading.Timer(grace_s, end_now, (number, f"not ended after {grace_s:g} s"))
+        clock.daemon = True
+        clock.start()
+        raise KeyboardInterrupt
+
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
     # A shell starts background jobs with SIGINT ignored, and so it stays.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -38,24 +48,6 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
     finally:
         for number, former in previous.items():
             signal.signal(number, former)
-
-
-def make_handler(received: list[int], grace_s: float) -> Callable[[int, FrameType | None], None]:
-    """Return a handler that interrupts the main thread once, and ends the process when asked again.
-
-    The clock runs on when the handler is gone: threads that are left can keep a process alive.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            end_now(number, "asked twice")
-        clock = threading.Timer(grace_s, end_now, (number, f"not ended after {grace_s:g} s"))
-        clock.daemon = True
-        clock.start()
-        raise KeyboardInterrupt
-
-    return handle
 
 
 def end_now(number: int, reason: str) -> NoReturn:

@@ -4,9 +4,8 @@ The demo, the tests and the benchmarks share it. It binds loopback, works offlin
 no process but the one that it started.
 """
 
-from .ports import HOST, free_port
 from .reply import OUTCOME_HEADER, Reply, ServerError, parse_outcome
-from .server_process import ServerProcess
+from .server_process import HOST, ServerProcess, free_port
 
 __all__ = [
     "HOST",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.host.versions import parse
-from mlx_lm_kvpersist.testing import ports as ports_module
+from mlx_lm_kvpersist.testing import server_process as ports_module
 from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
 
 MESSAGES = [
