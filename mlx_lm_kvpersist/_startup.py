@@ -155,23 +155,16 @@ class ServerLoader(Loader):
             f"globals().update({{k: v for k, v in"
             f" vars(_importlib.import_module({fullname!r})).items() if not k.startswith('__')}})\n"
         )
-        block = main_block(self.real, fullname)
+        get_source = getattr(self.real, "get_source", None)
+        source = get_source(fullname) if get_source else None
+        block = [
+            node
+            for node in ast.parse(source or "").body
+            if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        ]
         tree.body += block or ast.parse("main()").body
         get_filename = getattr(self.real, "get_filename", None)
         return compile(tree, get_filename(fullname) if get_filename else fullname, "exec")
-
-
-def main_block(loader: Any, fullname: str) -> list[ast.stmt]:
-    """Return a module's `if __name__ == "__main__":` statement, or nothing without a source."""
-    get_source = getattr(loader, "get_source", None)
-    source = get_source(fullname) if get_source else None
-    if source is None:
-        return []
-    return [
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-    ]
 
 
 def serve(argv: Sequence[str]) -> None:

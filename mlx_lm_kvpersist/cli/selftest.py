@@ -59,9 +59,11 @@ def run_selftest(
 
     server_options: more of the server's command line, for example a plugin's folder.
     """
-    checks: list[tuple[str, Callable[[], None]]] = [("versions", versions.check)]
-    checks += [(f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES]
-    checks.append(("startup", partial(check_startup, plugins, server_options)))
+    checks: list[tuple[str, Callable[[], None]]] = [
+        ("versions", versions.check),
+        *((f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES),
+        ("startup", partial(check_startup, plugins, server_options)),
+    ]
     return Report(
         mlx_lm=found_version("mlx-lm"),
         mlx=found_version("mlx"),
@@ -193,10 +195,9 @@ def run(args: argparse.Namespace) -> int:
 
 def print_report(report: Report) -> None:
     """Print a report as a table."""
-    out = console()
     known = "" if report.known else " (not measured)"
-    out.print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")
-    out.print("measured: " + "; ".join(str(pair) for pair in versions.PAIRS))
+    console().print(f"mlx-lm {report.mlx_lm}, mlx {report.mlx}{known}")
+    console().print("measured: " + "; ".join(map(str, versions.PAIRS)))
     rows = [
         [each.name, "ok" if each.passed else "failed", f"{each.seconds:.2f}", each.error]
         for each in report.results

@@ -89,11 +89,8 @@ class GuardedResponseGenerator(Stock):  # type: ignore[misc]
             self.model_provider.is_ready = False
             logger.error("the generation thread ended", exc_info=error)
             delay_s = LAST_ANSWERS_S
-            what = f"{type(error).__name__}: {error}"
-            stopped = GenerationStopped(
-                f"the server ends: its generation thread was stopped by {what}"
-            )
-            error = stopped
+            what = f"its generation thread was stopped by {type(error).__name__}: {error}"
+            error = stopped = GenerationStopped(f"the server ends: {what}")
         self.model_provider.fatal_error = error
         self.requests.close(stopped)
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))

@@ -18,7 +18,7 @@ from .request_checks import (
     check_body_length,
     check_messages,
     check_parameters,
-    check_prompt,
+    require_text,
 )
 from .routes import Route
 
@@ -149,7 +149,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return self._received(super().handle_chat_completions())
 
     def handle_text_completions(self) -> Any:
-        check_prompt(self.body.get("prompt"))
+        require_text("prompt", self.body.get("prompt"))
         return self._received(super().handle_text_completions())
 
     def _received(self, request: Any) -> Any:
@@ -230,9 +230,8 @@ def plugin_routes() -> dict[tuple[str, str], Route]:
 
 def handler_with(stock: type[Any], routes: Mapping[tuple[str, str], Route]) -> type[Any]:
     """Return a handler class that is `stock` and tells the plugins."""
-    return type(
-        PluginAPIHandler.__name__, (PluginAPIHandler, stock), {"plugin_routes": dict(routes)}
-    )
+    bases = (PluginAPIHandler, stock)
+    return type(PluginAPIHandler.__name__, bases, {"plugin_routes": dict(routes)})
 
 
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
@@ -248,9 +247,8 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         try:
-            call.arguments["handler_class"] = handler_with(
-                call.arguments["handler_class"], plugin_routes()
-            )
+            handler = handler_with(call.arguments["handler_class"], plugin_routes())
+            call.arguments["handler_class"] = handler
             stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation

@@ -12,15 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from . import probes
-from .attention import plugin_quantized_attention
-from .batch_generator import PluginBatchGenerator
+from .caches import PluginBatchGenerator, PluginPromptCache, plugin_quantized_attention
 from .generation_thread import GuardedResponseGenerator
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
 from .model_provider import PluginModelProvider
 from .options import plugin_argparse
 from .patch import Patch, Signature, Uses
-from .prompt_cache import PluginPromptCache
 from .response_generator import PluginResponseGenerator
 from .run import plugin_run
 

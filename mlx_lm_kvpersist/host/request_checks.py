@@ -65,7 +65,7 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
     _require(is_right, "stop", stop, "text, or a list of texts")
     for i, word in enumerate([stop] if isinstance(stop, str) else stop or ()):
-        _require_text(f"stop[{i}]", word)
+        require_text(f"stop[{i}]", word)
 
 
 def check_messages(messages: Any) -> None:
@@ -75,21 +75,16 @@ def check_messages(messages: Any) -> None:
         _require(isinstance(message, dict), f"messages[{i}]", message, "an object")
         content = message.get("content")
         if isinstance(content, str):
-            _require_text(f"messages[{i}].content", content)
+            require_text(f"messages[{i}].content", content)
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
             _require(isinstance(part, dict), name, part, "an object")
             if isinstance(part.get("text"), str):
-                _require_text(f"{name}.text", part["text"])
+                require_text(f"{name}.text", part["text"])
             if part.get("type") in _IMAGES:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url
                 _require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
-
-
-def check_prompt(prompt: Any) -> None:
-    """Refuse a prompt of a text completion that is not one text. HTTP thread."""
-    _require_text("prompt", prompt)
 
 
 def check_ids(args: Any, n_logits: int) -> None:
@@ -125,7 +120,7 @@ def _require(is_right: bool, name: str, value: Any, expected: str) -> None:
     raise RequestRefused(f"{name} is {found}, expected {expected}")
 
 
-def _require_text(name: str, value: Any) -> None:
+def require_text(name: str, value: Any) -> None:
     """Refuse what is no text, or cannot be encoded: half of a surrogate pair cannot."""
     _require(isinstance(value, str), name, value, "text")
     try:

@@ -24,7 +24,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.prompt_cache import PluginPromptCache
+from mlx_lm_kvpersist.host.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
