@@ -90,7 +90,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
             return
         given = {"tokens": tokens, "prompt_cache": prompt_cache, "cache_type": cache_type}
         taken = tokens.taken
-        manager.ask_plugin(taken.plugin, "insert_cache", handle=taken.handle, **given)
+        manager.ask_first("insert_cache", taken.plugin, handle=taken.handle, **given)
 
 
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,19 +121,17 @@ def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[An
             yield implementation.plugin, answer
 
 
-def ask_first(hook: str, **arguments: Any) -> Any:
-    """Return the first answer to a hook, or None; plugins that raise are logged."""
-    return next((answer for _, answer in ask_each(hook, **arguments)), None)
+def ask_first(hook: str, only: Any = None, **arguments: Any) -> Any:
+    """Return the first answer to a hook, or that of the plugin `only`; None without one.
+
+    Plugins that raise are logged.
+    """
+    return next((answer for _, answer in ask_each(hook, only, **arguments)), None)
 
 
 def ask_all(hook: str, **arguments: Any) -> list[Any]:
     """Return every answer to a hook; plugins that raise are logged."""
     return [answer for _, answer in ask_each(hook, **arguments)]
-
-
-def ask_plugin(plugin: Any, hook: str, **arguments: Any) -> Any:
-    """Return one plugin's answer to a hook, or None; if it raises, that is logged."""
-    return next((answer for _, answer in ask_each(hook, only=plugin, **arguments)), None)
 
 
 def is_implemented(hook: str) -> bool:

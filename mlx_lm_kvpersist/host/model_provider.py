@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -29,8 +28,12 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     def n_logits(self) -> int:
         """How many tokens the loaded model, and its draft model, can choose from."""
         if self._n_logits is None:
+            import mlx.core as mx
+
+            # MLX is lazy: this builds a graph and computes nothing.
+            token = mx.array([[0]])
             models = (model for model in (self.model, self.draft_model) if model is not None)
-            self._n_logits = min(count_logits(model) for model in models)
+            self._n_logits = min(int(model(token).shape[-1]) for model in models)
         return self._n_logits
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
@@ -70,14 +73,6 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         self.is_ready = True
 
 
-def count_logits(model: Any) -> int:
-    """Return the size of a model's vocabulary as its output has it. Generation thread."""
-    import mlx.core as mx
-
-    # MLX is lazy: this builds a graph and computes nothing.
-    return int(model(mx.array([[0]])).shape[-1])
-
-
 def let_plugins_make_caches(model: Any) -> bool:
     """Set `make_cache` on this model, unless no plugin makes caches for it.
 
@@ -88,24 +83,19 @@ def let_plugins_make_caches(model: Any) -> bool:
     """
     if manager.ask("make_prompt_cache", model=model) is None:
         return False
-    own = own_make_cache(model)
+    from mlx_lm.models.cache import KVCache
+
+    own = getattr(type(model), "make_cache", None)
     # The model must not hold itself, or its weights would stay until a garbage collection.
     reference = weakref.ref(model)
 
     def make_cache() -> list[Any]:
-        model = reference()
+        model: Any = reference()
         # Nothing catches an exception here later, and the generation thread would die.
         caches = manager.ask_first("make_prompt_cache", model=model)
-        return own(model) if caches is None else list(caches)
+        if caches is None:
+            caches = own(model) if own is not None else (KVCache() for _ in model.layers)
+        return list(caches)
 
     model.make_cache = make_cache
     return True
-
-
-def own_make_cache(model: Any) -> Callable[[Any], list[Any]]:
-    """Return the way this model makes its caches without plugins."""
-    if hasattr(type(model), "make_cache"):
-        return lambda model: list(type(model).make_cache(model))
-    from mlx_lm.models.cache import KVCache
-
-    return lambda model: [KVCache() for _ in model.layers]

@@ -114,4 +114,4 @@ def test_a6_one_plugin_can_be_asked_alone() -> None:
     plugins = answering(["a"], ["b"])
     with plugged(*plugins):
         for plugin, answer in zip(plugins, (["a"], ["b"]), strict=True):
-            assert manager.ask_plugin(plugin, "make_prompt_cache", model=None) == answer
+            assert manager.ask_first("make_prompt_cache", plugin, model=None) == answer

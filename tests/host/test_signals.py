@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from mlx_lm_kvpersist.host.signals import ending_cleanly
+from mlx_lm_kvpersist.host.run import ending_cleanly
 
 STUBBORN = """
 import sys, threading, time
-from mlx_lm_kvpersist.host.signals import ending_cleanly
+from mlx_lm_kvpersist.host.run import ending_cleanly
 threading.Thread(target=time.sleep, args=(60,)).start()
 with ending_cleanly(grace_s=float(sys.argv[1])):
     try:
