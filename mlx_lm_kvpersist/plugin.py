@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key, unshared
-from .cache.attention_plan import AttentionPlan
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.calibration import with_plans
 from .cache.fingerprint import content_hash, model_fingerprint
@@ -29,27 +28,18 @@ from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
 from .host.response_generator import has_text_only
 from .host.routes import Route
-from .match.keys import Root
 from .match.text import TokenText
 from .request.costs import ReusePolicy
-from .request.history import History, RequestRecord
 from .request.insert import insert
-from .request.lookup import Lookup, Reuse
-from .request.model import LoadedModel
-from .request.outcome import Kind, Outcome, Reason
+from .request.lookup import Lookup, RequestState, Reuse, Sequence
+from .request.model import LoadedModel, described, local_path
+from .request.outcome import History, Kind, Outcome, Reason
 from .request.replies import remember, respell
 from .request.round_trip import check_round_trip
-from .request.state import RequestState, Sequence
 from .store.block_store import BlockStore
 from .units import show_bytes
 
 logger = logging.getLogger(__name__)
-
-_BATCHING = {
-    Batching.ALL: "prompts and replies in batches",
-    Batching.DECODE: "replies in batches, prompts one at a time",
-    Batching.NONE: "one request at a time",
-}
 
 
 class KVPersistPlugin:
@@ -131,15 +121,7 @@ class KVPersistPlugin:
         text = TokenText.of(provider.tokenizer) if self._config.store_text else None
         if text is None and self._config.store_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        logger.info(
-            "kvpersist: %s: %s a token %s, %s, %s; %s",
-            model_path,
-            show_bytes(spec.bytes_per_token),
-            described_precision(spec),
-            _BATCHING[spec.batching],
-            described_attention(spec.plans.values()),
-            self._places(),
-        )
+        logger.info("kvpersist: %s: %s; %s", model_path, described(spec), self._places())
         for group in spec.full:
             if group.precision is None and not self._config.precision.is_own:
                 logger.warning(
@@ -163,11 +145,14 @@ class KVPersistPlugin:
             self._store.set_file_hash(str(path), stamp, known)
         return known
 
+    def _spec_of(self, model: Any) -> ModelCacheSpec | None:
+        """Return the spec of the loaded model, None for any other."""
+        return self._loaded.spec if self._loaded and model is self._model_ref() else None
+
     @hookimpl
     def make_prompt_cache(self, model: Any) -> list[Any] | None:
-        if self._loaded is None or model is not self._model_ref():
-            return None
-        return list(self._loaded.spec.make_cache())
+        spec = self._spec_of(model)
+        return spec.make_cache() if spec else None
 
     @hookimpl
     def merge_caches(self, caches: list[Any]) -> Any | None:
@@ -179,15 +164,13 @@ class KVPersistPlugin:
 
     @hookimpl
     def batches(self, model: Any) -> bool | None:
-        if self._loaded is None or model is not self._model_ref():
-            return None
-        return self._loaded.spec.batching is not Batching.NONE
+        spec = self._spec_of(model)
+        return spec.batching is not Batching.NONE if spec else None
 
     @hookimpl
     def joins_prompts(self, model: Any) -> bool | None:
-        if self._loaded is None or model is not self._model_ref():
-            return None
-        return self._loaded.spec.batching is Batching.ALL
+        spec = self._spec_of(model)
+        return spec.batching is Batching.ALL if spec else None
 
     # A request.
 
@@ -206,11 +189,6 @@ class KVPersistPlugin:
         if self._store is not None:
             self._store.set_gentle(serving)
 
-    def _root(self, state: RequestState, loaded: LoadedModel) -> Root:
-        assert self._config is not None
-        session = (state.session or "") if self._config.isolate_sessions else ""
-        return loaded.root(state.namespace, session)
-
     @hookimpl
     def prefetch(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
@@ -218,14 +196,20 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None:
             return None
         state = RequestState.of(request)
-        state.lookup = self._look_up(request, prompt, self._loaded, self._store)
+        state.lookup = self._look_up(state, request, prompt, self._loaded, self._store)
         return state.lookup.is_fetched if state.lookup.prefetch() else None
 
     def _look_up(
-        self, request: Any, prompt: Prompt, loaded: LoadedModel, store: BlockStore
+        self,
+        state: RequestState,
+        request: Any,
+        prompt: Prompt,
+        loaded: LoadedModel,
+        store: BlockStore,
     ) -> Lookup:
-        state = RequestState.of(request)
-        state.root, state.messages = self._root(state, loaded), request.messages or []
+        assert self._config is not None
+        session = (state.session or "") if self._config.isolate_sessions else ""
+        state.root, state.messages = loaded.root(state.namespace, session), request.messages or []
         return Lookup(
             respell(prompt, state.messages, state.root, store, loaded),
             state.root,
@@ -248,12 +232,11 @@ class KVPersistPlugin:
             return None
         try:
             if lookup is None or lookup.rendered is not prompt or lookup.model is not loaded:
-                lookup = self._look_up(request, prompt, loaded, store)
+                lookup = self._look_up(state, request, prompt, loaded, store)
             reuse = lookup.restore()
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
             reuse = Reuse(prompt, Outcome(Kind.MISS, len(prompt.ids), reason=Reason.STORE_FAILED))
-        state.root = self._root(state, loaded)
         self._record(state, reuse.outcome)
         sequence = Sequence(
             state, len(reuse.prompt.ids), reuse.outcome.n_reused, reuse.chain, time.perf_counter()
@@ -262,13 +245,12 @@ class KVPersistPlugin:
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
-        state.outcome, state.id = outcome, self._history.new_id()
         model = self._loaded.name if self._loaded else ""
+        record = self._history.add(state.session, state.namespace, model, outcome)
+        state.outcome, state.id = outcome, record.id
         logger.info("kvpersist: %s (%s)", outcome.sentence(state.session), state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
-        record = RequestRecord(state.id, state.session, state.namespace, model, outcome)
-        self._history.add(record)
         if self._store is not None and self._config is not None:
             self._store.keep_request(record.to_json(with_text=self._config.store_text))
 
@@ -346,37 +328,3 @@ class KVPersistPlugin:
             },
             "store": store.stats() if store else None,
         }
-
-
-def described_precision(spec: ModelCacheSpec) -> str:
-    """Return in how many bits the layers that hold every token are kept, for the log."""
-    found = []
-    for precision in dict.fromkeys(group.precision for group in spec.full):
-        if precision is None:
-            found.append("in full precision")
-        elif precision.bits == precision.of_values.bits:
-            found.append(f"in {precision.bits} bits")
-        else:
-            found.append(
-                f"in {precision.bits} bits for keys, {precision.of_values.bits} for values"
-            )
-    return " or ".join(found) or "in windows and states alone"
-
-
-def described_attention(plans: Iterable[AttentionPlan]) -> str:
-    """Return how quantized layers attend, for the log."""
-    found = {f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}" for p in plans}
-    return f"attention: {' or '.join(sorted(found))}" if found else "attention as in mlx-lm"
-
-
-def local_path(model: str) -> Path:
-    """Return the folder of a model that has been loaded: a path, or a repository in the cache."""
-    path = Path(model)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
-        raise ModelNotSupported(f"the files of model {model} cannot be found: {error}") from error

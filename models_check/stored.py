@@ -10,10 +10,9 @@ from typing import Any
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
+from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .attention_plan import AttentionPlan
 from .precision import KVPrecision, PrecisionChoice
-from .slots import GroupKind, replaced, slots_of
+from .slots import GroupKind
 
 __all__ = [
     "ArrayForm",
@@ -185,12 +185,12 @@ class ModelCacheSpec:
         """Groups whose state is copied at checkpoints."""
         return tuple(group for group in self.groups if group.kind is GroupKind.RECURRENT)
 
-    @property
+    @cached_property
     def any_prefix(self) -> bool:
         """Whether a prefix of any length can be restored: all groups are full."""
         return not self.sliding and not self.recurrent
 
-    @property
+    @cached_property
     def layout(self) -> str:
         """One word for how this model's KV is stored; different layouts have different words."""
         forms = [str(group.precision or "own") for group in self.full]
@@ -198,13 +198,13 @@ class ModelCacheSpec:
         forms += ["state"] if self.recurrent else []
         return ",".join(dict.fromkeys(forms))
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of a token in the full groups, live and on disk."""
         return sum(group.bytes_per_token for group in self.full)
 
-    @property
-    def point_bytes(self) -> int:
+    @cached_property
+    def bytes_per_checkpoint(self) -> int:
         """Most bytes that a restore needs beside the full groups: windows and states."""
         windows = sum(
             window * group.bytes_per_token
@@ -215,7 +215,8 @@ class ModelCacheSpec:
 
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache; replaces the model's `make_cache`."""
-        return replaced(self.template, [copy.deepcopy(slot) for slot in slots_of(self.template)])
+        shared = [*self.plans.values(), *(group.precision for group in self.groups)]
+        return copy.deepcopy(list(self.template), {id(one): one for one in shared})
 
     def describe(self) -> dict[str, Any]:
         """Return the spec as JSON values; equal specs give equal descriptions."""
@@ -223,7 +224,7 @@ class ModelCacheSpec:
             "layout": self.layout,
             "n_layers": len(self.template),
             "bytes_per_token": self.bytes_per_token,
-            "point_bytes": self.point_bytes,
+            "bytes_per_checkpoint": self.bytes_per_checkpoint,
             "batching": self.batching.value,
             "groups": [group.describe() for group in self.groups],
         }
@@ -244,7 +245,7 @@ class ModelCacheSpec:
             yield from group.state_arrays()
 
 
-def arrays_fit(forms: Iterator[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:
+def arrays_fit(forms: Iterable[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:
     """Return how `arrays` differ from the expected `forms`, or None."""
     expected = {name: (shape, dtype) for name, shape, dtype in forms}
     if missing := sorted(expected.keys() - arrays.keys()):

@@ -118,7 +118,9 @@ def _reuse(spec: ModelCacheSpec) -> list[str]:
             "Reusable: up to the ends of the system prompt, of the last turns and of their "
             "replies, where the state of the recurrent layers is kept."
         )
-    lines.append(f"Each such checkpoint takes up to {show_bytes(spec.point_bytes)} on disk.")
+    lines.append(
+        f"Each such checkpoint takes up to {show_bytes(spec.bytes_per_checkpoint)} on disk."
+    )
     lines.append(
         "Restored blocks are verified by checksum. Computing the last tokens again (the canary) is "
         "not possible"

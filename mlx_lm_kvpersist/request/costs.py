@@ -103,7 +103,7 @@ class ReusePolicy:
             return n_tokens, None
         if n_tokens < MIN_TOKENS:
             return 0, None  # a template's first words; nothing of the conversation is stored
-        blocks = [node for node in match.path if node.start < n_tokens]
+        blocks = [block for block in match.path if block.start < n_tokens]
         if not spec.any_prefix:
             worth_it = self._worth_it(blocks, n_tokens, store, spec)
             return (n_tokens, None) if worth_it else (0, Reason.NOT_WORTH_IT)
@@ -121,12 +121,12 @@ class ReusePolicy:
         self, blocks: Sequence[Block], n_tokens: int, store: BlockStore, spec: ModelCacheSpec
     ) -> bool:
         ram_bytes = disk_bytes = 0
-        for node in blocks:
-            n_bytes = node.n_tokens * spec.bytes_per_token
+        for block in blocks:
+            n_bytes = block.n_tokens * spec.bytes_per_token
             ram_bytes += n_bytes
-            disk_bytes += 0 if node.key in store.pool else n_bytes
-        ram_bytes += spec.point_bytes
-        disk_bytes += spec.point_bytes if disk_bytes else 0
+            disk_bytes += 0 if block.key in store.pool else n_bytes
+        ram_bytes += spec.bytes_per_checkpoint
+        disk_bytes += spec.bytes_per_checkpoint if disk_bytes else 0
         return self.costs.worth_it(n_tokens - blocks[0].start, ram_bytes, disk_bytes)
 
 
@@ -136,11 +136,11 @@ def _branch_chars(match: Match, store: BlockStore) -> int:
     while path:
         # Each begins where its parent ends; a damaged index may go round in circles.
         children = [
-            node
-            for node in store.children(path[-1].key, limit=FEW)
-            if node.start == path[-1].stop > path[-1].start
+            block
+            for block in store.children(path[-1].key, limit=FEW)
+            if block.start == path[-1].stop > path[-1].start
         ]
         if not children:
             break
-        path.append(max(children, key=lambda node: len(node.text)))
-    return sum(len(node.text) for node in path)
+        path.append(max(children, key=lambda block: len(block.text)))
+    return sum(len(block.text) for block in path)

@@ -20,8 +20,8 @@ def why_not_stored(
     prompt_ids: list[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> Reason:
     """Return why what follows a match is not stored: removed, elsewhere, or never saved."""
-    whole = [node for node in match.path if node.stop <= match.n_tokens]
-    whole = [node for node in whole if node.n_tokens == BLOCK_TOKENS]
+    whole = [block for block in match.path if block.stop <= match.n_tokens]
+    whole = [block for block in whole if block.n_tokens == BLOCK_TOKENS]
     start = whole[-1].stop if whole else 0
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:
@@ -41,9 +41,9 @@ def why_not_stored(
 
 def _is_alike(store: BlockStore, root: Root, text: str) -> bool:
     return any(
-        common_prefix(node.text, text, 0) >= min(MIN_ALIKE_CHARS, len(node.text))
-        for node in store.children(root.key, text)
-        if node.text
+        common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
+        for block in store.children(root.key, text)
+        if block.text
     )
 
 

@@ -20,16 +20,16 @@ from ..store.index import Leaf
 from .checkpoints import (
     MIN_TOKENS_BETWEEN,
     STATE,
-    parts_of_checkpoint,
+    needed_at_end,
+    stored_window,
     superseded_checkpoints,
     window_kind,
-    window_part,
 )
+from .lookup import Sequence
 from .model import LoadedModel
-from .state import Sequence
 
 REPLY = "assistant"
-"""The server's cache type at the end of a reply. At the ends of earlier parts it is another."""
+"""The server's cache type at the end of a reply. At the ends of earlier segments it is another."""
 
 
 def insert(
@@ -61,7 +61,7 @@ def insert(
     before = sequence.chain
     if spec.any_prefix:
         # Only full blocks stay as they are: a longer one takes the place of the last.
-        before = list(takewhile(lambda node: node.n_tokens == BLOCK_TOKENS, before))
+        before = list(takewhile(lambda block: block.n_tokens == BLOCK_TOKENS, before))
     if not spec.any_prefix and before and not ended:
         if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -77,8 +77,8 @@ def _new_blocks(
     chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
 ) -> list[tuple[Block, Arrays]]:
     """Return the blocks of a chain that are not stored, with evaluated copies of their KV."""
-    new = [node for node in chain if node.key not in store]
-    arrays = split_blocks(model.spec, caches, [(node.start, node.stop) for node in new])
+    new = [block for block in chain if block.key not in store]
+    arrays = split_blocks(model.spec, caches, [(block.start, block.stop) for block in new])
     return list(zip(new, arrays, strict=True))
 
 
@@ -100,7 +100,7 @@ def _insert_blocks(
     replaced = _replaced_tails(chain, sequence.n_reused, store)
     leaf = None
     if ended:
-        keys = tuple(node.key for node in chain)
+        keys = tuple(block.key for block in chain)
         leaf = Leaf(sequence.request.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
         store.save_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
@@ -121,11 +121,11 @@ def _insert_checkpoint(
     new = [block for block, _ in checkpoints]
     leaf, superseded = None, []
     if ended:
-        keys = tuple(node.key for node in chain)
+        keys = tuple(block.key for block in chain)
         leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
         superseded = superseded_checkpoints(chain, sequence.n_reused, new, store, model.spec)
-    # All that the checkpoint needs, stored parts included: a waiting turn protects them.
-    needed = parts_of_checkpoint(chain, new, store, model.spec)
+    # All that the checkpoint needs, stored windows included: a waiting turn protects them.
+    needed = needed_at_end(chain, new, store, model.spec)
     turn = Turn(sequence.root, tuple(chain), leaf, (), tuple(needed), tuple(superseded))
     store.save_turn(turn, [*blocks, *checkpoints])
 
@@ -133,30 +133,29 @@ def _insert_checkpoint(
 def _new_checkpoints(
     chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
 ) -> list[tuple[Block, Arrays]]:
-    """Return the parts that going on from the end of the chain needs and that are not stored."""
+    """Return what going on from the end of the chain needs and that is not stored."""
     spec, n_tokens = model.spec, chain[-1].stop
-    stored = store.checkpoints([node.key for node in chain])
-    parts: list[tuple[Block, Arrays]] = []
+    stored = store.checkpoints([block.key for block in chain])
+    new: list[tuple[Block, Arrays]] = []
     slots = slots_of(caches)
     for window, groups in spec.sliding.items():
         missing = []
         first_cached = max(
             cached_positions(slots[slot])[0] for group in groups for slot in group.slots
         )
-        for node in chain:
-            start = max(node.start, n_tokens - window)
-            if start >= node.stop or start < first_cached:
+        for block in chain:
+            start = max(block.start, n_tokens - window)
+            if start >= block.stop or start < first_cached:
                 continue
-            if window_part(stored.get(node.key, ()), window, node.stop - start) is None:
-                missing.append((node, start))
-        ranges = [(start, node.stop) for node, start in missing]
+            if stored_window(stored.get(block.key, ()), window, block.stop - start) is None:
+                missing.append((block, start))
+        ranges = [(start, block.stop) for block, start in missing]
         arrays = split_windows(spec, window, caches, ranges)
-        for (node, start), part_arrays in zip(missing, arrays, strict=True):
-            part = checkpoint(node.key, window_kind(window), node.stop - start)
-            parts.append((part, part_arrays))
-    if not any(part.kind == STATE for part in stored.get(chain[-1].key, ())):
-        parts.append((checkpoint(chain[-1].key, STATE, 0), copy_state(spec, caches)))
-    return parts
+        for (block, start), its_arrays in zip(missing, arrays, strict=True):
+            new.append((checkpoint(block.key, window_kind(window), block.stop - start), its_arrays))
+    if not any(one.kind == STATE for one in stored.get(chain[-1].key, ())):
+        new.append((checkpoint(chain[-1].key, STATE, 0), copy_state(spec, caches)))
+    return new
 
 
 def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedModel) -> list[Block]:
@@ -186,12 +185,12 @@ def _replaced_tails(
     earlier turns. One that is in RAM alone is dropped.
     """
     replaced = []
-    for node in chain:
-        if node.stop <= n_reused:
+    for block in chain:
+        if block.stop <= n_reused:
             continue
-        for sibling in store.children(node.parent, node.packed_ids):
-            is_beginning = sibling.key != node.key and sibling.is_genuine
-            if is_beginning and node.packed_ids.startswith(sibling.packed_ids):
+        for sibling in store.children(block.parent, block.packed_ids):
+            is_beginning = sibling.key != block.key and sibling.is_genuine
+            if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
                 store.drop_unwritten(sibling.key)
-                replaced.append((sibling.key, node.key))
+                replaced.append((sibling.key, block.key))
     return replaced

@@ -6,7 +6,8 @@ Generation thread. Whatever the store raises costs a restore, never a reply: the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +21,8 @@ from .checkpoints import nearest_checkpoint
 from .costs import ReusePolicy
 from .explain import why_not_stored
 from .model import LoadedModel
-from .outcome import Divergence, Kind, Outcome, Reason, divergence_at
+from .outcome import Kind, Outcome, Reason, divergence_at
 from .restore import Restored, needed_for, restore
-from .segments import with_ids
 
 MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
@@ -52,16 +52,10 @@ class _Found:
 
     prompt: Prompt
     match: Match
-
-    @property
-    def n_reusable(self) -> int:
-        """Tokens that can be reused: the last token of a prompt must run, to give logits."""
-        return min(self.match.n_tokens, len(self.prompt.ids) - 1)
-
-    @property
-    def diverges(self) -> bool:
-        """Whether it goes on in another way than what is stored."""
-        return self.n_reusable < len(self.prompt.ids) - 1 and not self.match.at_end
+    n_reusable: int
+    """Tokens that can be reused: the last token of a prompt must run, to give logits."""
+    diverges: bool
+    """Whether it goes on in another way than what is stored."""
 
 
 class Lookup:
@@ -83,7 +77,7 @@ class Lookup:
         *,
         rendered: Prompt | None = None,
         session: str | None = None,
-        messages: Sequence[dict[str, Any]] = (),
+        messages: ListLike[dict[str, Any]] = (),
     ) -> None:
         self.prompt, self.rendered = prompt, rendered or prompt
         self.model = model
@@ -105,10 +99,11 @@ class Lookup:
         if self._found is None:
             return False
         path = self._found.match.path
-        point = nearest_checkpoint(path, self._plan(self._found)[0], self._store, self.model.spec)
-        if point is None:
+        n_tokens, spec = self._plan(self._found)[0], self.model.spec
+        checkpoint = nearest_checkpoint(path, n_tokens, self._store, spec)
+        if checkpoint is None:
             return False
-        needed = needed_for(path, point, self.model.spec)
+        needed = needed_for(path, checkpoint, spec)
         n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
         if n_bytes <= MIN_PREFETCH_BYTES:
             return False
@@ -163,7 +158,7 @@ class Lookup:
         outcome = replace(outcome, restore_ms=(time.perf_counter() - started) * 1e3)
         if found is None or restored is None:
             return Reuse(found.prompt if found is not None else self.prompt, outcome)
-        chain = [node for node in found.match.path if node.stop <= restored.n_tokens]
+        chain = [block for block in found.match.path if block.stop <= restored.n_tokens]
         return Reuse(found.prompt, outcome, restored.caches, chain)
 
     def close(self) -> None:
@@ -180,18 +175,21 @@ class Lookup:
         prefer: set[bytes] = set()
         if self._session is not None:
             prefer = store.session_blocks(self._root, self._session)
+        spliced = None
         if tokens is not None and self._text is not None:
             self._nearest = match_text(store, self._root.key, self._text, tokens, prefer)
             if self._nearest.n_tokens == 0:
                 return
             spliced = splice(prompt.ids, self._text, self._nearest, tokens, self.model.encode)
-            if spliced is not None:
-                segmented = with_ids(prompt, spliced.ids, spliced.boundaries)
-                self._found = _Found(segmented, replace(self._nearest, n_tokens=spliced.n_stored))
-                return
-        match = match_ids(store, self._root.key, pack_ids(prompt.ids), prefer)
+        if spliced is not None:
+            prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
+            match = replace(self._nearest, n_tokens=spliced.n_stored)
+        else:
+            match = match_ids(store, self._root.key, pack_ids(prompt.ids), prefer)
         if match.n_tokens:
-            self._found = _Found(prompt, match)
+            n_most = len(prompt.ids) - 1
+            diverges = match.n_tokens < n_most and not match.at_end
+            self._found = _Found(prompt, match, min(match.n_tokens, n_most), diverges)
 
     def _plan(self, found: _Found) -> tuple[int, Reason | None]:
         """Return how many of the tokens that were found to reuse, and why not all."""
@@ -232,18 +230,85 @@ class Lookup:
             reason = Reason.EVICTED if self.model.spec.any_prefix else Reason.NO_CHECKPOINT
         if is_damaged:
             reason = Reason.DAMAGED
+        divergence, n_agreed, text = None, self._nearest.n_agreed, self._text or ""
+        stored_next = self._nearest.stored_next if kind in (Kind.DIVERGE, Kind.MISS) else ""
+        if stored_next and n_agreed < len(text):
+            divergence = divergence_at(text, n_agreed, stored_next, self._messages)
         return Outcome(
             kind,
             n_prompt,
             n_reused,
             restored.n_from_disk if restored is not None else 0,
             reason=reason,
-            divergence=self._divergence() if kind in (Kind.DIVERGE, Kind.MISS) else None,
+            divergence=divergence,
         )
 
-    def _divergence(self) -> Divergence | None:
-        """Return where the prompt diverges from the nearest stored branch, if it does."""
-        nearest = self._nearest
-        if self._text is None or not nearest.stored_next or nearest.n_agreed >= len(self._text):
-            return None
-        return divergence_at(self._text, nearest.n_agreed, nearest.stored_next, self._messages)
+
+@dataclass
+class RequestState:
+    """One request, from its HTTP thread to the generation thread and back.
+
+    `session` and `namespace` are set once, before the request is queued. `id` and `outcome` are
+    set when the request enters, before its reply begins.
+    """
+
+    session: str | None = None
+    namespace: str = ""
+    id: str = ""
+    outcome: Outcome | None = None
+    root: Root | None = None
+    """Of the tree that the request's tenant may see, once its model is loaded."""
+    messages: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Those that the prompt was rendered from."""
+    lookup: Lookup | None = field(default=None, repr=False)
+    """The lookup of a request that waits for its prefetch. Generation thread."""
+    sent: dict[str, Any] | None = field(default=None, repr=False)
+    """The reply as the client got it, once it is whole. HTTP thread."""
+    produced: tuple[list[int], list[int]] | None = field(default=None, repr=False)
+    """The ids of the prompt and of the reply, once it has ended. Generation thread."""
+
+    @staticmethod
+    def of(request: Any) -> RequestState:
+        """Return the state of a server's request, made where there is none."""
+        state: RequestState | None = getattr(request, "kvpersist", None)
+        if state is None:
+            state = request.kvpersist = RequestState()
+        return state
+
+
+@dataclass
+class Sequence:
+    """The tokens of a taken request while the server computes them. Generation thread.
+
+    Of its `n_prompt` prompt tokens the first `n_reused` were restored. `chain` holds the blocks
+    of its beginning that are known so far.
+    """
+
+    request: RequestState
+    n_prompt: int
+    n_reused: int = 0
+    chain: list[Block] = field(default_factory=list, repr=False)
+    entered_s: float | None = None
+    """When it was handed on to be prefilled (perf_counter); None once that is measured."""
+
+    @property
+    def root(self) -> Root:
+        assert self.request.root is not None
+        return self.request.root
+
+
+def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:
+    """Return the prompt with other ids, cut where it was cut, as far as a token ends there.
+
+    boundaries: number of tokens before a place in the old ids -> in the new ids.
+    """
+    segments, types = [], []
+    start = end = 0
+    for segment, segment_type in zip(prompt.segments, prompt.segment_types, strict=True):
+        end += len(segment)
+        stop = len(ids) if end == len(prompt.ids) else boundaries.get(end)
+        if stop is not None and stop > start:
+            segments.append(ids[start:stop])
+            types.append(segment_type)
+            start = stop
+    return replace(prompt, ids=ids, segments=segments, segment_types=types)

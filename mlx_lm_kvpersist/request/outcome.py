@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import count
+from threading import Lock
 from typing import Any
+
+KEPT = 200
+"""The last requests that a server remembers, for people who ask why something was slow."""
 
 
 class Kind(Enum):
@@ -167,3 +174,54 @@ def divergence_at(
             char = n_agreed - start
             return Divergence(n_agreed, index, message.get("role"), char, stored_next, asked)
     return Divergence(n_agreed, None, None, None, stored_next, asked)
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request; `received` in seconds since the epoch."""
+
+    id: str
+    session: str | None
+    namespace: str
+    model: str
+    outcome: Outcome
+    received: float = field(default_factory=time.time)
+
+    def to_json(self, *, with_text: bool) -> dict[str, Any]:
+        """Return the record; without text where text must not leave the prompt."""
+        outcome = self.outcome.to_json()
+        if not with_text and outcome["divergence"]:
+            outcome["divergence"].update(stored=None, asked=None)
+        return {
+            "id": self.id,
+            "received": self.received,
+            "session": self.session,
+            "namespace": self.namespace,
+            "model": self.model,
+            "sentence": self.outcome.sentence(self.session),
+            **outcome,
+        }
+
+
+class History:
+    """A bounded list of records, newest last. Any thread."""
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=KEPT)
+        self._numbers = count(1)
+        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
+        self._lock = Lock()
+
+    def add(
+        self, session: str | None, namespace: str, model: str, outcome: Outcome
+    ) -> RequestRecord:
+        """Add a record, with an id that no other request of this server has; they grow."""
+        id = f"kvp-{self._start}-{next(self._numbers)}"
+        record = RequestRecord(id, session, namespace, model, outcome)
+        with self._lock:
+            self._records.append(record)
+        return record
+
+    def records(self) -> list[RequestRecord]:
+        with self._lock:
+            return list(self._records)

@@ -31,8 +31,8 @@ from ..match.keys import Root, pack_ids, unpack_ids
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
 from ..store.turn import Turn
+from .lookup import with_ids
 from .model import LoadedModel
-from .segments import with_ids
 
 Message = dict[str, Any]
 _DIGEST_BYTES = 16

@@ -7,33 +7,34 @@ canary where the caches allow it: their last tokens are run again on top of the 
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from ..cache.blocks import n_bytes
 from ..cache.canary import CANARY_TOLERANCE, can_step_back, canary_difference, trailing
 from ..cache.join import Joiner, Piece, Pieces
 from ..cache.packed import headroom
-from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit
+from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit, forms_bytes
 from ..match.block import Block
 from ..match.keys import Root
 from ..match.tree import Match
-from ..store.block_store import BlockStore, Loaded
+from ..store.block_store import BlockStore
 from .checkpoints import Checkpoint, nearest_checkpoint
 from .model import LoadedModel
 
 
-@dataclass(frozen=True)
+@dataclass
 class Restored:
     """Caches that hold the first `n_tokens` of a prompt, `n_from_disk` of them read from disk."""
 
-    caches: list[Any]
     n_tokens: int
-    n_from_disk: int
+    caches: list[Any] = field(default_factory=list)
+    last: dict[int | None, list[Piece]] = field(default_factory=dict)
+    """The pieces that the canary looks at, by window. The others need not stay in memory."""
+    n_from_disk: int = 0
+    from_disk: list[Block] = field(default_factory=list)
     join_s: float = 0.0
     n_bytes: int = 0
     disk_s: float = 0.0
@@ -57,44 +58,36 @@ def restore(
     """
     lost: set[bytes] = set()
     while True:
-        point = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
-        if point is None:
+        checkpoint = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
+        if checkpoint is None:
             return None
-        reading = _Reading(store, root, model)  # what the one before made is let go of first
-        missing = reading.read(match, point, headroom(n_prompt - point.n_tokens))
-        if missing is None:
+        restored = _read(match.path, checkpoint, n_prompt, root, store, model)
+        if isinstance(restored, Restored):
             break
-        lost.add(missing.key)
-        if not missing.is_checkpoint:
-            n_tokens = missing.start
-    if canary and reading.from_disk and can_step_back(model.spec, point.n_tokens):
-        ids = match.ids[: point.n_tokens]
-        tails = Pieces(point.n_tokens, reading.last_blocks, reading.last_windows)
-        difference = canary_difference(model.model, model.spec, reading.caches, tails, ids)
+        lost.add(restored.key)
+        if not restored.is_checkpoint:
+            n_tokens = restored.start
+    if canary and restored.from_disk and can_step_back(model.spec, restored.n_tokens):
+        windows = {window: restored.last[window] for window in model.spec.sliding}
+        tails = Pieces(restored.n_tokens, restored.last.get(None, ()), windows)
+        ids = match.ids[: restored.n_tokens]
+        difference = canary_difference(model.model, model.spec, restored.caches, tails, ids)
         if not difference <= CANARY_TOLERANCE:
-            for block in reading.from_disk:
+            for block in restored.from_disk:
                 store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")
             return None
-    store.pool.trust(block.key for block in reading.from_disk)
-    used = [node.key for node in match.path if node.start < point.n_tokens]
-    store.touch(used[-1], point.parts)
-    store.pool.touch(used)  # behind its parts, which are of no use without them
-    return Restored(
-        reading.caches,
-        point.n_tokens,
-        reading.n_from_disk,
-        reading.join_s,
-        reading.n_bytes,
-        reading.disk_s,
-        reading.n_disk_bytes,
-    )
+    store.pool.trust(block.key for block in restored.from_disk)
+    used = [block.key for block in match.path if block.start < restored.n_tokens]
+    store.touch(used[-1], checkpoint.blocks)
+    store.pool.touch(used)  # behind the checkpoint, which is of no use without them
+    return restored
 
 
 @dataclass(frozen=True)
 class Needed:
-    """Tokens [start, stop) of a block or part, counted from its first; a state has none.
+    """Tokens [start, stop) of a block or window, counted from its first; a state has none.
 
-    `forms` are the arrays that it must hold, `window` is that of a window part.
+    `forms` are the arrays that it must hold, `window` is that of a window.
     """
 
     block: Block
@@ -106,101 +99,77 @@ class Needed:
     @property
     def n_bytes(self) -> int:
         """Bytes of its arrays."""
-        return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in self.forms)
+        return forms_bytes(self.forms)
 
 
-def needed_for(path: Sequence[Block], point: Checkpoint, spec: ModelCacheSpec) -> list[Needed]:
-    """Return what going on from a restore point needs, in the order in which it is read."""
+def needed_for(path: Sequence[Block], checkpoint: Checkpoint, spec: ModelCacheSpec) -> list[Needed]:
+    """Return what going on from a checkpoint needs, in the order in which it is read."""
     needed: list[Needed] = []
-    for window, parts in point.windows.items():
-        for wanted in parts:
-            forms = tuple(spec.window_arrays(window, wanted.part.n_tokens))
-            needed.append(Needed(wanted.part, wanted.start, wanted.stop, forms, window))
-    if point.state is not None:
-        needed.append(Needed(point.state, 0, 0, tuple(spec.state_arrays())))
-    # Last, because without its parts a point is none, whatever was read of its blocks.
-    for node in path if spec.full else ():
-        n_used = min(node.stop, point.n_tokens) - node.start
+    for window, covering in checkpoint.windows.items():
+        for one in covering:
+            forms = tuple(spec.window_arrays(window, one.block.n_tokens))
+            needed.append(Needed(one.block, one.start, one.stop, forms, window))
+    if checkpoint.state is not None:
+        needed.append(Needed(checkpoint.state, 0, 0, tuple(spec.state_arrays())))
+    # Last, because without its windows and state a checkpoint is none, whatever was read of tokens.
+    for block in path if spec.full else ():
+        n_used = min(block.stop, checkpoint.n_tokens) - block.start
         if n_used <= 0:
             break
-        needed.append(Needed(node, 0, n_used, tuple(spec.block_arrays(node.n_tokens))))
+        needed.append(Needed(block, 0, n_used, tuple(spec.block_arrays(block.n_tokens))))
     return needed
 
 
-@dataclass
-class _Reading:
-    """Reads what a restore point needs into caches, and counts what came from disk."""
+def _read(
+    path: Sequence[Block],
+    checkpoint: Checkpoint,
+    n_prompt: int,
+    root: Root,
+    store: BlockStore,
+    model: LoadedModel,
+) -> Restored | Block:
+    """Read what a checkpoint needs into caches; return the first block that cannot be had instead.
 
-    store: BlockStore
-    root: Root
-    model: LoadedModel
-    caches: list[Any] = field(default_factory=list)
-    last_blocks: list[Piece] = field(default_factory=list)
-    """Those that the canary looks at; the others need not stay in memory."""
-    last_windows: dict[int, list[Piece]] = field(default_factory=dict)
-    n_bytes: int = 0
-    join_s: float = 0.0
-    from_disk: list[Block] = field(default_factory=list)
-    n_from_disk: int = 0
-    """Tokens."""
-    n_disk_bytes: int = 0
-    disk_s: float = 0.0
-
-    def read(self, match: Match, point: Checkpoint, headroom: int) -> Block | None:
-        """Read everything; return the first that cannot be had, None when all is there."""
-        spec = self.model.spec
-        n_from_disk: dict[int | None, int] = {}
-        needed = needed_for(match.path, point, spec)
-        n_held = {
-            window: sum(wanted.stop - wanted.start for wanted in parts)
-            for window, parts in point.windows.items()
-        }
-        coming = self.store.load_all([one.block for one in needed], self.root)
-        in_ram = all(one.block.key in self.store.pool for one in needed)
-        with self._timed_join():
-            joiner = Joiner(spec, point.n_tokens, headroom, n_held, whole=in_ram)
-        for one in needed:
-            started = time.perf_counter()
-            loaded = self._checked(one, next(coming))
-            if loaded is None:
-                return one.block
-            self.n_bytes += n_bytes(loaded.arrays)
-            if loaded.from_disk:
-                self.disk_s += time.perf_counter() - started + loaded.before_s
-                self.n_disk_bytes += n_bytes(loaded.arrays)
-                self.from_disk.append(one.block)
-                # With nothing but states, they stand for all tokens.
-                n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
-                n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
-            with self._timed_join():
-                self._join(one, loaded, joiner)
-        with self._timed_join():
-            self.caches = joiner.finish()
-        self.n_from_disk = max(n_from_disk.values(), default=0)
-        return None
-
-    def _join(self, one: Needed, loaded: Loaded, joiner: Joiner) -> None:
+    What does not fit the model goes to quarantine.
+    """
+    spec, restored = model.spec, Restored(checkpoint.n_tokens)
+    n_from_disk: dict[int | None, int] = {}
+    needed = needed_for(path, checkpoint, spec)
+    n_held = {
+        window: sum(one.stop - one.start for one in covering)
+        for window, covering in checkpoint.windows.items()
+    }
+    coming = store.load_all([one.block for one in needed], root)
+    in_ram = all(one.block.key in store.pool for one in needed)
+    started = perf_counter()
+    room = headroom(n_prompt - checkpoint.n_tokens)
+    joiner = Joiner(spec, checkpoint.n_tokens, room, n_held, whole=in_ram)
+    for one in needed:
+        restored.join_s += perf_counter() - started
+        started = perf_counter()
+        loaded = next(coming)
+        if loaded is None:
+            return one.block
+        if (misfit := arrays_fit(one.forms, loaded.arrays)) is not None:
+            store.quarantine(one.block, f"does not fit the model: {misfit}")
+            return one.block
+        loaded_bytes = n_bytes(loaded.arrays)
+        restored.n_bytes += loaded_bytes
+        if loaded.from_disk:
+            restored.disk_s += perf_counter() - started + loaded.before_s
+            restored.n_disk_bytes += loaded_bytes
+            restored.from_disk.append(one.block)
+            # With nothing but states, they stand for all tokens.
+            n_tokens = one.stop - one.start if one.stop or spec.full else checkpoint.n_tokens
+            n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
+        started = perf_counter()
         if one.window is None and one.block.is_checkpoint:
             joiner.add_state(loaded.arrays)
-            return
+            continue
         piece = Piece(loaded.arrays, one.start, one.stop)
         joiner.add(piece, one.window)
-        if one.window is None:
-            self.last_blocks = trailing([*self.last_blocks, piece])
-        else:
-            window = self.last_windows.get(one.window, ())
-            self.last_windows[one.window] = trailing([*window, piece])
-
-    @contextmanager
-    def _timed_join(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.join_s += time.perf_counter() - started
-
-    def _checked(self, one: Needed, loaded: Loaded | None) -> Loaded | None:
-        """Return what was loaded; what does not fit the model goes to quarantine instead."""
-        misfit = arrays_fit(iter(one.forms), loaded.arrays) if loaded is not None else None
-        if misfit is not None:
-            self.store.quarantine(one.block, f"does not fit the model: {misfit}")
-            return None
-        return loaded
+        restored.last[one.window] = trailing([*restored.last.get(one.window, ()), piece])
+    restored.caches = joiner.finish()
+    restored.join_s += perf_counter() - started
+    restored.n_from_disk = max(n_from_disk.values(), default=0)
+    return restored

@@ -30,10 +30,9 @@ from ..host.prompt import Prompt
 from ..store.block_store import BlockStore, StoreLimits
 from .costs import ReusePolicy
 from .insert import REPLY, insert
-from .lookup import Lookup
+from .lookup import Lookup, RequestState, Sequence
 from .model import LoadedModel
 from .outcome import Kind
-from .state import RequestState, Sequence
 
 _VOCAB = 64
 _PROMPTS = {

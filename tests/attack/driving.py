@@ -16,11 +16,10 @@ from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.costs import ReusePolicy
 from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
+from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
-from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
 from mlx_lm_kvpersist.synthetic import Message, make_tiny_model, synthetic_text

@@ -165,7 +165,7 @@ def test_windows_are_a_group_of_their_own() -> None:
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and str(full.precision) == "4b64"
     assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,w16"
-    assert spec.point_bytes == 16 * 2 * 64 * 4
+    assert spec.bytes_per_checkpoint == 16 * 2 * 64 * 4
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from mlx_lm_kvpersist.host.caches import PluginPromptCache
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
+from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Kind
-from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]

@@ -14,10 +14,9 @@ from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
+from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.synthetic import make_tiny_model
 

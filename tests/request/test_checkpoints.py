@@ -52,8 +52,8 @@ def chain_of(lengths: list[int]) -> list[Block]:
 
 
 @dataclass
-class Parts:
-    """A store of nothing but parts."""
+class Checkpoints:
+    """A store of nothing but checkpoints."""
 
     by_block: dict[bytes, list[Block]] = field(default_factory=dict)
     n_children: dict[bytes, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Parts:
         self.by_block.setdefault(node.key, []).append(part)
         return part
 
-    def parts(self, blocks: list[bytes]) -> dict[bytes, list[Block]]:
+    def checkpoints(self, blocks: list[bytes]) -> dict[bytes, list[Block]]:
         return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
 
     def children(self, parent: bytes, limit: int) -> list[Block]:
@@ -78,7 +78,7 @@ class Parts:
 @given(data=st.data())
 def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.DataObject) -> None:
     chain = chain_of(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=8)))
-    store = Parts()
+    store = Checkpoints()
     stored: set[int] = set()
     for node in chain:
         for n_tokens in data.draw(st.lists(st.integers(1, node.n_tokens), max_size=2, unique=True)):
@@ -99,13 +99,13 @@ def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.Da
     covered: list[int] = []
     start_of = {node.key: node.stop for node in chain}
     for piece in point.windows[WINDOW]:
-        first = start_of[piece.part.parent] - piece.part.n_tokens
+        first = start_of[piece.block.parent] - piece.block.n_tokens
         covered += range(first + piece.start, first + piece.stop)
     assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
 
 
 def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
-    chain, store = chain_of([20, 20, 20]), Parts()
+    chain, store = chain_of([20, 20, 20]), Checkpoints()
     spec = spec_of(RECURRENT)
     state = store.add(chain[1], STATE)
     found = nearest_checkpoint(chain, 60, store, spec)  # type: ignore[arg-type]
@@ -115,17 +115,17 @@ def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
 
 
 def test_both_are_needed_where_a_model_has_both() -> None:
-    chain, store = chain_of([20, 20]), Parts()
+    chain, store = chain_of([20, 20]), Checkpoints()
     spec = spec_of(SLIDING, RECURRENT)
     store.add(chain[1], STATE)
     assert nearest_checkpoint(chain, 40, store, spec) is None  # type: ignore[arg-type]
     store.add(chain[1], window_kind(WINDOW), 16)
     found = nearest_checkpoint(chain, 40, store, spec)  # type: ignore[arg-type]
-    assert found and len(found.parts) == 2
+    assert found and len(found.blocks) == 2
 
 
 def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
-    chain, store = chain_of([20] * 12), Parts()
+    chain, store = chain_of([20] * 12), Checkpoints()
     spec = spec_of(SLIDING, RECURRENT)
     for node in chain:
         store.add(node, STATE)
@@ -141,7 +141,7 @@ def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
 
 
 def test_where_another_session_ends_stays() -> None:
-    chain, store = chain_of([20] * 12), Parts()
+    chain, store = chain_of([20] * 12), Checkpoints()
     for node in chain:
         store.add(node, STATE)
     store.sessions[chain[2].key] = ["another"]
@@ -151,7 +151,7 @@ def test_where_another_session_ends_stays() -> None:
 
 
 def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
-    chain, store = chain_of([6] * 12), Parts()
+    chain, store = chain_of([6] * 12), Checkpoints()
     spec = spec_of(SLIDING)
     for node in chain:
         store.add(node, STATE)
@@ -261,7 +261,7 @@ def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
         _path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec
     )
     assert point is not None and point.n_tokens == len(wholes[-1])
-    for part in point.parts[-1:]:
+    for part in point.blocks[-1:]:
         name = f"{part.key.hex()}.safetensors"
         (path,) = stored.folder.rglob(name)
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")

@@ -22,10 +22,10 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import insert as insert_module
 from mlx_lm_kvpersist.request.costs import MIN_TOKENS
 from mlx_lm_kvpersist.request.insert import REPLY, insert
+from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
 from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
-from mlx_lm_kvpersist.request.state import RequestState, Sequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.header import read_metadata

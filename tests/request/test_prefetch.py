@@ -22,8 +22,8 @@ from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
+from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Outcome, Tier
-from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.files import block_path
 from tests.support import synthetic_text, wait_until

@@ -106,7 +106,7 @@ def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
 
 def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
-    assert WINDOWED.point_bytes == BLOCK_BYTES
+    assert WINDOWED.bytes_per_checkpoint == BLOCK_BYTES
     # Two blocks and a window of as many bytes: 300 ms.
     assert tokens_to_reuse(store, nodes, 310, 0.1, WINDOWED) == (310, None)
     assert tokens_to_reuse(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
