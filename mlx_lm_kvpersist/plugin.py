@@ -45,8 +45,10 @@ logger = logging.getLogger(__name__)
 class KVPersistPlugin:
     """Gives the server's conversations a KV cache that outlives it."""
 
+    _config: config.Config
+    """Set by `configure`, before the server asks for anything else."""
+
     def __init__(self) -> None:
-        self._config: config.Config | None = None
         self._refusal = ""
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
@@ -70,13 +72,12 @@ class KVPersistPlugin:
 
     def _places(self) -> str:
         """Return where conversations are kept and how much of it is used, for the log."""
-        assert self._config is not None and self._store is not None
+        assert self._store is not None
         ram = show_bytes(self._config.limits.max_ram_bytes)
         return f"conversations in {self._store.space()}, and up to {ram} of RAM"
 
     @hookimpl
     def self_test(self) -> None:
-        assert self._config is not None
         check_round_trip(self._config.precision, self._config.attention)
 
     @hookimpl
@@ -90,7 +91,6 @@ class KVPersistPlugin:
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
-        assert self._config is not None
         self._loaded, self._refusal = None, ""
         if self._store is not None:
             self._store.release_prefetched()
@@ -105,7 +105,6 @@ class KVPersistPlugin:
                 logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
 
     def _describe(self, provider: Any) -> LoadedModel:
-        assert self._config is not None
         model_path, adapter_path, draft_path = provider.model_key
         if draft_path is not None:
             raise ModelNotSupported("a draft model is in use")
@@ -176,7 +175,6 @@ class KVPersistPlugin:
 
     @hookimpl
     def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
-        assert self._config is not None
         state = RequestState.of(request)
         state.session = session_key(headers, body, self._config.session_header)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
@@ -207,7 +205,6 @@ class KVPersistPlugin:
         loaded: LoadedModel,
         store: BlockStore,
     ) -> Lookup:
-        assert self._config is not None
         session = (state.session or "") if self._config.isolate_sessions else ""
         state.root, state.messages = loaded.root(state.namespace, session), request.messages or []
         return Lookup(
@@ -251,7 +248,7 @@ class KVPersistPlugin:
         logger.info("kvpersist: %s (%s)", outcome.sentence(state.session), state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
-        if self._store is not None and self._config is not None:
+        if self._store is not None:
             self._store.keep_request(record.to_json(with_text=self._config.store_text))
 
     @hookimpl
@@ -265,7 +262,6 @@ class KVPersistPlugin:
             n_computed = len(tokens) - sequence.n_reused
             self._policy.costs.learn_prefill(n_computed, time.perf_counter() - sequence.entered_s)
             sequence.entered_s = None
-        assert self._config is not None
         if self._config.isolate_sessions and sequence.request.session is None:
             return  # no other request could find it
         try:
@@ -300,7 +296,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
-        key = self._config.admin_key if self._config else None
+        key = self._config.admin_key
         return [
             Route("GET", REQUESTS_PATH, json_view(self._requests, key)),
             Route("GET", STATS_PATH, json_view(self._stats, key)),
@@ -308,7 +304,6 @@ class KVPersistPlugin:
 
     def _requests(self) -> list[dict[str, Any]]:
         """Return the last requests, the newest first."""
-        assert self._config is not None
         with_text = self._config.store_text
         return [record.to_json(with_text=with_text) for record in self._history.records()][::-1]
 

@@ -22,18 +22,6 @@ from . import packed as pk
 from .packed import Packed
 from .precision import KVPrecision
 
-__all__ = [
-    "MAX_DEQUANTIZED_BYTES",
-    "NEAR_BYTES",
-    "STRATEGIES",
-    "Mask",
-    "PackedKV",
-    "Strategy",
-    "dequantized_attention",
-    "packed_attention",
-    "tiled_attention",
-]
-
 Strategy = Literal["dequantize", "packed", "tiled"]
 STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
 Mask = mx.array | str | None

@@ -8,8 +8,6 @@ from typing import Any
 
 from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, Strategy
 
-__all__ = ["PHASES", "AttentionPlan", "forced_plan"]
-
 PHASES = ("prefill", "decode", "batch_decode")
 _FEW_ROWS = 2
 

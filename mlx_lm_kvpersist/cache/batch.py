@@ -20,8 +20,6 @@ from .attention_plan import AttentionPlan
 from .precision import KVPrecision
 from .quantized import Buffers, PackedCache, SequenceQuantizedKVCache
 
-__all__ = ["BatchQuantizedKVCache", "FullPrecisionBatchKVCache"]
-
 KeysAndValues = tuple[Any, Any]
 """Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 

@@ -19,18 +19,6 @@ import mlx.core as mx
 from .slots import cached_positions, slots_of, tokens
 from .spec import LayerGroup, ModelCacheSpec, arrays_fit
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "concatenated",
-    "copied",
-    "copy_state",
-    "n_bytes",
-    "n_cached_tokens",
-    "prefers_few_copies",
-    "split_blocks",
-    "split_windows",
-]
-
 BLOCK_TOKENS = 256
 
 Arrays = Mapping[str, mx.array]
@@ -132,7 +120,7 @@ def _split(
         for slot in group.slots:
             both = tokens(slots[slot], first, cuts[-1])
             for part, fields in zip(("k", "v"), both, strict=True):
-                for name, array in zip(group.array_names(part), fields, strict=True):
+                for name, array in zip(group.array_names[part], fields, strict=True):
                     whole.setdefault(name, []).append(array)
     if prefers_few_copies():
         whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -43,8 +41,6 @@ from .packed import Packed
 from .precision import KVPrecision
 from .slots import replaced, slots_of
 from .spec import ModelCacheSpec
-
-__all__ = ["calibrate", "device_key", "with_plans"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +107,7 @@ def with_plans(
         plans[group.name] = plan
         for slot in group.slots:
             slots[slot].plan = plan
-    return replace_fields(spec, template=replaced(spec.template, slots), plans=plans)
+    return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
 def calibrate(
@@ -129,7 +125,8 @@ def calibrate(
     """
     if choice != "auto":
         return forced_plan(choice, can_take_packed=True)
-    key = " ".join((device_key(), _shape_key(shape), str(precision), str(dtype)))
+    heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{shape.k_dim}/{shape.v_dim}"
+    key = f"{device_key()} {heads} {dims} {precision} {dtype}"
     known = _known(cache_file)
     plan = _read_plan(known.get(key))
     if plan is None:
@@ -215,12 +212,9 @@ class _Layers:
             lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
             keys = _random_packed((*lead, shape.k_dim), precision, dtype)
             values = _random_packed((*lead, shape.v_dim), precision.of_values, dtype)
-            self.layers.append(
-                (
-                    PackedKV.of(keys, precision, work.n_keys),
-                    PackedKV.of(values, precision.of_values, work.n_keys),
-                )
-            )
+            packed_keys = PackedKV.of(keys, precision, work.n_keys)
+            packed_values = PackedKV.of(values, precision.of_values, work.n_keys)
+            self.layers.append((packed_keys, packed_values))
         token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
         self.dequantized_bytes = work.n_rows * work.n_keys * token_bytes
         mx.eval(self.queries, self.layers)
@@ -281,10 +275,6 @@ def _random_packed(shape: tuple[int, ...], precision: KVPrecision, dtype: mx.Dty
     return pk.each(lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), packed)
 
 
-def _shape_key(shape: AttentionShape) -> str:
-    return f"{shape.n_q_heads}/{shape.n_kv_heads} {shape.k_dim}/{shape.v_dim}"
-
-
 def _known(cache_file: Path | None) -> dict[str, Any]:
     """Return the results in the file; none if there is no file or it is damaged."""
     if cache_file is None:
@@ -305,7 +295,7 @@ def _read_plan(measured: Any) -> AttentionPlan | None:
     """Return the plan of stored results, or None if they are malformed."""
     try:
         ms = {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
-        if not all(math.isfinite(v) and v >= 0 for times in ms.values() for v in times.values()):
+        if not all(isfinite(v) and v >= 0 for times in ms.values() for v in times.values()):
             return None
         return _plan(ms)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):

@@ -9,17 +9,8 @@ import mlx.core as mx
 
 from . import packed as pk
 from .join import Piece, Pieces
-from .precision import KVPrecision
 from .slots import Fields, slots_of, tokens
 from .spec import LayerGroup, ModelCacheSpec
-
-__all__ = [
-    "CANARY_TOKENS",
-    "CANARY_TOLERANCE",
-    "can_step_back",
-    "canary_difference",
-    "trailing",
-]
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -65,8 +56,8 @@ def canary_difference(
     differences, stored = [], []
     for group, source in sources:
         for part in ("k", "v"):
-            old = _tail(group, part, source, n_tokens)
-            differences.append(_differences(group, part, old, slots, start, stop))
+            old, difference = _compared(group, part, source, slots, start, stop)
+            differences.append(difference)
             stored.append((group, part, old))
     worst = float(mx.max(mx.concatenate(differences)))
     for group, part, old in stored:
@@ -79,26 +70,38 @@ def canary_difference(
     return worst
 
 
-def _differences(
-    group: LayerGroup, part: str, old: Fields, slots: Sequence[Any], start: int, stop: int
-) -> mx.array:
-    """Return, for each slot of a group, the median over tokens of |new - old| / |old|, [slots].
+def _compared(
+    group: LayerGroup,
+    part: str,
+    pieces: Sequence[Piece],
+    slots: Sequence[Any],
+    start: int,
+    stop: int,
+) -> tuple[Fields, mx.array]:
+    """Return a group's stored keys or values of tokens [start, stop), [slots, H, n, D].
 
-    `old` is [slots, H, n, D]. All slots together: one by one would take a thousand operations.
+    And, for each slot, the median over tokens of |new - old| / |old|, [slots]. All slots together:
+    one by one would take a thousand operations.
     """
+    last = trailing(pieces)
+    n_more = sum(piece.stop - piece.start for piece in last) - (stop - start)
+    old = tuple(
+        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)[
+            :, :, n_more:
+        ]
+        for name in group.array_names[part]
+    )
     by_slot = [tokens(slots[slot], start, stop)[part == "v"] for slot in group.slots]
     new = tuple(mx.concatenate(list(arrays), axis=0) for arrays in zip(*by_slot, strict=True))
     precision = group.precision.of_values if group.precision and part == "v" else group.precision
-    was, now = _dequantized(old, precision), _dequantized(new, precision)
+    was, now = (
+        (fields[0] if precision is None else pk.read(fields, precision)).astype(mx.float32)
+        for fields in (old, new)
+    )
     error = mx.square(now - was).sum(axis=(1, 3))
     size = mx.square(was).sum(axis=(1, 3))
     ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
-    return ratio[:, (stop - start) // 2]
-
-
-def _dequantized(fields: Fields, precision: KVPrecision | None) -> mx.array:
-    x = fields[0] if precision is None else pk.read(fields, precision)
-    return x.astype(mx.float32)
+    return old, ratio[:, (stop - start) // 2]
 
 
 def trailing(pieces: Sequence[Piece]) -> list[Piece]:
@@ -111,15 +114,3 @@ def trailing(pieces: Sequence[Piece]) -> list[Piece]:
         last.insert(0, piece)
         n_missing -= piece.stop - piece.start
     return last
-
-
-def _tail(group: LayerGroup, part: str, pieces: Sequence[Piece], n_tokens: int) -> Fields:
-    """Return the last `n_tokens` of a group's keys or values in pieces, [slots, H, n_tokens, D]."""
-    last = trailing(pieces)
-    n_more = sum(piece.stop - piece.start for piece in last) - n_tokens
-    return tuple(
-        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)[
-            :, :, n_more:
-        ]
-        for name in group.array_names(part)
-    )

@@ -13,8 +13,6 @@ import xxhash
 
 from ..errors import ModelNotSupported
 
-__all__ = ["content_hash", "model_fingerprint"]
-
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
 """Keys of config.json that do not change what the model computes."""
 
@@ -79,13 +77,12 @@ def content_hash(path: Path) -> str:
 
 
 def _config(path: Path) -> Any:
+    def without_volatile(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if key not in _VOLATILE_KEYS}
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_volatile)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_volatile)
     except FileNotFoundError:
         raise ModelNotSupported(f"no {path.name} in {path.parent}") from None
     except ValueError as error:
         raise ModelNotSupported(f"{path} is not JSON: {error}") from error
-
-
-def _without_volatile(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in pairs if key not in _VOLATILE_KEYS}

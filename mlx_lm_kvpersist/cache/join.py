@@ -17,8 +17,6 @@ from .blocks import Arrays, concatenated, copied, prefers_few_copies
 from .slots import refill, slots_of
 from .spec import LayerGroup, ModelCacheSpec, forms_bytes
 
-__all__ = ["Joiner", "Piece", "Pieces", "join"]
-
 _PIECES_AT_ONCE = 16
 """Pieces placed together on a GPU while others are read: their arrays exist twice for a moment."""
 
@@ -101,10 +99,10 @@ class Joiner:
             buffers.finish()
             start = self._n_tokens - buffers.n_tokens
             for group in buffers.groups if buffers.n_tokens else ():
-                names = group.array_names("k"), group.array_names("v")
                 for place, slot in enumerate(group.slots):
                     keys, values = (
-                        tuple(buffers.arrays[name][place] for name in part) for part in names
+                        tuple(buffers.arrays[name][place] for name in names)
+                        for names in group.array_names.values()
                     )
                     refill(slots[slot], keys, values, start, self._n_tokens)
         for group in self._spec.recurrent if self._state else ():
@@ -178,7 +176,9 @@ class _Buffers:
         pieces, self._waiting = self._waiting, []
         start = self._n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
-            stacked = mx.concatenate(_parts(pieces, name, 0, None), axis=2)
+            stacked = mx.concatenate(
+                [piece.arrays[name][:, :, piece.start : piece.stop] for piece in pieces], axis=2
+            )
             for place, buffer in enumerate(buffers):
                 part = stacked[place : place + 1]
                 if part.shape == buffer.shape:  # MLX would share the piece's memory here
@@ -203,7 +203,10 @@ class _Buffers:
             slot_bytes = forms_bytes([form]) // n_slots
             while (first := len(buffers)) < n_slots:
                 n_at_once = max(1, left // (2 * slot_bytes))
-                stacked = mx.concatenate(_parts(pieces, name, first, first + n_at_once), axis=2)
+                at = slice(first, first + n_at_once)
+                stacked = mx.concatenate(
+                    [one.arrays[name][at, :, one.start : one.stop] for one in pieces], axis=2
+                )
                 made = [
                     concatenated([slot, *spare] if self._headroom else [slot], axis=2)
                     for slot in mx.split(stacked, stacked.shape[0])
@@ -212,8 +215,3 @@ class _Buffers:
                 buffers += made
                 left -= slot_bytes * len(made)
                 del stacked, made  # before the next are stacked
-
-
-def _parts(pieces: Sequence[Piece], name: str, first: int, last: int | None) -> list[mx.array]:
-    """Return the pieces' tokens of the slots [first, last) of an array."""
-    return [piece.arrays[name][first:last, :, piece.start : piece.stop] for piece in pieces]

@@ -16,14 +16,6 @@ from .attention_plan import forced_plan
 from .quantized import SequenceQuantizedKVCache
 from .slots import slots_of
 
-__all__ = [
-    "AttentionCall",
-    "AttentionShape",
-    "logits_difference",
-    "observed_attention",
-    "probe_packed",
-]
-
 logger = logging.getLogger(__name__)
 
 _TARGET = "quantized_scaled_dot_product_attention"

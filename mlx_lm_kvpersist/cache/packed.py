@@ -16,18 +16,6 @@ import mlx.core as mx
 
 from .precision import KVPrecision
 
-__all__ = [
-    "Packed",
-    "append",
-    "each",
-    "headroom",
-    "n_bytes",
-    "quantize",
-    "read",
-    "share",
-    "view",
-]
-
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
 

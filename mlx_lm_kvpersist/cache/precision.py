@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["GROUP_SIZES", "OWN_BITS", "KVPrecision", "PrecisionChoice"]
-
 GROUP_SIZES = (64, 32, 128)
 """The group sizes that MLX has kernels for, in the order in which they are tried."""
 

@@ -21,8 +21,6 @@ from .quantized import SequenceQuantizedKVCache
 from .slots import COMPOSITE, KEPT, REFUSED, GroupKind, replaced, slots_of, window_of
 from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
 
-__all__ = ["probe_spec"]
-
 logger = logging.getLogger(__name__)
 
 _PROBE_IDS = tuple(range(1, 17))

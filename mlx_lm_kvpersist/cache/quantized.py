@@ -17,8 +17,6 @@ from .precision import KVPrecision
 if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache
 
-__all__ = ["Buffers", "PackedCache", "SequenceQuantizedKVCache"]
-
 
 class Buffers(_BaseCache):  # type: ignore[misc]
     """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
@@ -77,7 +75,9 @@ class PackedCache(Buffers):
         Raises:
             AttributeError: the last fetch was dequantized.
         """
-        return self._of_packed("bits")
+        if not self._fetched_packed:
+            raise AttributeError(f"{type(self).__name__} was read dequantized and has no bits")
+        return self.precision.bits
 
     @property
     def group_size(self) -> int:
@@ -86,13 +86,11 @@ class PackedCache(Buffers):
         Raises:
             AttributeError: the last fetch was dequantized.
         """
-        return self._of_packed("group_size")
-
-    def _of_packed(self, name: str) -> int:
         if not self._fetched_packed:
-            raise AttributeError(f"{type(self).__name__} was read dequantized and has no {name}")
-        value: int = getattr(self.precision, name)
-        return value
+            raise AttributeError(
+                f"{type(self).__name__} was read dequantized and has no group_size"
+            )
+        return self.precision.group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.

@@ -23,21 +23,6 @@ from mlx_lm.models.cache import (
 
 from .quantized import SequenceQuantizedKVCache
 
-__all__ = [
-    "BATCH_FORMS",
-    "COMPOSITE",
-    "KEPT",
-    "REFUSED",
-    "Fields",
-    "GroupKind",
-    "cached_positions",
-    "refill",
-    "replaced",
-    "slots_of",
-    "tokens",
-    "window_of",
-]
-
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
 

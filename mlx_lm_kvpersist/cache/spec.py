@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -15,17 +15,6 @@ import mlx.core as mx
 from .attention_plan import AttentionPlan
 from .precision import KVPrecision, PrecisionChoice
 from .slots import GroupKind
-
-__all__ = [
-    "ArrayForm",
-    "Batching",
-    "LayerGroup",
-    "ModelCacheSpec",
-    "TensorShape",
-    "arrays_fit",
-    "dtype_name",
-    "forms_bytes",
-]
 
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
@@ -42,7 +31,7 @@ class TensorShape:
     dim: int
     dtype: str
 
-    @property
+    @cached_property
     def mx_dtype(self) -> mx.Dtype:
         dtype: mx.Dtype = getattr(mx, self.dtype)
         return dtype
@@ -84,10 +73,11 @@ class LayerGroup:
         """Bytes of one token in all slots in full precision."""
         return replace(self, precision=None).bytes_per_token
 
-    def array_names(self, part: str) -> list[str]:
-        """Return the names of the arrays of the keys ("k") or values ("v") of this group."""
-        name = f"{self.name}.{part}"
-        return [name] if self.precision is None else [f"{name}.{field}" for field in _FIELDS]
+    @cached_property
+    def array_names(self) -> dict[str, list[str]]:
+        """The names of the arrays of the keys ("k") and values ("v") of this group."""
+        fields = [""] if self.precision is None else [f".{field}" for field in _FIELDS]
+        return {part: [f"{self.name}.{part}{field}" for field in fields] for part in "kv"}
 
     def token_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
         """Yield the arrays of `n_tokens` of this group, [slots, heads, tokens, ...]."""
@@ -97,13 +87,14 @@ class LayerGroup:
         ):
             if shape is None:
                 return
-            name, lead = f"{self.name}.{part}", (len(self.slots), shape.n_heads, n_tokens)
+            name, *others = self.array_names[part]
+            lead, dtype = (len(self.slots), shape.n_heads, n_tokens), shape.mx_dtype
             if precision is None:
-                yield name, (*lead, shape.dim), shape.mx_dtype
+                yield name, (*lead, shape.dim), dtype
                 continue
-            yield f"{name}.weights", (*lead, shape.dim * precision.bits // 32), mx.uint32
-            for what in ("scales", "biases"):
-                yield f"{name}.{what}", (*lead, shape.dim // precision.group_size), shape.mx_dtype
+            yield name, (*lead, shape.dim * precision.bits // 32), mx.uint32
+            for other in others:
+                yield other, (*lead, shape.dim // precision.group_size), dtype
 
     def state_arrays(self) -> Iterator[ArrayForm]:
         """Yield the arrays of this group's states, [slots, ...]."""
@@ -125,7 +116,7 @@ class LayerGroup:
         }
         for name, shape in (("keys", self.keys), ("values", self.values)):
             if shape is not None:
-                described[name] = vars(shape).copy()
+                described[name] = asdict(shape)
         if self.window is not None:
             described["window"] = self.window
         if self.states:

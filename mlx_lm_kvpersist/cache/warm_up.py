@@ -15,8 +15,6 @@ from .packed import headroom
 from .slots import cached_positions, slots_of
 from .spec import ModelCacheSpec
 
-__all__ = ["warm_up"]
-
 logger = logging.getLogger(__name__)
 
 _IDS = tuple(i % 16 + 1 for i in range(24))

@@ -104,18 +104,13 @@ class ReusePolicy:
         if n_tokens < MIN_TOKENS:
             return 0, None  # a template's first words; nothing of the conversation is stored
         blocks = [block for block in match.path if block.start < n_tokens]
-        if not spec.any_prefix:
-            worth_it = self._worth_it(blocks, n_tokens, store, spec)
-            return (n_tokens, None) if worth_it else (0, Reason.NOT_WORTH_IT)
-        if blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
+        reason = None
+        if spec.any_prefix and blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
             # A whole block must be read for the few of its tokens that are of use.
-            n_tokens = blocks.pop().start
-            if blocks and not self._worth_it(blocks, n_tokens, store, spec):
-                n_tokens = 0
-            return n_tokens, Reason.NOT_WORTH_IT
+            n_tokens, reason = blocks.pop().start, Reason.NOT_WORTH_IT
         if blocks and not self._worth_it(blocks, n_tokens, store, spec):
             return 0, Reason.NOT_WORTH_IT
-        return n_tokens, None
+        return n_tokens, reason
 
     def _worth_it(
         self, blocks: Sequence[Block], n_tokens: int, store: BlockStore, spec: ModelCacheSpec
@@ -135,11 +130,8 @@ def _branch_chars(match: Match, store: BlockStore) -> int:
     path = list(match.path)
     while path:
         # Each begins where its parent ends; a damaged index may go round in circles.
-        children = [
-            block
-            for block in store.children(path[-1].key, limit=FEW)
-            if block.start == path[-1].stop > path[-1].start
-        ]
+        found = store.children(path[-1].key, limit=FEW)
+        children = [block for block in found if block.start == path[-1].stop > path[-1].start]
         if not children:
             break
         path.append(max(children, key=lambda block: len(block.text)))

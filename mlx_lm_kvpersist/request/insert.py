@@ -65,38 +65,17 @@ def insert(
     if not spec.any_prefix and before and not ended:
         if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
-    chain = _chain(sequence.root, tokens[:n_tokens], before, model)
-    sequence.chain = chain
-    if spec.any_prefix:
-        _insert_blocks(sequence, list(chain), n_tokens, caches, store, model, ended=ended)
-    else:
-        _insert_checkpoint(sequence, chain, caches, store, model, ended=ended)
-
-
-def _new_blocks(
-    chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
-) -> list[tuple[Block, Arrays]]:
-    """Return the blocks of a chain that are not stored, with evaluated copies of their KV."""
+    chain = sequence.chain = _chain(sequence.root, tokens[:n_tokens], before, model)
     new = [block for block in chain if block.key not in store]
-    arrays = split_blocks(model.spec, caches, [(block.start, block.stop) for block in new])
-    return list(zip(new, arrays, strict=True))
-
-
-def _insert_blocks(
-    sequence: Sequence,
-    chain: list[Block],
-    n_tokens: int,
-    caches: list[Any],
-    store: BlockStore,
-    model: LoadedModel,
-    *,
-    ended: bool,
-) -> None:
-    blocks = _new_blocks(chain, caches, store, model)
+    arrays = split_blocks(spec, caches, [(block.start, block.stop) for block in new])
+    blocks: list[tuple[Block, Arrays]] = list(zip(new, arrays, strict=True))
+    if not spec.any_prefix:
+        _insert_checkpoint(sequence, chain, blocks, caches, store, model, ended=ended)
+        return
     if not ended and chain[-1].n_tokens < BLOCK_TOKENS:
-        tail = chain.pop()
-        store.put(block for block in blocks if block[0] is tail)
-        blocks = [block for block in blocks if block[0] is not tail]
+        *chain, tail = chain
+        store.put(one for one in blocks if one[0] is tail)
+        blocks = [one for one in blocks if one[0] is not tail]
     replaced = _replaced_tails(chain, sequence.n_reused, store)
     leaf = None
     if ended:
@@ -109,6 +88,7 @@ def _insert_blocks(
 def _insert_checkpoint(
     sequence: Sequence,
     chain: list[Block],
+    blocks: list[tuple[Block, Arrays]],
     caches: list[Any],
     store: BlockStore,
     model: LoadedModel,
@@ -116,7 +96,6 @@ def _insert_checkpoint(
     ended: bool,
 ) -> None:
     """Make the end of the chain a checkpoint; at the end of a reply, give up old ones."""
-    blocks = _new_blocks(chain, caches, store, model)
     checkpoints = _new_checkpoints(chain, caches, store, model)
     new = [block for block, _ in checkpoints]
     leaf, superseded = None, []

@@ -131,19 +131,6 @@ class Outcome:
             parts.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
         return ", ".join(parts)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "outcome": self.kind.value,
-            "tier": self.tier.value,
-            "prompt_tokens": self.n_prompt,
-            "reused_tokens": self.n_reused,
-            "restored_tokens": self.n_restored,
-            "restore_ms": round(self.restore_ms, 2),
-            "reason": self.reason.text if self.reason else None,
-            "detail": self.detail or None,
-            "divergence": asdict(self.divergence) if self.divergence else None,
-        }
-
 
 def divergence_at(
     text: str,
@@ -189,17 +176,26 @@ class RequestRecord:
 
     def to_json(self, *, with_text: bool) -> dict[str, Any]:
         """Return the record; without text where text must not leave the prompt."""
-        outcome = self.outcome.to_json()
-        if not with_text and outcome["divergence"]:
-            outcome["divergence"].update(stored=None, asked=None)
+        outcome = self.outcome
+        divergence = asdict(outcome.divergence) if outcome.divergence else None
+        if not with_text and divergence:
+            divergence.update(stored=None, asked=None)
         return {
             "id": self.id,
             "received": self.received,
             "session": self.session,
             "namespace": self.namespace,
             "model": self.model,
-            "sentence": self.outcome.sentence(self.session),
-            **outcome,
+            "sentence": outcome.sentence(self.session),
+            "outcome": outcome.kind.value,
+            "tier": outcome.tier.value,
+            "prompt_tokens": outcome.n_prompt,
+            "reused_tokens": outcome.n_reused,
+            "restored_tokens": outcome.n_restored,
+            "restore_ms": round(outcome.restore_ms, 2),
+            "reason": outcome.reason.text if outcome.reason else None,
+            "detail": outcome.detail or None,
+            "divergence": divergence,
         }
 
 

@@ -175,24 +175,20 @@ def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
     for message in messages:
-        plain = [message.get("role"), *_content_of(message)]
-        encoded = json.dumps(plain, default=str).encode()
+        content = message.get("content")
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" for part in content
+        ):
+            content = "".join(str(part.get("text")) for part in content)
+        calls = [_call_of(call) for call in message.get("tool_calls") or ()]
+        encoded = json.dumps([message.get("role"), content or "", calls], default=str).encode()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if message.get("role") == "assistant":
             yield digest.digest()
 
 
-def _content_of(message: Message) -> list[Any]:
-    """Return a message's text and tool calls, in a form that equal ones share."""
-    content = message.get("content")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
-        content = "".join(str(part.get("text")) for part in content)
-    return [content or "", [_call_of(call) for call in message.get("tool_calls") or ()]]
-
-
 def _call_of(call: Any) -> list[Any]:
+    """Return a message's tool call, in a form that equal ones share."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return [call]

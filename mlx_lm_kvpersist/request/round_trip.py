@@ -123,10 +123,8 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
             weights, scales, biases = mx.quantize(x, group_size=size, bits=bits)
             return mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
 
-        keys, values = (
-            rounded(keys, self.precision.bits),
-            rounded(values, self.precision.value_bits),
-        )
+        keys = rounded(keys, self.precision.bits)
+        values = rounded(values, self.precision.value_bits)
         both: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
         return both
 
@@ -160,10 +158,6 @@ class _Batch:
         self.running[uid] = sequence
         return int(uid)
 
-    def remove(self, uid: int) -> None:
-        self.generator.remove([uid])
-        del self.running[uid]
-
     def step(self) -> None:
         _, responses = self.generator.next()
         batch = self.generator._generation_batch.prompt_cache
@@ -193,7 +187,8 @@ def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
     batch.add(short, 4)
     for _ in range(4):
         batch.step()
-    batch.remove(uid)
+    batch.generator.remove([uid])
+    del batch.running[uid]
     batch.until_ended(short)
     _store(short, loaded, store)
     restored = _restored(short, loaded, store, canary=False)
