@@ -100,7 +100,12 @@ def _split(
     caches: Sequence[Any],
     ranges: Sequence[tuple[int, int]],
 ) -> list[dict[str, mx.array]]:
-    _check_ranges(ranges)
+    for start, stop in ranges:
+        if not 0 <= start < stop <= start + BLOCK_TOKENS:
+            raise ValueError(f"tokens {start} to {stop} are not a block")
+    for (_, stop), (start, _) in zip(ranges, islice(ranges, 1, None), strict=False):
+        if start < stop:
+            raise ValueError(f"a block from token {start} overlaps the one up to token {stop}")
     if len(caches) != len(spec.template):
         raise ValueError(f"{len(caches)} caches for {len(spec.template)} layers")
     if not ranges:
@@ -160,12 +165,3 @@ def copied(array: mx.array) -> mx.array:
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
     """Concatenate into memory of its own, also a single array, which mx.concatenate returns."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
-
-
-def _check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    for start, stop in ranges:
-        if not 0 <= start < stop <= start + BLOCK_TOKENS:
-            raise ValueError(f"tokens {start} to {stop} are not a block")
-    for (_, stop), (start, _) in zip(ranges, islice(ranges, 1, None), strict=False):
-        if start < stop:
-            raise ValueError(f"a block from token {start} overlaps the one up to token {stop}")

@@ -123,22 +123,17 @@ def _agrees(model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.arr
 
     The same prompt in other chunks shows how much difference rounding makes.
     """
-    expected, cut = (_dequantized_logits(model, make_caches, chunks) for chunks in (_PROMPT, _CUT))
+    compared: list[mx.array] = []
+    for prompt in (_PROMPT, _CUT):
+        caches = list(make_caches())
+        for slot in slots_of(caches):
+            if isinstance(slot, SequenceQuantizedKVCache):
+                slot.plan = None
+        compared.append([_logits(model(mx.array([ids]), cache=caches)) for ids in prompt][-1])
+    expected, cut = compared
     noise = _TIMES_NOISE * logits_difference(expected, cut)
     tolerance = min(max(noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
     return logits_difference(expected, logits) <= tolerance
-
-
-def _dequantized_logits(
-    model: Any, make_caches: Callable[[], Sequence[Any]], prompt: Sequence[Sequence[int]]
-) -> mx.array:
-    caches = list(make_caches())
-    for slot in slots_of(caches):
-        if isinstance(slot, SequenceQuantizedKVCache):
-            slot.plan = None
-    for tokens in prompt:
-        logits = _logits(model(mx.array([tokens]), cache=caches))
-    return logits
 
 
 def logits_difference(one: mx.array, other: mx.array) -> float:

@@ -112,11 +112,11 @@ def _forward(model: Any, caches: list[Any]) -> mx.array:
 def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
     """Group the slots of a filled prompt cache by their form; those left empty are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
-    checkpoint_of = [part for cache in caches for part in range(len(slots_of([cache])))]
+    part_of = [part for cache in caches for part in range(len(slots_of([cache])))]
     for number, slot in enumerate(slots_of(caches)):
         form = _form(number, slot)
         if form is not None:
-            slots_by_form.setdefault((checkpoint_of[number], type(slot), form), []).append(number)
+            slots_by_form.setdefault((part_of[number], type(slot), form), []).append(number)
     groups = []
     for number, ((_, cls, form), slots) in enumerate(slots_by_form.items()):
         kind, name, cache = KEPT[cls], str(number), cls.__name__
