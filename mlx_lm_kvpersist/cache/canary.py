@@ -21,14 +21,6 @@ positions or another model differs by about its whole norm.
 """
 
 
-def can_step_back(spec: ModelCacheSpec, n_tokens: int) -> bool:
-    """Return whether caches of `n_tokens` can forget the last ones, to compute them again.
-
-    A state cannot; nor can a window that has dropped the tokens before it.
-    """
-    return not spec.recurrent and all(n_tokens < window for window in spec.sliding)
-
-
 def canary_difference(
     model: Any,
     spec: ModelCacheSpec,
@@ -38,11 +30,14 @@ def canary_difference(
 ) -> float:
     """Run the last tokens of restored caches again; return how far their KV differs, 0 for equal.
 
-    The caches were joined from `pieces` (the `trailing` ones suffice), hold the tokens `ids` and
-    can step back. The result is the largest, over slots, keys and values, of the median over
+    The caches were joined from `pieces` (the `trailing` ones suffice) and hold the tokens `ids`.
+    The result is the largest, over slots, keys and values, of the median over
     tokens of |new - old| / |old|. Afterwards the caches hold the stored values again, so that a
-    reply does not depend on whether there was a canary.
+    reply does not depend on whether there was a canary. 0 also where the caches cannot forget
+    tokens, to compute them again: a state cannot, nor a window that has dropped those before it.
     """
+    if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
+        return 0.0
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
     slots = slots_of(caches)
@@ -66,7 +61,7 @@ def canary_difference(
             buffers = [buffers] if isinstance(buffers, mx.array) else buffers
             for buffer, values in zip(buffers, old, strict=True):
                 buffer[:, :, start:stop] = values[place : place + 1]
-    mx.eval([slot.state for slot in used])
+    mx.eval([(slot.keys, slot.values) for slot in used])
     return worst
 
 

@@ -81,7 +81,17 @@ class Joiner:
             ValueError: the piece's range is empty or goes beyond its arrays, or there is no room
                 for its tokens.
         """
-        self._buffers[window].add(piece)
+        buffers = self._buffers[window]
+        for name in buffers.arrays:
+            n_there = piece.arrays[name].shape[2]
+            if not 0 <= piece.start < piece.stop <= n_there:
+                raise ValueError(f"tokens {piece.start} to {piece.stop} of a block of {n_there}")
+        buffers.n_added += piece.stop - piece.start
+        if buffers.n_added > buffers.n_tokens:
+            raise ValueError(f"{buffers.n_added} tokens where there should be {buffers.n_tokens}")
+        buffers.waiting.append(piece)
+        if not buffers.whole and len(buffers.waiting) >= buffers.n_at_once:
+            buffers.place()
 
     def add_state(self, state: Arrays) -> None:
         """Add the states of the recurrent groups after the last token."""
@@ -96,7 +106,12 @@ class Joiner:
         caches = self._spec.make_cache()
         slots = slots_of(caches)
         for buffers in self._buffers.values():
-            buffers.finish()
+            if buffers.n_added != buffers.n_tokens:
+                raise ValueError(
+                    f"{buffers.n_added} tokens where there should be {buffers.n_tokens}"
+                )
+            if buffers.waiting:
+                buffers.join() if buffers.whole else buffers.place()
             start = self._n_tokens - buffers.n_tokens
             for group in buffers.groups if buffers.n_tokens else ():
                 for place, slot in enumerate(group.slots):
@@ -140,41 +155,21 @@ class _Buffers:
         self.groups = groups
         self.n_tokens = n_tokens
         self._headroom = headroom
-        self._whole = whole
+        self.whole = whole
         self._forms = [form for g in groups for form in g.token_arrays(n_tokens + headroom)]
         self.arrays: dict[str, list[mx.array]] = {
             name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
             for name, (n_slots, *rest), dtype in self._forms
         }
         mx.eval(self.arrays)
-        self._waiting: list[Piece] = []
-        self._n_added = 0
-        self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
+        self.waiting: list[Piece] = []
+        self.n_added = 0
+        self.n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
 
-    def add(self, piece: Piece) -> None:
-        for name in self.arrays:
-            n_there = piece.arrays[name].shape[2]
-            if not 0 <= piece.start < piece.stop <= n_there:
-                raise ValueError(f"tokens {piece.start} to {piece.stop} of a block of {n_there}")
-        self._n_added += piece.stop - piece.start
-        if self._n_added > self.n_tokens:
-            raise ValueError(f"{self._n_added} tokens where there should be {self.n_tokens}")
-        self._waiting.append(piece)
-        if not self._whole and len(self._waiting) >= self._n_at_once:
-            self._place()
-
-    def finish(self) -> None:
-        if self._n_added != self.n_tokens:
-            raise ValueError(f"{self._n_added} tokens where there should be {self.n_tokens}")
-        if self._waiting and self._whole:
-            self._join()
-        elif self._waiting:
-            self._place()
-
-    def _place(self) -> None:
+    def place(self) -> None:
         """Copy the waiting pieces behind those that were placed before."""
-        pieces, self._waiting = self._waiting, []
-        start = self._n_added - sum(piece.stop - piece.start for piece in pieces)
+        pieces, self.waiting = self.waiting, []
+        start = self.n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
             stacked = mx.concatenate(
                 [piece.arrays[name][:, :, piece.start : piece.stop] for piece in pieces], axis=2
@@ -184,16 +179,16 @@ class _Buffers:
                 if part.shape == buffer.shape:  # MLX would share the piece's memory here
                     buffers[place] = copied(part)
                 else:
-                    buffer[:, :, start : self._n_added] = part
+                    buffer[:, :, start : self.n_added] = part
         mx.eval(self.arrays)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Make every buffer of all pieces at once.
 
         Starting a copy costs more than copying. So as many slots as memory allows are joined while
         they are still stacked, which takes one copy per piece and array, and are then taken apart.
         """
-        pieces, self._waiting = self._waiting, []
+        pieces, self.waiting = self.waiting, []
         total = forms_bytes(self._forms)
         left = total + total // _SPARE_SHARE
         for form in self._forms:

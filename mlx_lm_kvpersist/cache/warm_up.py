@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..errors import ModelNotSupported
 from .blocks import BLOCK_TOKENS, copy_state, split_blocks, split_windows
-from .canary import CANARY_TOLERANCE, can_step_back, canary_difference
+from .canary import CANARY_TOLERANCE, canary_difference
 from .join import Piece, Pieces, join
 from .packed import headroom
 from .slots import cached_positions, slots_of
@@ -72,8 +72,6 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
         state = copy_state(spec, caches)
     pieces = Pieces(n_tokens, blocks, windows, state)
     restored = join(spec, pieces, headroom(1), whole=False)
-    if not can_step_back(spec, n_tokens):
-        return 0.0
     return canary_difference(model, spec, restored, pieces, _IDS)
 
 

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from ..cache.blocks import n_bytes
-from ..cache.canary import CANARY_TOLERANCE, can_step_back, canary_difference, trailing
+from ..cache.canary import CANARY_TOLERANCE, canary_difference, trailing
 from ..cache.join import Joiner, Piece, Pieces
 from ..cache.packed import headroom
 from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit, forms_bytes
@@ -67,7 +67,7 @@ def restore(
         lost.add(restored.key)
         if not restored.is_checkpoint:
             n_tokens = restored.start
-    if canary and restored.from_disk and can_step_back(model.spec, restored.n_tokens):
+    if canary and restored.from_disk:
         windows = {window: restored.last[window] for window in model.spec.sliding}
         tails = Pieces(restored.n_tokens, restored.last.get(None, ()), windows)
         ids = match.ids[: restored.n_tokens]

@@ -338,17 +338,17 @@ def test_b5_only_what_is_in_ram_is_joined_whole(
 
         return call
 
-    for way in ("_join", "_place"):
+    for way in ("join", "place"):
         monkeypatch.setattr(_Buffers, way, noted(way, getattr(_Buffers, way)))
     talk.ask([*ids, 5])
-    assert ways == ["_join"]
+    assert ways == ["join"]
     ways.clear()
     talk.forget_hot_blocks()
     talk.ask([*ids, 5])
-    assert set(ways) == {"_place"}
+    assert set(ways) == {"place"}
     ways.clear()
     talk.ask([*ids, 5])  # what was read from disk is in RAM now
-    assert ways == ["_join"]
+    assert ways == ["join"]
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
