@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache.join import _Buffers
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.match import tree
+from mlx_lm_kvpersist.match import block as block_module
 from mlx_lm_kvpersist.match.keys import block_key
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import insert as insert_module
@@ -314,7 +314,7 @@ def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
         hashed[0] += 1
         return block_key(parent, packed)
 
-    for module in (insert_module, tree):
+    for module in (insert_module, block_module):
         monkeypatch.setattr(module, "block_key", counted_key)
     new = sampled_turn(talk.loaded, 80)
     talk.remember([*ids, *new], n_prompt=len(ids) + 40)

@@ -162,10 +162,10 @@ def slow_reads(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     threads: list[str] = []
     read = server.store._reader._read
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **named: Any) -> Any:
         threads.append(threading.current_thread().name)
         time.sleep(READ_S)
-        return read(*args)
+        return read(*args, **named)
 
     monkeypatch.setattr(server.store._reader, "_read", slowly)
     return threads
