@@ -186,7 +186,7 @@ def test_nobody_waits_for_what_another_needs_from_disk(
     again = server.served(prompt)
     assert again.text == first.text
     assert again.outcome.tier is Tier.WARM and again.outcome.n_restored >= 1024
-    assert len(slow_reads) >= 4 and set(slow_reads) == {"kvpersist-ahead-0"}
+    assert len(slow_reads) >= 4 and set(slow_reads) == {"kvpersist-prefetch-0"}
     assert decoding.longest_gap_s(started, started + READ_S * len(slow_reads)) < READ_S
     wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
     # What it says of disk is said once.
@@ -304,7 +304,7 @@ def test_a_reader_that_fails_costs_a_restore(
     monkeypatch.setattr(server.store._reader, "_read", fail)
     again = server.served(prompt)
     assert again.text == first.text and again.outcome.n_reused == 0
-    assert "reading ahead failed" in caplog.text
+    assert "prefetching failed" in caplog.text
 
 
 def test_the_server_ends_while_it_reads_ahead(server: Server, slow_reads: list[str]) -> None:
