@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,7 @@ from .disk import DiskStore
 from .files import Arrays
 from .index import Index, Session
 from .pool import BlockPool, KVBlock
-from .prefetch import Prefetch
-from .reading import BlockReader, Loaded
+from .reading import BlockReader, Loaded, Prefetch
 from .turn import Gone, Turn
 from .writer import Writer
 
@@ -50,16 +49,16 @@ class StoreCounters:
     """What keeps turns from being saved right now; each is logged once."""
 
 
-class BlockStore:
+class BlockStore(BlockReader):
     """Blocks by key, and their checkpoints, wherever they are.
 
     The generation thread reads and submits; a thread of the store's own changes the disk.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
+        super().__init__(folder, BlockPool(limits.max_ram_bytes), verify=limits.verify)
         self.limits = limits
         self.disk = DiskStore(folder, limits)
-        self.pool = BlockPool(limits.max_ram_bytes)
         self.counters = StoreCounters()
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
@@ -68,15 +67,8 @@ class BlockStore:
         self._lost: set[bytes] = set()
         """Keys of what is damaged or may be missing on disk, until it is removed or written anew.
         What could not be read for another reason is not among them."""
-        self._reader = BlockReader(
-            folder, self.pool, verify=limits.verify, gone=self._is_gone, damaged=self.quarantine
-        )
         self._writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
         self._writer.submit(self._sweep)
-
-    @property
-    def folder(self) -> Path:
-        return self.disk.folder
 
     @property
     def index(self) -> Index:
@@ -100,22 +92,6 @@ class BlockStore:
         if key in self.pool:
             return True
         return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
-
-    def load(self, block: Block, root: Root) -> Loaded | None:
-        """Return evaluated arrays, or None when they are gone or must not be trusted."""
-        return self._reader.load(block, root)
-
-    def load_all(self, wanted: Sequence[Block], root: Root) -> Iterator[Loaded | None]:
-        """Begin to read several at once; yield what `load` returns for each, in order."""
-        return self._reader.load_all(wanted, root)
-
-    def prefetch(self, wanted: Sequence[tuple[Block, int]], root: Root) -> Prefetch:
-        """Read into RAM what is not there yet, in order; see `BlockReader.prefetch`."""
-        return self._reader.prefetch(wanted, root)
-
-    def release_prefetched(self) -> None:
-        """Let go of everything that was prefetched."""
-        self._reader.release_prefetched()
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Block]]:
         """Return, by block, the checkpoints in RAM or, if they can be read, on disk.
@@ -198,11 +174,7 @@ class BlockStore:
 
     def sessions_at(self, key: bytes) -> list[Session]:
         """Return the sessions that end in a block, as far as they are on disk."""
-        try:
-            return self.index.sessions_at(key)
-        except sqlite3.Error as error:
-            self._failed("read the index", error)
-            return []
+        return self._ask(partial(self.index.sessions_at, key), list[Session]())
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
@@ -224,17 +196,20 @@ class BlockStore:
 
     def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         """Remember the hash of a model's file."""
-        self._writer.submit(partial(self._set_file_hash, path, stamp, content_hash))
+        self._change_index(
+            "remember the hash of a model's file",
+            lambda index: index.set_file_hash(path, stamp, content_hash),
+        )
 
     def keep_request(self, record: dict[str, Any]) -> None:
         """Remember what a request reused, for those who ask later."""
-        self._writer.submit(partial(self._add_request, record))
+        self._change_index("remember what a request reused", lambda i: i.add_request(record))
 
     def touch(self, key: bytes, checkpoints: Iterable[Block] = ()) -> None:
         """Mark a chain, given by its last block, and these checkpoints as used."""
         used = tuple(checkpoints)
         self.pool.touch(block.key for block in used)
-        self._writer.submit(partial(self._touch, key, used))
+        self._change_index("mark a block as used", lambda index: index.touch(key, used))
 
     def set_gentle(self, gentle: bool) -> None:
         """Say whether writing is to leave most of the time to others from now on. Any thread."""
@@ -294,7 +269,7 @@ class BlockStore:
                 show_bytes(n_bytes),
                 timeout_s,
             )
-        readers_ended = self._reader.close(max(0.0, deadline_s - time.monotonic()))
+        readers_ended = self._stop_reading(max(0.0, deadline_s - time.monotonic()))
         if readers_ended and not self._writer.is_alive():
             self.disk.close()
             self.pool.clear()
@@ -357,26 +332,15 @@ class BlockStore:
                 return  # it stays damaged
         self._lost.discard(key)
 
-    def _touch(self, key: bytes, checkpoints: tuple[Block, ...]) -> None:
-        try:
-            with self.disk.lock.held():
-                self.index.touch(key, checkpoints)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("mark a block as used", error)
+    def _change_index(self, what: str, change: Callable[[Index], None]) -> None:
+        def run() -> None:
+            try:
+                with self.disk.lock.held():
+                    change(self.index)
+            except (OSError, sqlite3.Error) as error:
+                self._failed(what, error)
 
-    def _set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
-        try:
-            with self.disk.lock.held():
-                self.index.set_file_hash(path, stamp, content_hash)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("remember the hash of a model's file", error)
-
-    def _add_request(self, record: dict[str, Any]) -> None:
-        try:
-            with self.disk.lock.held():
-                self.index.add_request(record)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("remember what a request reused", error)
+        self._writer.submit(run)
 
     def _sweep(self) -> None:
         n_swept = self.disk.sweep()

@@ -1,25 +1,28 @@
-"""Reading: blocks from the pool, or from disk into it. Any long-lived thread."""
+"""Reading: blocks from the pool, or from disk into it, when they are needed or before.
+
+Any long-lived thread may read. What is prefetched stays in RAM until it is used.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 
 from ..errors import BlockCorrupt, StoreError
 from ..match.block import Block
 from ..match.keys import Root
 from .files import Arrays, read_block
 from .pool import BlockPool, KVBlock
-from .prefetch import Prefetch, PrefetchReader
 from .workers import Workers
 
-__all__ = ["BlockReader", "Loaded"]
+__all__ = ["BlockReader", "Loaded", "Prefetch"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,40 +43,79 @@ class Loaded:
     before_s: float = 0.0
 
 
+class Prefetch:
+    """What is prefetched for one prompt. None of it leaves RAM before `release`."""
+
+    def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
+        self.n_bytes = 0
+        """Bytes read so far."""
+        self.stopped = False
+        self.finished = False
+        self._pool = pool
+        self._released = released
+        self._is_released = False
+        self._entries: list[KVBlock] = []
+        self._lock = Lock()
+
+    def is_done(self) -> bool:
+        """Say whether no more will be read. Any thread."""
+        return self.finished
+
+    def stop(self) -> None:
+        """Read no further than the file that is being read; what is there stays."""
+        self.stopped = True
+
+    def release(self) -> None:
+        """Stop, and unpin everything. Any thread, any number of times."""
+        with self._lock:
+            self.stopped = self._is_released = True
+            entries, self._entries = self._entries, []
+        self._pool.unpin(entries, prefetch=True)
+        self._released(self)
+
+    def add(self, entries: Iterable[KVBlock], n_read_bytes: int = 0) -> None:
+        """Take pinned entries, to unpin them with the others."""
+        with self._lock:
+            if not self._is_released:
+                self._entries += entries
+                self.n_bytes += n_read_bytes
+                return
+        self._pool.unpin(entries, prefetch=True)
+
+
 class BlockReader:
     """Reads what a folder holds into a pool.
 
-    `gone` is told of a block that is no longer on disk, `damaged` of one that must not be trusted,
-    and why.
+    Subclasses are told what is no longer on disk, and what must not be trusted.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        pool: BlockPool,
-        *,
-        verify: bool,
-        gone: Callable[[Block], None],
-        damaged: Callable[[Block, str], None],
-    ) -> None:
-        self._folder = folder
-        self._pool = pool
+    def __init__(self, folder: Path, pool: BlockPool, *, verify: bool) -> None:
+        self.folder = folder
+        self.pool = pool
         self._verify = verify
-        self._gone = gone
-        self._damaged = damaged
         self._can_read = True
-        self._prefetches = PrefetchReader(pool)
         self._workers = Workers("kvpersist-reader", _N_THREADS)
+        self._prefetcher = Workers("kvpersist-prefetch", 1)
+        self._prefetches: set[Prefetch] = set()
+        self._prefetches_lock = Lock()
+
+    def quarantine(self, block: Block, reason: str) -> None:
+        """Take a block or checkpoint out of use that failed a check. Any thread."""
+        raise NotImplementedError
+
+    def _is_gone(self, block: Block) -> None:
+        """Forget what was found and is not there. Any thread."""
+        raise NotImplementedError
 
     def load(self, block: Block, root: Root) -> Loaded | None:
         """Return evaluated arrays, or None when they are gone or must not be trusted."""
-        hot = self._pool.get(block.key)
+        hot = self.pool.get(block.key)
         if hot is not None:
             return Loaded(hot.arrays, hot.read_s is not None, hot.read_s or 0.0)
         entry = self._read(block, root)
         if entry is None:
             return None
-        self._pool.put(entry)
+        self.pool.put(entry)
         return Loaded(entry.arrays, from_disk=True)
 
     def load_all(self, wanted: Sequence[Block], root: Root) -> Iterator[Loaded | None]:
@@ -81,51 +123,88 @@ class BlockReader:
 
         Several are read at once, and little beyond what the caller has asked for.
         """
-        waiting = deque(wanted)
-        if sum(block.key not in self._pool for block in wanted) < 2:
-            return (self.load(block, root) for block in waiting)
-        coming: deque[Future[Loaded | None]] = deque()
-
-        def begin() -> None:
-            while waiting and len(coming) <= self._workers.n_threads:
-                coming.append(self._workers.submit(partial(self.load, waiting.popleft(), root)))
+        tasks = (partial(self.load, block, root) for block in wanted)
+        if sum(block.key not in self.pool for block in wanted) < 2:
+            return (load() for load in tasks)
+        coming = deque(map(self._workers.submit, islice(tasks, _N_THREADS + 1)))
 
         def results() -> Iterator[Loaded | None]:
             while coming:
                 yield coming.popleft().result()
-                begin()
+                coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
-        begin()
         return results()
 
     def prefetch(self, wanted: Sequence[tuple[Block, int]], root: Root) -> Prefetch:
         """Read into the pool what is not there yet, in order; each comes with its size in bytes.
 
-        Together with what others had prefetched it takes at most half of the budget; what does not
-        fit is left on disk. What is there, or comes, stays until `release`.
+        Together with what others had prefetched it takes at most half of the budget, so that turns
+        to be written have room, too; what does not fit is left on disk. What is there, or comes,
+        stays until `release`.
         """
-        return self._prefetches.begin(wanted, partial(self._read, root=root))
+        prefetch = Prefetch(self.pool, self._forget_prefetch)
+        with self._prefetches_lock:
+            self._prefetches.add(prefetch)
+        prefetch.add(self.pool.pin((block.key for block, _ in wanted), prefetch=True))
+
+        def run() -> None:
+            try:
+                self._read_ahead(prefetch, wanted, root)
+            except Exception:
+                logger.exception("prefetching failed; the rest is read when it is needed")
+            finally:
+                prefetch.finished = True
+
+        if self._prefetcher.submit(run).cancelled():
+            prefetch.finished = True
+        return prefetch
 
     def release_prefetched(self) -> None:
         """Let go of everything that was prefetched."""
-        self._prefetches.release_all()
+        with self._prefetches_lock:
+            prefetches = list(self._prefetches)
+        for prefetch in prefetches:
+            prefetch.release()
 
-    def close(self, timeout_s: float) -> bool:
+    def _stop_reading(self, timeout_s: float) -> bool:
         """Stop reading; False when what is being read takes longer than `timeout_s`."""
-        return self._prefetches.close(timeout_s) and self._workers.close(timeout_s)
+        self.release_prefetched()
+        return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
+
+    def _forget_prefetch(self, prefetch: Prefetch) -> None:
+        with self._prefetches_lock:
+            self._prefetches.discard(prefetch)
+
+    def _read_ahead(
+        self, prefetch: Prefetch, wanted: Sequence[tuple[Block, int]], root: Root
+    ) -> None:
+        for block, n_bytes in wanted:
+            if prefetch.stopped:
+                return
+            if block.key in self.pool:
+                continue
+            with self._prefetches_lock:
+                n_bytes += sum(one.n_bytes for one in self._prefetches)
+            if n_bytes > self.pool.max_bytes // 2:
+                return
+            entry = self._read(block, root)
+            entry = self.pool.admit(entry) if entry is not None else None
+            if entry is None:
+                return
+            prefetch.add([entry], entry.n_bytes)
 
     def _read(self, block: Block, root: Root) -> KVBlock | None:
         started = time.perf_counter()
         try:
-            its_root, arrays = read_block(self._folder, block, verify=self._verify)
+            its_root, arrays = read_block(self.folder, block, verify=self._verify)
             if its_root.key != root.key:
                 raise BlockCorrupt(f"{block} belongs to another model")
         except FileNotFoundError:
             logger.warning("%s is no longer on disk", block)
-            self._gone(block)
+            self._is_gone(block)
             return None
         except StoreError as error:
-            self._damaged(block, str(error))
+            self.quarantine(block, str(error))
             return None
         except (OSError, MemoryError) as error:
             # It says nothing of the file: the next read tries again.

@@ -160,14 +160,14 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 def slow_reads(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make each read take READ_S; return the names of the threads that read."""
     threads: list[str] = []
-    read = server.store._reader._read
+    read = server.store._read
 
     def slowly(*args: Any, **named: Any) -> Any:
         threads.append(threading.current_thread().name)
         time.sleep(READ_S)
         return read(*args, **named)
 
-    monkeypatch.setattr(server.store._reader, "_read", slowly)
+    monkeypatch.setattr(server.store, "_read", slowly)
     return threads
 
 
@@ -301,7 +301,7 @@ def test_a_reader_that_fails_costs_a_restore(
     def fail(*_: Any) -> Any:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(server.store._reader, "_read", fail)
+    monkeypatch.setattr(server.store, "_read", fail)
     again = server.served(prompt)
     assert again.text == first.text and again.outcome.n_reused == 0
     assert "prefetching failed" in caplog.text

@@ -104,14 +104,14 @@ def test_a_release_while_it_reads_holds_nothing(
 ) -> None:
     store, nodes = stored
     reading, may_go_on = threading.Event(), threading.Event()
-    read = store._reader._read
+    read = store._read
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         reading.set()
         may_go_on.wait(10)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(store._reader, "_read", slowly)
+    monkeypatch.setattr(store, "_read", slowly)
     ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     assert reading.wait(10)
     ahead.release()
@@ -173,13 +173,13 @@ def test_load_all_reads_little_beyond_what_is_taken(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, nodes = stored
-    read, n_read = store._reader._read, []
+    read, n_read = store._read, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         n_read.append(1)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(store._reader, "_read", counted)
+    monkeypatch.setattr(store, "_read", counted)
     coming = store.load_all(nodes, ROOT)
     assert next(coming) is not None
     coming.close()
