@@ -18,7 +18,6 @@ import logging
 import sqlite3
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,35 +27,31 @@ from ..errors import StoreError
 from ..match.block import Block
 from ..match.keys import Root
 from ..units import show_bytes
-from .budget import Space, StoreLimits, WriteMeter, free_bytes
+from .budget import StoreLimits, WriteMeter
+from .eviction import StoredFiles
 from .files import (
     Arrays,
     block_path,
     checkpoint_path,
     file_bytes,
-    key_of,
     metadata_of,
     path_of,
     write_block,
 )
-from .folder import INDEX_FILES, move, own_bytes, own_files, remove, sync, take_into_use
-from .index import Forgotten, Index, Session
+from .folder import move, remove, sync, take_into_use
+from .index import Index, Session
 from .index_file import is_damage
 from .index_rows import row_bytes
 from .lock import StoreLock
-from .quarantine import Quarantine
 from .rebuild import rebuild_index
-from .session_notes import session_path, write_session
-from .staging import Staging, staged_bytes, sweep_staged
-from .turn import Gone, NewFile, Turn
+from .session_notes import write_session
+from .staging import Staging
+from .turn import NewFile, Turn
 
 logger = logging.getLogger(__name__)
 
-_INDEX_RESERVE_BYTES = 768 << 10
-_MAX_GONE = 10_000
 
-
-class DiskStore:
+class DiskStore(StoredFiles):
     """The folder of a store.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
@@ -64,12 +59,8 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, limits: StoreLimits) -> None:
-        self.folder = folder
-        self.limits = limits
+        super().__init__(folder, limits, StoreLock(folder / "lock"))
         self.written = WriteMeter()
-        self.aside = Quarantine(folder)
-        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
-        self.lock = StoreLock(folder / "lock")
         try:
             take_into_use(folder)
             with self.lock.held():
@@ -94,11 +85,6 @@ class DiskStore:
             logger.warning("the index of the store is damaged (%s); it is rebuilt", error)
             rebuild_index(self.folder)
             return Index(path)
-
-    def close(self) -> None:
-        self.index.close()
-
-    # Saving.
 
     def save(
         self,
@@ -194,15 +180,21 @@ class DiskStore:
                     # The rows of a long turn take more than what is reserved for them.
                     rows = sum(row_bytes(file.block) for file in todo)
                     needed = sum(file.n_bytes for file in todo) + max(0, rows - self.reserve_bytes)
-                    self._check_wear(needed)
-                    self._make_room_for(needed, {*keep, *turn.keys()})
+                    self._check_limits(needed, {*keep, *turn.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()
                     self.written.add(staging.write(file.block.key, file.write))
                     after_file(time.perf_counter() - started)
 
-    def _make_room_for(self, n_bytes: int, keep: Collection[bytes]) -> None:
+    def _check_limits(self, n_bytes: int, keep: Collection[bytes]) -> None:
+        """Make room for what is to be written. Raises StoreError when it is too much."""
+        limit = self.limits.max_hourly_bytes
+        if limit is not None and self.written.last_hour_bytes() + n_bytes > limit:
+            raise StoreError(
+                f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
+                "turns stay in memory for now"
+            )
         if not self.make_room(n_bytes, keep):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
@@ -270,157 +262,6 @@ class DiskStore:
     def _write_session(self, session: Session) -> None:
         write_session(self.folder, session, fsync=self.limits.fsync)
 
-    def _remove_note(self, session_id: str) -> None:
-        remove(self.folder, session_path(self.folder, session_id))
-
-    def _follow_folder(self) -> None:
-        """Take a folder that was removed under us into use again."""
-        if self.index.is_current():
-            return
-        logger.warning("the store %s was removed; it is made anew", self.folder)
-        take_into_use(self.folder)
-        # Not closed: another thread may be reading, and SQLite would crash under it. The last
-        # one who holds the old index lets go of its connections.
-        self.index = self._open_index()
-
-    # Budgets.
-
-    def used_bytes(self) -> int:
-        """Return the size of the store's files, and of those that are announced."""
-        others = own_bytes(self.folder, *INDEX_FILES, "sessions", "quarantine")
-        return self.index.n_bytes() + others + staged_bytes(self.folder)[0]
-
-    def space(self) -> Space:
-        """Return what the store uses and may use."""
-        return Space(
-            self.folder,
-            self.used_bytes(),
-            self.limits.max_disk_bytes,
-            free_bytes(self.folder),
-            self.limits.min_free_bytes,
-        )
-
-    @property
-    def reserve_bytes(self) -> int:
-        """Room for the index and its log to grow by while a turn is saved."""
-        return min(_INDEX_RESERVE_BYTES, self.limits.max_disk_bytes // 4)
-
-    def make_room(self, n_bytes: int, keep: Collection[bytes] = ()) -> bool:
-        """Remove what is used least until `n_bytes` more fit; False when they cannot.
-
-        Quarantined files go first, then least recently used leaves and checkpoints; what belongs to
-        pinned sessions and what is in `keep` stays.
-        """
-        n_bytes += self.reserve_bytes if n_bytes else 0
-        if n_bytes > self.limits.max_disk_bytes:
-            return False
-        with self.lock.held():
-            too_much = self._excess(n_bytes)
-            if too_much > 0:
-                self._empty_quarantine()
-                self.index.empty_log()
-                too_much = self._excess(n_bytes)
-            pinned = self.index.pinned_blocks() if too_much > 0 else set()
-            while too_much > 0:
-                victim = self._victim(keep, pinned)
-                if victim is None:
-                    self.index.empty_log()  # the rows of what went take room no longer
-                    return self._excess(n_bytes) <= 0
-                went = self.forget(victim)
-                for key in {victim, *went.checkpoints}:
-                    self._note_gone(key, Gone.EVICTED)
-                too_much -= went.n_bytes
-                if too_much <= 0:
-                    # Removing rows makes the index's log longer.
-                    self.index.empty_log()
-                    too_much = self._excess(n_bytes)
-        return True
-
-    def _victim(self, keep: Collection[bytes], pinned: Collection[bytes]) -> bytes | None:
-        """Return the least recently used leaf or checkpoint.
-
-        One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
-        of its age, which were kept for blocks before it.
-        """
-        leaves = ((used, False, key) for used, key in self.index.unused_leaves() if key not in keep)
-        checkpoints = (
-            (used, True, key)
-            for used, key, block in self.index.unused_checkpoints()
-            if key not in keep and block not in pinned
-        )
-        candidates = [
-            first for rows in (leaves, checkpoints) if (first := next(rows, None)) is not None
-        ]
-        return min(candidates)[-1] if candidates else None
-
-    def _excess(self, n_bytes: int) -> int:
-        """Return how many bytes must go before `n_bytes` more may come."""
-        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
-        if not self.limits.min_free_bytes:
-            return over_budget
-        announced, written = staged_bytes(self.folder)
-        free = free_bytes(self.folder) - (announced - written)
-        return max(over_budget, self.limits.min_free_bytes + n_bytes - free)
-
-    def _check_wear(self, n_bytes: int) -> None:
-        limit = self.limits.max_hourly_bytes
-        if limit is not None and self.written.last_hour_bytes() + n_bytes > limit:
-            raise StoreError(
-                f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
-                "turns stay in memory for now"
-            )
-
-    # Removing.
-
-    def gone(self, key: bytes) -> Gone | None:
-        """Return why a block or checkpoint went, if this process removed it lately. Any thread."""
-        return self._gone.get(key)
-
-    def _note_gone(self, key: bytes, why: Gone) -> None:
-        self._gone[key] = why
-        if len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
-
-    def forget(self, key: bytes) -> Forgotten:
-        """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
-        with self.lock.held():
-            went = self.index.forget(key)
-            for session_id in went.sessions:
-                self._remove_note(session_id)
-            remove(self.folder, block_path(self.folder, key))
-            for one in {key, *went.checkpoints}:
-                remove(self.folder, checkpoint_path(self.folder, one))
-            return went
-
-    def forget_missing(self, key: bytes) -> None:
-        """Forget a block or checkpoint, unless its file is there after all."""
-        with self.lock.held():
-            if not any(path(self.folder, key).exists() for path in (block_path, checkpoint_path)):
-                self.forget(key)
-
-    def quarantine(self, key: bytes, reason: str) -> None:
-        """Move what failed a check aside. Blocks that follow it are no longer reached."""
-        with self.lock.held():
-            self._note_gone(key, Gone.QUARANTINED)
-            for path in (block_path(self.folder, key), checkpoint_path(self.folder, key)):
-                self.aside.take(path, key, reason)
-            self.forget(key)
-
-    def _empty_quarantine(self) -> None:
-        self.aside.empty()
-
-    def remove_session(self, session: Session) -> None:
-        """Forget a session and the blocks that no other session needs."""
-        with self.lock.held():
-            chain = self.index.chain(session.leaf)
-            self.index.remove_session(session.id)
-            self._remove_note(session.id)
-            for node, _ in reversed(chain):
-                if self.index.sessions_at(node.key) or self.index.children(node.key, limit=1):
-                    break
-                self.forget(node.key)
-            self.index.empty_log()
-
     def set_pinned(self, session: Session, pinned: bool) -> Session:
         """Pin a session, so that it is never removed to make room, or let it go again."""
         with self.lock.held():
@@ -431,33 +272,12 @@ class DiskStore:
                 self._remove_note(changed.id)
             return changed
 
-    def sweep(self) -> int:
-        """Bring files and index in line after a crash; return how many of either were removed.
-
-        A file without a row was moved by a turn that was never committed; a row without a file
-        lost it; a block without its parent, or a checkpoint without its block, is never reached.
-        """
-        with self.lock.held():
-            n_swept = sweep_staged(self.folder)
-            if self.index.faults():
-                rebuild_index(self.folder)  # or what its rows do not tell would be removed
-            for name, keys in (("blocks", self.index.keys), ("parts", self.index.checkpoint_keys)):
-                known, present = keys(), set[bytes]()
-                for path in own_files(self.folder, name):
-                    key = key_of(path)
-                    if key is not None and key in known:
-                        present.add(key)
-                    else:
-                        n_swept += remove(self.folder, path)
-                for key in known - present:
-                    self.forget(key)
-                    n_swept += 1
-            for lost in (self.index.unreachable, self.index.stray_checkpoints):
-                for key in lost():
-                    self.forget(key)
-                    n_swept += 1
-            sessions = {f"{session.id}.json" for session in self.index.sessions()}
-            for path in own_files(self.folder, "sessions"):
-                if path.name not in sessions:
-                    n_swept += remove(self.folder, path)
-            return n_swept
+    def _follow_folder(self) -> None:
+        """Take a folder that was removed under us into use again."""
+        if self.index.is_current():
+            return
+        logger.warning("the store %s was removed; it is made anew", self.folder)
+        take_into_use(self.folder)
+        # Not closed: another thread may be reading, and SQLite would crash under it. The last
+        # one who holds the old index lets go of its connections.
+        self.index = self._open_index()

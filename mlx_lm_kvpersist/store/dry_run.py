@@ -5,25 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from .budget import StoreLimits, free_bytes
-from .disk import DiskStore
+from .eviction import StoredFiles
+from .folder import own_bytes
 from .index import Forgotten, Index
 from .lock import StoreLock
-from .quarantine import Quarantine
 from .turn import Gone
 
 
-class DryRun(DiskStore):
+class DryRun(StoredFiles):
     """A store that removes rows of a copy of its index and counts them; its files stay.
 
     index: the file to copy, the store's own or a copy of it. scratch: an empty folder.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits, index: Path, scratch: Path) -> None:
-        # DiskStore's own __init__ would take the folder into use.
-        self.folder = folder
-        self.limits = limits
-        self.aside = Quarantine(folder)
-        self.lock = StoreLock(scratch / "lock")
+        super().__init__(folder, limits, StoreLock(scratch / "lock"))
         self.n_freed_bytes = 0
         self.n_blocks = 0
         self.n_checkpoints = 0
@@ -48,7 +44,7 @@ class DryRun(DiskStore):
         pass  # it is still there
 
     def _empty_quarantine(self) -> None:
-        self.n_freed_bytes += sum(path.stat().st_size for path in self.aside.files())
+        self.n_freed_bytes += own_bytes(self.folder, "quarantine")
 
     def _excess(self, n_bytes: int) -> int:
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
