@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 
 KEY_BYTES = 16
@@ -59,6 +59,7 @@ class Root:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
+    @lru_cache(maxsize=64)  # the files of a store have the same one
     def from_json(cls, text: str) -> Root:
         """Read `to_json`. Raises ValueError or TypeError when it is something else."""
         return cls(**json.loads(text))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,17 @@ Arrays = Mapping[str, mx.array]
 
 def block_path(folder: Path, key: bytes) -> Path:
     """Return where the block of this key is kept."""
-    return _path(folder, "blocks", key)
+    return folder / "blocks" / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
 def checkpoint_path(folder: Path, key: bytes) -> Path:
     """Return where the checkpoint of this key is kept."""
-    return _path(folder, "parts", key)
+    return folder / "parts" / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
 def path_of(folder: Path, block: Block) -> Path:
     """Return where a block or a checkpoint is kept."""
-    return _path(folder, "parts" if block.is_checkpoint else "blocks", block.key)
-
-
-def _path(folder: Path, kind: str, key: bytes) -> Path:
-    name = key.hex()
-    return folder / kind / name[:2] / f"{name}.safetensors"
+    return (checkpoint_path if block.is_checkpoint else block_path)(folder, block.key)
 
 
 def key_of(path: Path) -> bytes | None:
@@ -57,18 +52,14 @@ def key_of(path: Path) -> bytes | None:
 
 
 def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: bool) -> int:
-    """Write the file of a block or a checkpoint; return its size in bytes. See `write_file`."""
-    return write_file(path, arrays, metadata_of(block, root), fsync=fsync)
-
-
-def write_file(path: Path, arrays: Arrays, metadata: dict[str, str], *, fsync: bool) -> int:
-    """Write arrays with their metadata and the checksum to a new file; return its size in bytes.
+    """Write the file of a block or a checkpoint, a new one; return its size in bytes.
 
     The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
     when there is such a file, and OSError or RuntimeError when the disk refuses.
     """
     new_file(path).close()
-    metadata = {**metadata, "checksum": checksum(arrays, metadata)}
+    metadata = metadata_of(block, root)
+    metadata["checksum"] = checksum(arrays, metadata)
     mx.save_safetensors(str(path), dict(arrays), metadata)
     if fsync:
         sync(path)
@@ -98,14 +89,12 @@ def metadata_of(block: Block, root: Root) -> dict[str, str]:
 
 
 def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
-    """Return the most that a block's or part's file can take, in bytes, before it is written."""
+    """Return the most that a block's or part's file can take, in bytes, before it is written.
+
+    The file's header names each array.
+    """
     n_bytes = sum(len(json.dumps(value)) for value in metadata.values())
-    return arrays_bytes(arrays) + n_bytes + 1024
-
-
-def arrays_bytes(arrays: Arrays) -> int:
-    """Return the most that arrays take in a file, in bytes, with what its header says of them."""
-    return sum(array.nbytes + 2 * len(name) + 192 for name, array in arrays.items())
+    return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
 def read_block(folder: Path, block: Block, *, verify: bool = True) -> tuple[Root, Arrays]:
@@ -148,51 +137,39 @@ def read_record(path: Path) -> tuple[Block, Root, Mapping[str, str]]:
     be read now, which says nothing about it.
     """
     metadata = read_metadata(path)
-    is_checkpoint = path.parent.parent.name == "parts"
-    block, root = (checkpoint_of if is_checkpoint else block_of)(metadata)
-    if block.key != key_of(path):
+    block, root = block_of(metadata, is_checkpoint=path.parent.parent.name == "parts")
+    if path.name != f"{block.key.hex()}.safetensors":
         raise BlockCorrupt(f"{path.name}: holds {block}")
     return block, root, metadata
 
 
-def block_of(metadata: Mapping[str, str]) -> tuple[Block, Root]:
-    """Return the block and the root that a block file's metadata describe.
+def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tuple[Block, Root]:
+    """Return the block or checkpoint, and its root, that the metadata of its file describe.
 
     Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
     when they were written by a newer version.
     """
-    return _described(
-        metadata,
-        lambda: Block(
-            key=bytes.fromhex(metadata["key"]),
-            parent=bytes.fromhex(metadata["parent"]),
-            start=int(metadata["start"]),
-            packed_ids=bytes.fromhex(metadata["ids"]),
-            text=json.loads(metadata["text"]),
-            pending=bytes.fromhex(metadata["pending"]),
-        ),
-    )
-
-
-def checkpoint_of(metadata: Mapping[str, str]) -> tuple[Block, Root]:
-    """Return the checkpoint and the root that its file's metadata describe; see `block_of`."""
-    return _described(
-        metadata,
-        lambda: Block(
-            key=bytes.fromhex(metadata["key"]),
-            parent=bytes.fromhex(metadata["block"]),
-            kind=metadata["kind"],
-            n_covered=int(metadata["n_tokens"]),
-        ),
-    )
-
-
-def _described(metadata: Mapping[str, str], make: Callable[[], Block]) -> tuple[Block, Root]:
     version = metadata.get("format", "")
     if version.isdecimal() and int(version) > FORMAT:
         raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
     try:
-        block, root = make(), Root.from_json(metadata["root"])
+        key, root = bytes.fromhex(metadata["key"]), Root.from_json(metadata["root"])
+        if is_checkpoint:
+            block = Block(
+                key,
+                parent=bytes.fromhex(metadata["block"]),
+                kind=metadata["kind"],
+                n_covered=int(metadata["n_tokens"]),
+            )
+        else:
+            block = Block(
+                key,
+                parent=bytes.fromhex(metadata["parent"]),
+                start=int(metadata["start"]),
+                packed_ids=bytes.fromhex(metadata["ids"]),
+                text=json.loads(metadata["text"]),
+                pending=bytes.fromhex(metadata["pending"]),
+            )
         is_genuine = block.is_genuine
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error

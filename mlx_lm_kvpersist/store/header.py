@@ -36,11 +36,8 @@ class OwnHeader:
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     """Name, dtype and shape, in the order of their bytes."""
     n_data_bytes: int
+    n_file_bytes: int
     metadata: Mapping[str, str]
-
-    @property
-    def n_file_bytes(self) -> int:
-        return LENGTH_BYTES + len(self.text.encode()) + self.n_data_bytes
 
 
 def own_header(text: str) -> OwnHeader:
@@ -65,7 +62,8 @@ def own_header(text: str) -> OwnHeader:
         if offsets != [end, end + n_bytes]:
             raise ValueError(f"{name} takes {n_bytes} bytes and stands at {offsets}, not {end}")
         end += n_bytes
-    return OwnHeader(text, tuple(tuple(item[2:]) for item in sorted(placed)), end, metadata)
+    tensors = tuple(tuple(item[2:]) for item in sorted(placed))
+    return OwnHeader(text, tensors, end, LENGTH_BYTES + len(text.encode()) + end, metadata)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:

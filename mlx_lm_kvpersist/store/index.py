@@ -6,6 +6,7 @@ it holds the store's lock. What it says of blocks can be rebuilt from their file
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple
@@ -15,7 +16,6 @@ from ..match.block import Block
 from ..match.keys import Root
 from ..match.siblings import FEW, MAX_ALIKE, nearest
 from .index_checkpoints import CheckpointIndex
-from .index_requests import RequestIndex
 from .index_rows import (
     BLOCK_COLUMNS,
     SESSION_COLUMNS,
@@ -34,12 +34,15 @@ from .index_rows import (
 __all__ = ["Forgotten", "Index", "Leaf", "Session", "StoredReply"]
 
 _MAX_REPLIES = 10_000
+KEPT = 100
+"""Records of requests."""
+_MAX_RECORD_CHARS = 4096
 _MAX_BRANCHES = 4
 """Of a session that are preferred to others of equal length: those used last."""
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 
 
-class Index(CheckpointIndex, RequestIndex):
+class Index(CheckpointIndex):
     """What is on disk, in rows. Opens and fails as `IndexFile` does."""
 
     # Reading.
@@ -202,23 +205,12 @@ class Index(CheckpointIndex, RequestIndex):
             if blocks:
                 db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
             used = self.now() if used is None else used
-            db.executemany(
-                "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
-                [
-                    (
-                        n.key,
-                        n.parent,
-                        root.key,
-                        n.start,
-                        n.packed_ids,
-                        n.text,
-                        n.pending,
-                        size,
-                        used,
-                    )
-                    for n, size in blocks
-                ],
-            )
+            rows = [
+                (n.key, n.parent, root.key, n.start, n.packed_ids, n.text, n.pending, size, used)
+                for n, size in blocks
+            ]
+            insert = "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+            db.executemany(insert, rows)
 
     def commit_turn(
         self,
@@ -341,3 +333,34 @@ class Index(CheckpointIndex, RequestIndex):
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
+
+    # What the last requests reused, as JSON.
+
+    def add_request(self, record: dict[str, Any]) -> None:
+        """Keep a record and no more than the last `KEPT`; one of over 4,096 characters is not."""
+        about = json.dumps(record)
+        if len(about) > _MAX_RECORD_CHARS:
+            return
+        with self.transaction() as db:
+            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+            db.execute(
+                "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
+                (KEPT,),
+            )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the records, the newest first. Those that cannot be read are left out."""
+        records = []
+        for (about,) in self._db.execute("SELECT about FROM requests ORDER BY number DESC"):
+            try:
+                record = json.loads(about)
+            except (TypeError, ValueError):
+                continue
+            if isinstance(record, dict) and "sentence" in record:
+                records.append(record)
+        return records
+
+    def forget_requests(self) -> None:
+        """Remove all records: they name sessions and may quote prompts."""
+        with self.transaction() as db:
+            db.execute("DELETE FROM requests")

@@ -31,7 +31,7 @@ import xxhash
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from ..match.block import Block
 from ..match.keys import Root
-from .files import block_of, checkpoint_of, checksum
+from .files import block_of, checksum
 from .header import DTYPE_BYTES, LENGTH_BYTES, OwnHeader, open_regular, own_header, read_header
 
 __all__ = [
@@ -144,7 +144,7 @@ class SessionFile:
         nodes: list[Block] = []
         root: Root | None = None
         for number in range(self._n_blocks):
-            node, block_root = self._checked(number, block_of)
+            node, block_root = self._checked(number)
             _check_tokens(node)
             root = root or block_root
             parent, start = (nodes[-1].key, nodes[-1].stop) if nodes else (root.key, 0)
@@ -170,16 +170,14 @@ class SessionFile:
         blocks = {node.key for node in self.blocks}
         parts: dict[bytes, Block] = {}
         for number in range(self._n_blocks, len(self._headers)):
-            part, root = self._checked(number, checkpoint_of)
+            part, root = self._checked(number)
             if root != self.root or part.parent not in blocks or part.key in parts:
                 raise ValueError(f"part {number - self._n_blocks} belongs to none of its blocks")
             parts[part.key] = part
             progress(number + 1, len(self._headers))
         self.checkpoints = tuple(parts.values())
 
-    def _checked(
-        self, number: int, about: Callable[[Mapping[str, str]], tuple[Block, Root]]
-    ) -> tuple[Block, Root]:
+    def _checked(self, number: int) -> tuple[Block, Root]:
         """Check a file as the server does before it uses one, and its root's types besides.
 
         A server trusts the folder's owner; an exported file may come from anywhere.
@@ -193,7 +191,7 @@ class SessionFile:
         except Exception as error:
             raise BlockCorrupt(f"file {number}: {error}") from error
         try:
-            what, root = about(metadata)
+            what, root = block_of(metadata, is_checkpoint=number >= self._n_blocks)
         except StoreFormatError as error:
             raise StoreFormatError(f"{self.path}: file {number}: {error}") from error
         if metadata.get("checksum") != checksum(arrays, metadata):

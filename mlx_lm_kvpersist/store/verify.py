@@ -7,8 +7,9 @@ lock, because a turn that is being saved looks like a fault for a moment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
@@ -51,31 +52,43 @@ class Problem:
     fault: Fault
     subject: str
     reason: str
-    look_again: Callable[[], Problem | None] = field(compare=False, repr=False)
+    look_again: Callable[[], Problem | None] = field(
+        default=lambda: None, compare=False, repr=False
+    )
 
 
 def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
     """Return what is wrong with a store; `progress` is told files read and files in all."""
+    suspects: list[Problem] = []
+
+    def look(check: Callable[[], Problem | None]) -> Problem | None:
+        found = check()
+        return found and replace(found, look_again=partial(look, check))
+
+    def suspect(check: Callable[..., Problem | None], *about: object) -> None:
+        found = look(partial(check, *about))
+        if found is not None:
+            suspects.append(found)
+
+    for fault in index.faults():
+        suspect(_check_index, index, fault)
     blocks, checkpoints = sorted(index.keys()), sorted(index.checkpoint_keys())
-    found: list[Problem | None] = [_check_index(index, fault) for fault in index.faults()]
     for number, key in enumerate((*blocks, *checkpoints)):
-        found.append(_check_block(folder, index, key, is_checkpoint=number >= len(blocks)))
+        suspect(_check_block, folder, index, key, number >= len(blocks))
         progress(number + 1, len(blocks) + len(checkpoints))
     for name in ("blocks", "parts"):
         for path in sorted(own_files(folder, name)):
-            found.append(_check_file(folder, index, path))
+            suspect(_check_file, folder, index, path)
     for path in sorted(own_files(folder, "sessions")):
-        found.append(_check_session_file(index, path))
+        suspect(_check_session_file, index, path)
     for session in index.sessions():
-        found.append(_check_session(folder, index, session.id))
-    suspects = [problem for problem in found if problem is not None]
+        suspect(_check_session, folder, index, session.id)
     if not suspects:
         return []
     with StoreLock(folder / "lock").held():
-        again = [problem.look_again() for problem in suspects]
-    return [problem for problem in again if problem is not None]
+        return [again for problem in suspects if (again := problem.look_again()) is not None]
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
@@ -107,24 +120,12 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
 
 
 def _check_index(index: Index, fault: str) -> Problem | None:
-    if fault not in index.faults():
-        return None
-    return Problem(Fault.INDEX, index.path.name, fault, lambda: _check_index(index, fault))
+    return Problem(Fault.INDEX, index.path.name, fault) if fault in index.faults() else None
 
 
-def _check_block(
-    folder: Path, index: Index, key: bytes, *, is_checkpoint: bool = False
-) -> Problem | None:
+def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) -> Problem | None:
     """Check the file and the row of a block or a checkpoint."""
-
-    def problem(fault: Fault, reason: str) -> Problem:
-        return Problem(
-            fault,
-            key.hex(),
-            reason,
-            lambda: _check_block(folder, index, key, is_checkpoint=is_checkpoint),
-        )
-
+    problem = partial(Problem, subject=key.hex())
     if not (index.has_checkpoint(key) if is_checkpoint else key in index):
         return None
     path = (checkpoint_path if is_checkpoint else block_path)(folder, key)
@@ -132,28 +133,29 @@ def _check_block(
         block, root, _ = read_file(path)
         size = path.stat().st_size
     except FileNotFoundError:
-        return problem(Fault.MISSING, f"{path.name} is not there")
+        return problem(Fault.MISSING, reason=f"{path.name} is not there")
     except StoreError as error:
-        return problem(Fault.CORRUPT, str(error))
+        return problem(Fault.CORRUPT, reason=str(error))
     except (OSError, MemoryError) as error:
-        return problem(Fault.UNREADABLE, f"{path.name}: {error}")
+        return problem(Fault.UNREADABLE, reason=f"{path.name}: {error}")
     parent = index.block(block.parent)
     if is_checkpoint:
         if parent is not None and parent[1] != root.key:
             reason = f"its block {block.parent.hex()} belongs to another model"
-            return problem(Fault.CORRUPT, reason)
+            return problem(Fault.CORRUPT, reason=reason)
         is_as_indexed = (block, size) == index.checkpoint(key)
     else:
         is_as_indexed = (block, root.key, size) == index.block(key)
     if not is_as_indexed:
-        return problem(Fault.MISMATCH, f"{path.name}: file and index disagree")
+        return problem(Fault.MISMATCH, reason=f"{path.name}: file and index disagree")
     if parent is None and (is_checkpoint or block.parent != root.key):
         what = "block" if is_checkpoint else "parent"
-        return problem(Fault.UNREACHABLE, f"its {what} {block.parent.hex()} is not there")
+        return problem(Fault.UNREACHABLE, reason=f"its {what} {block.parent.hex()} is not there")
     stop = parent[0].stop if parent is not None else 0
     if not is_checkpoint and block.start != stop:
         return problem(
-            Fault.UNREACHABLE, f"it begins at token {block.start}, and its parent ends at {stop}"
+            Fault.UNREACHABLE,
+            reason=f"it begins at token {block.start}, and its parent ends at {stop}",
         )
     return None
 
@@ -167,21 +169,14 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     if known or not path.exists():
         return None
     reason = "the index does not know it" if key else "left behind by an interrupted write"
-    return Problem(
-        Fault.ORPHAN, str(path), f"{path.name}: {reason}", lambda: _check_file(folder, index, path)
-    )
+    return Problem(Fault.ORPHAN, str(path), f"{path.name}: {reason}")
 
 
 def _check_session_file(index: Index, path: Path) -> Problem | None:
     known = path.suffix == ".json" and index.session(path.stem) is not None
     if known or not path.exists():
         return None
-    return Problem(
-        Fault.ORPHAN,
-        str(path),
-        f"{path.name}: no such session",
-        lambda: _check_session_file(index, path),
-    )
+    return Problem(Fault.ORPHAN, str(path), f"{path.name}: no such session")
 
 
 def _check_session(folder: Path, index: Index, session_id: str) -> Problem | None:
@@ -191,11 +186,7 @@ def _check_session(folder: Path, index: Index, session_id: str) -> Problem | Non
     reason = _end_of(index, session)
     if reason is None and (session.name is not None or session.pinned):
         reason = _disagreement(folder / "sessions" / f"{session_id}.json", session)
-    if reason is None:
-        return None
-    return Problem(
-        Fault.SESSION, session_id, reason, lambda: _check_session(folder, index, session_id)
-    )
+    return None if reason is None else Problem(Fault.SESSION, session_id, reason)
 
 
 def _end_of(index: Index, session: Session) -> str | None:

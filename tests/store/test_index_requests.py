@@ -5,8 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.index_requests import KEPT
+from mlx_lm_kvpersist.store.index import KEPT, Index
 
 
 def record(number: int, **more: object) -> dict[str, object]:

@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import Root
 from mlx_lm_kvpersist.store.files import (
     FORMAT,
-    checkpoint_of,
+    block_of,
     checkpoint_path,
     checksum,
     file_bytes,
@@ -55,7 +55,7 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         assert loaded[name].dtype == array.dtype and mx.array_equal(loaded[name], array)
-    assert checkpoint_of(read_metadata(path)) == (PART, ROOT)
+    assert block_of(read_metadata(path), is_checkpoint=True) == (PART, ROOT)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -159,13 +159,13 @@ def test_what_contradicts_itself_is_corrupt(field: str, value: str | None) -> No
     if value is not None:
         metadata[field] = value
     with pytest.raises(BlockCorrupt):
-        checkpoint_of(metadata)
+        block_of(metadata, is_checkpoint=True)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     metadata = {**metadata_of(PART, ROOT), "format": str(FORMAT + 1)}
     with pytest.raises(StoreFormatError, match=f"a file of format {FORMAT + 1}"):
-        checkpoint_of(metadata)
+        block_of(metadata, is_checkpoint=True)
     path = checkpoint_path(tmp_path, PART.key)
     os.makedirs(path.parent)
     mx.save_safetensors(str(path), {}, metadata)
