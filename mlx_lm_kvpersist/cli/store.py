@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import StoreError
 from ..store.budget import StoreLimits, free_bytes
 from ..store.disk import DiskStore
-from ..store.dry_run import DryRun
+from ..store.eviction import DryRun
 from ..store.folder import own_bytes
 from ..store.index import Session
 from ..store.lock import StoreLock

@@ -170,7 +170,7 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
                 text=json.loads(metadata["text"]),
                 pending=bytes.fromhex(metadata["pending"]),
             )
-        is_genuine = block.is_genuine
+        is_genuine = block.is_genuine and block.is_checkpoint == is_checkpoint
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
     if not is_genuine:

@@ -19,21 +19,6 @@ from typing import BinaryIO
 
 from ..errors import StoreError
 
-__all__ = [
-    "INDEX_FILES",
-    "MARKER",
-    "check_store",
-    "make_private",
-    "move",
-    "new_file",
-    "own_bytes",
-    "own_files",
-    "remove",
-    "sync",
-    "take_into_use",
-    "whole_file",
-]
-
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"

@@ -12,8 +12,6 @@ from ..match.block import Block
 from .index_file import IndexFile
 from .index_rows import CHECKPOINT_COLUMNS, Totals, read_checkpoint
 
-__all__ = ["CheckpointIndex"]
-
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 _AT_ONCE = 500

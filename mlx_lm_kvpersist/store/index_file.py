@@ -75,12 +75,11 @@ class IndexFile:
         db = self._db
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (made_for,) = db.execute("PRAGMA application_id").fetchone()
-        claims_more = version > INDEX_FORMAT
-        if claims_more and 0 < made_for - APPLICATION_ID <= INDEX_FORMAT:
-            raise sqlite3.DatabaseError(
-                f"an index of format {made_for - APPLICATION_ID} that claims to be {version}"
-            )
-        if claims_more:
+        if version > INDEX_FORMAT:
+            if 0 < made_for - APPLICATION_ID <= INDEX_FORMAT:
+                raise sqlite3.DatabaseError(
+                    f"an index of format {made_for - APPLICATION_ID} that claims to be {version}"
+                )
             raise StoreFormatError(
                 f"{self.path} was written in format {version}; this version reads up to "
                 f"{INDEX_FORMAT}. "

@@ -7,8 +7,6 @@ from contextlib import closing
 
 from .index_rows import SESSION_COLUMNS, read_root, read_session
 
-__all__ = ["APPLICATION_ID", "INDEX_FORMAT", "faults", "is_as_made", "make_tables", "recount"]
-
 INDEX_FORMAT = 3
 """Of the store as a whole: a version that reads less would count and remove too little.
 

@@ -22,8 +22,6 @@ from .files import Arrays, read_block
 from .pool import BlockPool, KVBlock
 from .workers import Workers
 
-__all__ = ["BlockReader", "Loaded", "Prefetch"]
-
 logger = logging.getLogger(__name__)
 
 _N_THREADS = 3

@@ -86,24 +86,22 @@ def rebuild(
     OSError, because what is left out is swept. `progress` is told how many of how many files have
     been read. Returns the number of blocks. The caller holds the store's lock.
     """
-    blocks, checkpoints = (
-        sorted(path for path in own_files(folder, name) if key_of(path) is not None)
+    paths = [
+        path
         for name in ("blocks", "parts")
-    )
-    n_files = len(blocks) + len(checkpoints)
+        for path in sorted(own_files(folder, name))
+        if key_of(path) is not None
+    ]
     with index.transaction():
-        for number, path in enumerate(blocks):
+        for number, path in enumerate(paths):
             if (found := _read(path)) is not None:
                 block, root, stat = found
-                index.add_blocks(root, [(block, stat.st_size)], stat.st_mtime)
-            progress(number + 1, n_files)
-        for number, path in enumerate(checkpoints):
-            if (found := _read(path)) is not None:
-                block, root, stat = found
-                known = index.block(block.parent)
-                if known is not None and known[1] == root.key:
+                known = index.block(block.parent) if block.is_checkpoint else None
+                if not block.is_checkpoint:
+                    index.add_blocks(root, [(block, stat.st_size)], stat.st_mtime)
+                elif known is not None and known[1] == root.key:
                     index.add_checkpoints(root.key, [(block, stat.st_size)], stat.st_mtime)
-            progress(len(blocks) + number + 1, n_files)
+            progress(number + 1, len(paths))
         for path in sorted(own_files(folder, "sessions")):
             if path.suffix != ".json":
                 continue

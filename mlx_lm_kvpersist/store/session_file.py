@@ -34,13 +34,6 @@ from ..match.keys import Root
 from .files import block_of, checksum
 from .header import DTYPE_BYTES, LENGTH_BYTES, OwnHeader, open_regular, own_header, read_header
 
-__all__ = [
-    "Progress",
-    "SessionFile",
-    "file_header",
-    "no_progress",
-]
-
 SESSION_FORMAT = 2
 """A reader refuses what is newer. What has no parts is written as 1, for those who know none."""
 

@@ -20,9 +20,6 @@ from .index import Index, Leaf, Session
 from .session_file import Progress, SessionFile, file_header, no_progress
 from .turn import NewFile, Turn
 
-__all__ = ["Imported", "export_session", "import_session"]
-
-
 # Out of a store.
 
 

@@ -17,8 +17,6 @@ from typing import BinaryIO
 
 from .folder import new_file, own_files, remove
 
-__all__ = ["Staging", "staged_bytes", "sweep_staged"]
-
 _FOLDER = "writing"
 
 

@@ -11,8 +11,6 @@ from ..match.block import Block
 from ..match.keys import Root
 from .index import Leaf, StoredReply
 
-__all__ = ["Gone", "NewFile", "Turn"]
-
 
 @dataclass(frozen=True)
 class Turn:

@@ -21,8 +21,6 @@ from .lock import StoreLock
 from .rebuild import rebuild_index
 from .session_notes import read_session
 
-__all__ = ["Fault", "Problem", "find_problems", "fix_problems"]
-
 
 class Fault(str, Enum):
     """What can be wrong with a store."""

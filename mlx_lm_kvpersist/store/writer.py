@@ -46,7 +46,8 @@ class Writer:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._tasks: deque[_Task] = deque()
-        self._n_bytes = 0
+        self.n_bytes = 0
+        """Bytes of the blocks and parts that wait or are being written."""
         self._holders: Counter[bytes] = Counter()
         """In how many turns a block or part waits, or is being written; it is in RAM once."""
         self._closing = False
@@ -56,11 +57,6 @@ class Writer:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the blocks and parts that wait or are being written."""
-        return self._n_bytes
 
     @property
     def n_tasks(self) -> int:
@@ -93,12 +89,13 @@ class Writer:
         newest = _Task(save, turn, abandon, sizes)
         with self._changed:
             self._tasks.append(newest)
-            self._hold(newest)
-            while self._n_bytes > self.max_bytes:
-                victim = self._superseded() or self._oldest()
-                if victim is None:
-                    break
-                if victim is newest and self._fits(newest):
+            for key, n_bytes in sizes.items():
+                self._holders[key] += 1
+                self.n_bytes += n_bytes if self._holders[key] == 1 else 0
+            while self.n_bytes > self.max_bytes:
+                oldest = next((task for task in self._tasks if task.turn is not None), None)
+                victim = self._superseded() or oldest
+                if victim is None or (victim is newest and self._fits(newest)):
                     break
                 self._tasks.remove(victim)
                 self._let_go(victim)
@@ -109,22 +106,17 @@ class Writer:
 
     def _fits(self, newest: _Task) -> bool:
         """Say whether a turn may wait beside the one that is being written."""
-        if self._n_bytes <= 2 * self.max_bytes or self._running is None:
+        if self.n_bytes <= 2 * self.max_bytes or self._running is None:
             return True
         n_added = sum(n for key, n in newest.sizes.items() if self._holders[key] == 1)
         return n_added <= self.max_bytes < sum(self._running.sizes.values()) // 2
-
-    def _hold(self, task: _Task) -> None:
-        for key, n_bytes in task.sizes.items():
-            self._holders[key] += 1
-            self._n_bytes += n_bytes if self._holders[key] == 1 else 0
 
     def _let_go(self, task: _Task) -> None:
         for key, n_bytes in task.sizes.items():
             self._holders[key] -= 1
             if not self._holders[key]:
                 del self._holders[key]
-                self._n_bytes -= n_bytes
+                self.n_bytes -= n_bytes
 
     def _superseded(self) -> _Task | None:
         """Return the oldest waiting turn whose end a later waiting turn goes beyond."""
@@ -139,9 +131,6 @@ class Writer:
             if task.turn.leaf is not None:
                 passed.update(old for old, _ in task.turn.leaf.replaced)
         return found
-
-    def _oldest(self) -> _Task | None:
-        return next((task for task in self._tasks if task.turn is not None), None)
 
     def drain(self) -> None:
         """Return when everything submitted so far has run, at full speed."""
@@ -173,7 +162,7 @@ class Writer:
 
     def _may_rest(self) -> bool:
         is_waited_for = self._closing or self._n_draining > 0
-        return self._gentle and not is_waited_for and self._n_bytes <= self.max_bytes // 2
+        return self._gentle and not is_waited_for and self.n_bytes <= self.max_bytes // 2
 
     def close(self, timeout_s: float) -> tuple[int, int]:
         """Run what is waiting and stop; return the turns that `timeout_s` left, and their bytes."""
@@ -184,7 +173,7 @@ class Writer:
         with self._changed:
             left = [task for task in (self._running, *self._tasks) if task and task.turn]
             self._tasks.clear()
-            return len(left), self._n_bytes
+            return len(left), self.n_bytes
 
     def is_alive(self) -> bool:
         """Say whether the thread still runs a task."""
