@@ -62,16 +62,12 @@ class TokenText:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
         return self._pieces.keys() >= set(ids)
 
-    def piece(self, token_id: int) -> bytes:
-        """Return the bytes of one token; an invalid byte if they are not known."""
-        return self._pieces[token_id]
-
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
-        return list(accumulate(len(self.piece(i)) for i in ids))
+        return list(accumulate(len(self._pieces[i]) for i in ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of a sequence."""
+        """Return the bytes of a sequence; for a token without known bytes, an invalid one."""
         return b"".join(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -82,7 +78,7 @@ class TokenText:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
         decoder = _decoder("replace")
         decoder.setstate((pending, 0))
-        text = decoder.decode(b"".join(map(self._pieces.__getitem__, ids)))
+        text = decoder.decode(self.to_bytes(ids))
         return text, decoder.getstate()[0]
 
     def ends(
@@ -96,7 +92,7 @@ class TokenText:
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:
-            n_chars += len(decoder.decode(self.piece(token_id)))
+            n_chars += len(decoder.decode(self._pieces[token_id]))
             ends.append((n_chars, bool(decoder.getstate()[0])))
             if n_chars > max_chars:
                 break

@@ -83,7 +83,7 @@ class BlockStore(BlockReader):
         """
         lost = self._lost.copy()  # before the index is read: they leave both, it first
         wanted = None if limit is None else limit + len(lost)
-        stored = self._ask(partial(self.index.children, parent, ahead, wanted), ())
+        stored = self._ask(partial(self.disk.index.children, parent, ahead, wanted), ())
         nodes = {node.key: node for node in stored if node.key not in lost}
         nodes.update((node.key, node) for node in self.pool.children(parent, ahead, limit))
         return list(nodes.values())[:limit]
@@ -91,7 +91,9 @@ class BlockStore(BlockReader):
     def __contains__(self, key: bytes) -> bool:
         if key in self.pool:
             return True
-        return key not in self._lost and self._ask(partial(self.index.__contains__, key), False)
+        return key not in self._lost and self._ask(
+            partial(self.disk.index.__contains__, key), False
+        )
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Block]]:
         """Return, by block, the checkpoints in RAM or, if they can be read, on disk.
@@ -99,7 +101,7 @@ class BlockStore(BlockReader):
         A block that has none may be missing. Blocks are given by their keys.
         """
         lost = self._lost.copy()  # as in `children`
-        stored = self._ask(partial(self.index.checkpoints, blocks), ())
+        stored = self._ask(partial(self.disk.index.checkpoints, blocks), ())
         found = {block.key: block for block, _ in stored if block.key not in lost}
         found.update((block.key, block) for block in self.pool.checkpoints(blocks))
         by_block: dict[bytes, list[Block]] = {}
@@ -170,16 +172,16 @@ class BlockStore(BlockReader):
 
     def session_blocks(self, root: Root, name: str) -> set[bytes]:
         """Return the blocks of all branches of a session; none if the index cannot be read."""
-        return self._ask(partial(self.index.session_blocks, root.key, name), set[bytes]())
+        return self._ask(partial(self.disk.index.session_blocks, root.key, name), set[bytes]())
 
     def sessions_at(self, key: bytes) -> list[Session]:
         """Return the sessions that end in a block, as far as they are on disk."""
-        return self._ask(partial(self.index.sessions_at, key), list[Session]())
+        return self._ask(partial(self.disk.index.sessions_at, key), list[Session]())
 
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
         unwritten = self._unwritten_replies.get((root, digest))
-        return unwritten or self._ask(partial(self.index.reply_ids, root, digest), None)
+        return unwritten or self._ask(partial(self.disk.index.reply_ids, root, digest), None)
 
     def gone(self, key: bytes) -> Gone | None:
         """Return why a block or a checkpoint is no longer on disk, if that is known."""
@@ -187,12 +189,12 @@ class BlockStore(BlockReader):
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""
-        roots = self._ask(partial(self.index.roots, limit + 1), ())
+        roots = self._ask(partial(self.disk.index.roots, limit + 1), ())
         return [other for other, _ in roots if other.key != root.key][:limit]
 
     def file_hash(self, path: str, stamp: str) -> str | None:
         """Return what is remembered of a model's file, if its stamp is still the same."""
-        return self._ask(partial(self.index.file_hash, path, stamp), None)
+        return self._ask(partial(self.disk.index.file_hash, path, stamp), None)
 
     def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         """Remember the hash of a model's file."""
@@ -224,7 +226,7 @@ class BlockStore(BlockReader):
 
         "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
         """
-        totals = self.index.totals()
+        totals = self.disk.index.totals()
         return {
             "folder": str(self.folder),
             "ram": {
@@ -336,7 +338,7 @@ class BlockStore(BlockReader):
         def run() -> None:
             try:
                 with self.disk.lock.held():
-                    change(self.index)
+                    change(self.disk.index)
             except (OSError, sqlite3.Error) as error:
                 self._failed(what, error)
 

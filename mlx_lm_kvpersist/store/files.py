@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ..errors import BlockCorrupt, StoreFormatError
 from ..match.block import Block
 from ..match.keys import Root
 from .folder import new_file, sync
-from .header import read_metadata
+from .header import open_regular, own_header, read_header
 
 FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
@@ -42,7 +43,9 @@ def checkpoint_path(folder: Path, key: bytes) -> Path:
 
 def path_of(folder: Path, block: Block) -> Path:
     """Return where a block or a checkpoint is kept."""
-    return (checkpoint_path if block.is_checkpoint else block_path)(folder, block.key)
+    name = block.key.hex()
+    kind = "parts" if block.is_checkpoint else "blocks"
+    return folder / kind / name[:2] / f"{name}.safetensors"
 
 
 def key_of(path: Path) -> bytes | None:
@@ -97,23 +100,14 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_block(folder: Path, block: Block, *, verify: bool = True) -> tuple[Root, Arrays]:
-    """Return the root and the evaluated arrays of a block or a checkpoint.
-
-    Raises what `read_file` does, and BlockCorrupt when the file holds another.
-    """
-    path = path_of(folder, block)
-    found, root, arrays = read_file(path, verify=verify)
-    if (found.key, found.packed_ids, found.start) != (block.key, block.packed_ids, block.start):
-        raise BlockCorrupt(f"{path.name}: file and index disagree")
-    return root, arrays
-
-
-def read_file(path: Path, *, verify: bool = True) -> tuple[Block, Root, Arrays]:
+def read_file(
+    path: Path, *, verify: bool = True, expected: Block | None = None
+) -> tuple[Block, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
     `verify` checks the checksum. Raises what `read_record` does, BlockCorrupt when the arrays are
-    damaged, and OSError or MemoryError when they cannot be read now.
+    damaged or the block is not the expected one, and OSError or MemoryError when they cannot be
+    read now.
     """
     block, root, metadata = read_record(path)
     try:
@@ -126,6 +120,12 @@ def read_file(path: Path, *, verify: bool = True) -> tuple[Block, Root, Arrays]:
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
     if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
+    if expected is not None and (block.key, block.packed_ids, block.start) != (
+        expected.key,
+        expected.packed_ids,
+        expected.start,
+    ):
+        raise BlockCorrupt(f"{path.name}: file and index disagree")
     return block, root, arrays
 
 
@@ -136,11 +136,20 @@ def read_record(path: Path) -> tuple[Block, Root, Mapping[str, str]]:
     newer version wrote it, FileNotFoundError when there is no such file, and OSError when it cannot
     be read now, which says nothing about it.
     """
-    metadata = read_metadata(path)
-    block, root = block_of(metadata, is_checkpoint=path.parent.parent.name == "parts")
+    with open_regular(path) as file:
+        try:
+            header = own_header(read_header(file).decode())
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
+        n_bytes = os.fstat(file.fileno()).st_size
+    if n_bytes != header.n_file_bytes:
+        raise BlockCorrupt(
+            f"{path.name}: has {n_bytes} bytes and should have {header.n_file_bytes}"
+        )
+    block, root = block_of(header.metadata, is_checkpoint=path.parent.parent.name == "parts")
     if path.name != f"{block.key.hex()}.safetensors":
         raise BlockCorrupt(f"{path.name}: holds {block}")
-    return block, root, metadata
+    return block, root, header.metadata
 
 
 def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tuple[Block, Root]:

@@ -95,22 +95,3 @@ def read_header(source: BinaryIO) -> bytes:
     if n_bytes != len(header):
         raise ValueError("its header is cut off")
     return header
-
-
-def read_metadata(path: Path) -> Mapping[str, str]:
-    """Return the metadata of a block's or part's file without reading its arrays.
-
-    Raises OSError when it cannot be read, and BlockCorrupt when its header is damaged or does not
-    fit its size.
-    """
-    with open_regular(path) as file:
-        try:
-            header = own_header(read_header(file).decode())
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
-        n_bytes = os.fstat(file.fileno()).st_size
-    if n_bytes != header.n_file_bytes:
-        raise BlockCorrupt(
-            f"{path.name}: has {n_bytes} bytes and should have {header.n_file_bytes}"
-        )
-    return header.metadata

@@ -82,13 +82,13 @@ class Forgotten:
 def read_block(row: Collection[Any]) -> Block | None:
     """Read BLOCK_COLUMNS."""
     types = (bytes, bytes, int, bytes, str, bytes)
-    return Block(*row) if _are(row, types) and len(tuple(row)[3]) % 4 == 0 else None
+    return Block(*row) if all(map(isinstance, row, types)) and len(tuple(row)[3]) % 4 == 0 else None
 
 
 def read_session(row: Collection[Any]) -> Session | None:
     """Read SESSION_COLUMNS."""
-    types = (str, bytes, (str, type(None)), bytes, int, int, float, float)
-    if not _are(row, types):
+    types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
+    if not all(map(isinstance, row, types)):
         return None
     session_id, root, name, leaf, n_tokens, pinned, created, used = row
     return Session(session_id, root, name, leaf, n_tokens, bool(pinned), created, used)
@@ -96,7 +96,7 @@ def read_session(row: Collection[Any]) -> Session | None:
 
 def read_checkpoint(row: Collection[Any]) -> tuple[Block, int] | None:
     """Read CHECKPOINT_COLUMNS: one that hashes to its key, and the size of its file."""
-    if not _are(row, (bytes, bytes, str, int, int)):
+    if not all(map(isinstance, row, (bytes, bytes, str, int, int))):
         return None
     key, block, kind, n_tokens, n_bytes = row
     found = Block(key, block, kind=kind, n_covered=n_tokens)
@@ -110,10 +110,6 @@ def read_root(key: Any, about: Any) -> Root | None:
         return root if root.key == key and isinstance(root.model, str) else None
     except (ValueError, TypeError, AttributeError):
         return None
-
-
-def _are(row: Collection[Any], types: Collection[Any]) -> bool:
-    return all(map(isinstance, row, types))
 
 
 def seal(root: bytes, digest: bytes, ids: bytes) -> bytes:

@@ -18,7 +18,7 @@ from threading import Lock
 from ..errors import BlockCorrupt, StoreError
 from ..match.block import Block
 from ..match.keys import Root
-from .files import Arrays, read_block
+from .files import Arrays, path_of, read_file
 from .pool import BlockPool, KVBlock
 from .workers import Workers
 
@@ -194,7 +194,8 @@ class BlockReader:
     def _read(self, block: Block, root: Root) -> KVBlock | None:
         started = time.perf_counter()
         try:
-            its_root, arrays = read_block(self.folder, block, verify=self._verify)
+            path = path_of(self.folder, block)
+            _, its_root, arrays = read_file(path, verify=self._verify, expected=block)
             if its_root.key != root.key:
                 raise BlockCorrupt(f"{block} belongs to another model")
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from ..errors import BlockCorrupt, StoreError
 from ..match.block import Block
 from ..match.keys import Root
 from .disk import DiskStore
-from .files import path_of, read_block
+from .files import path_of, read_file
 from .folder import new_file, sync, whole_file
 from .header import LENGTH_BYTES, MAX_HEADER_BYTES, OwnHeader, open_regular, own_header, read_header
 from .index import Index, Leaf, Session
@@ -40,7 +40,9 @@ def export_session(
     for number, item in enumerate(items):
         path = path_of(folder, item)
         try:
-            exported.append((path, _checked_header(folder, item)))
+            read_file(path, expected=item)
+            with open_regular(path) as source:
+                exported.append((path, own_header(read_header(source).decode())))
         except FileNotFoundError as error:
             if not item.is_checkpoint:
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
@@ -64,13 +66,6 @@ def export_session(
     except FileNotFoundError as error:
         raise StoreError(f"session {session.id} cannot be exported: {error}") from error
     return target.stat().st_size
-
-
-def _checked_header(folder: Path, item: Block) -> OwnHeader:
-    """Check the file of a block or a checkpoint, and return its header."""
-    read_block(folder, item)
-    with open_regular(path_of(folder, item)) as source:
-        return own_header(read_header(source).decode())
 
 
 def _what(item: Block, session: Session) -> str:

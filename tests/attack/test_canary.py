@@ -10,8 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Tier
-from mlx_lm_kvpersist.store.files import block_of
-from mlx_lm_kvpersist.store.header import read_metadata
+from mlx_lm_kvpersist.store.files import read_record
 from mlx_lm_kvpersist.testing import ServerProcess
 from tests.server.stored import block_files, wait_for_commit
 from tests.support import Message, synthetic_text
@@ -139,7 +138,7 @@ def _swap_first_payloads(folder: Path) -> None:
 
 
 def _n_tokens(path: Path) -> int:
-    return block_of(read_metadata(path))[0].n_tokens
+    return read_record(path)[0].n_tokens
 
 
 def test_a_canary_of_a_short_prefix(talk: Talk, cold: Cold) -> None:

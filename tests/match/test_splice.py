@@ -50,7 +50,7 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
         return list(tokenizer.encode(part, add_special_tokens=False))
 
     word = "conversation"
-    id_of = {token_text.piece(i): i for i in range(600)}
+    id_of = {token_text.to_bytes([i]): i for i in range(600)}
     stored = [*encode("Hi"), *(id_of[bytes([c])] for c in word.encode()), tokenizer.eos_token_id]
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add(stored)

@@ -88,7 +88,7 @@ def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
 
 
 def token_text_id(tokens: TokenText, piece: bytes) -> int:
-    return next(i for i in range(600) if tokens.piece(i) == piece)
+    return next(i for i in range(600) if tokens.to_bytes([i]) == piece)
 
 
 @pytest.mark.parametrize("equal", [0, 1, 7, 8, 9, 100])

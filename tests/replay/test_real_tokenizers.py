@@ -117,7 +117,9 @@ class Vocabulary:
     def of(cls, tokenizer: Any) -> Vocabulary:
         tokens = TokenText.of(tokenizer)
         assert tokens is not None
-        pieces = {i: tokens.piece(i) for i in tokenizer.get_vocab().values() if tokens.covers([i])}
+        pieces = {
+            i: tokens.to_bytes([i]) for i in tokenizer.get_vocab().values() if tokens.covers([i])
+        }
         added = set(tokenizer.get_added_vocab().values())
         # mlx-lm's detokenizer takes a zero byte for none.
         plain = [i for i in sorted(pieces) if i not in added and b"\0" not in pieces[i]]
@@ -166,7 +168,7 @@ class Speaker:
         if token_id in self.chat.tokenizer.get_added_vocab().values():
             return [token_id]
         single = self.vocabulary.bytes_ids
-        parts = [single.get(bytes([byte])) for byte in self.chat.tokens.piece(token_id)]
+        parts = [single.get(bytes([byte])) for byte in self.chat.tokens.to_bytes([token_id])]
         return [token_id] if None in parts else [part for part in parts if part is not None]
 
 

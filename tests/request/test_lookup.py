@@ -27,8 +27,7 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
 from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.header import read_metadata
+from mlx_lm_kvpersist.store.files import block_path, read_record
 from mlx_lm_kvpersist.synthetic import synthetic_text
 
 from .conftest import Conversations
@@ -247,7 +246,7 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         sequence = Sequence(RequestState(root=talk.root), 10)
         insert(sequence, ids, caches, REPLY, store, loaded)
         talk.forget_hot_blocks()
-        last = max(tmp_path.glob("blocks/*/*"), key=lambda x: int(read_metadata(x)["start"]))
+        last = max(tmp_path.glob("blocks/*/*"), key=lambda x: read_record(x)[0].start)
         last.unlink()
         _, _, outcome = talk.ask([*ids, 5, 6, 7])
         assert outcome.kind is Kind.MISS

@@ -114,7 +114,8 @@ def reply_with(chat: Chat, text: str, **options: Any) -> ChatTurn:
 def exactly(chat: Chat, text: str) -> list[int]:
     """Return ids that decode to `text`, one for each byte: no tokenizer cuts text like this."""
     single = {
-        chat.tokens.piece(i): i for i in sorted(chat.tokenizer.get_vocab().values(), reverse=True)
+        chat.tokens.to_bytes([i]): i
+        for i in sorted(chat.tokenizer.get_vocab().values(), reverse=True)
     }
     specials = "|".join(re.escape(token) for token in EXTRA)
     ids = []

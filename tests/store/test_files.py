@@ -10,13 +10,12 @@ import pytest
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.files import (
-    block_of,
     block_path,
     checksum,
     read_file,
+    read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.header import read_metadata
 from mlx_lm_kvpersist.store.staging import Staging
 
 from .conftest import ROOT, arrays_of, chain
@@ -44,7 +43,7 @@ def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
     for name, array in arrays.items():
         assert loaded[name].dtype == dtype
         assert mx.array_equal(loaded[name], array)
-    assert block_of(read_metadata(path)) == (NODE, ROOT)
+    assert read_record(path)[:2] == (NODE, ROOT)
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
