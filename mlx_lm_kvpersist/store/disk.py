@@ -111,23 +111,21 @@ class DiskStore(StoredFiles):
 
         def plan() -> tuple[Turn, list[NewFile]] | None:
             files: list[NewFile] = []
-            for block in turn.blocks:
-                if not is_there(block):
-                    arrays = arrays_of(block.key)
-                    if arrays is None:
-                        return None
-                    files.append(self._new_file(block, turn.root, arrays))
             chain = {block.key for block in turn.blocks}
             checkpoints: list[Block] = []
-            for block in turn.checkpoints:
-                if block.parent not in chain and not self._is_block_there(block.parent):
+            for block in (*turn.blocks, *turn.checkpoints):
+                part = block.is_checkpoint
+                if part and block.parent not in chain and not self._is_block_there(block.parent):
                     continue
                 if not is_there(block):
                     arrays = arrays_of(block.key)
-                    if arrays is None:
+                    if arrays is None and part:
                         continue
+                    if arrays is None:
+                        return None
                     files.append(self._new_file(block, turn.root, arrays))
-                checkpoints.append(block)
+                if part:
+                    checkpoints.append(block)
             if len(checkpoints) < len(turn.checkpoints):
                 return replace(turn, checkpoints=tuple(checkpoints), superseded=()), files
             return turn, files

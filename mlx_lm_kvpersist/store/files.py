@@ -23,7 +23,7 @@ from ..errors import BlockCorrupt, StoreFormatError
 from ..match.block import Block
 from ..match.keys import Root
 from .folder import new_file, sync
-from .header import open_regular, own_header, read_header
+from .header import MALFORMED, open_regular, own_header, read_header
 
 FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
@@ -139,7 +139,7 @@ def read_record(path: Path) -> tuple[Block, Root, Mapping[str, str]]:
     with open_regular(path) as file:
         try:
             header = own_header(read_header(file).decode())
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except MALFORMED as error:
             raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
         n_bytes = os.fstat(file.fileno()).st_size
     if n_bytes != header.n_file_bytes:

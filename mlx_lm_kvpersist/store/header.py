@@ -24,6 +24,8 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading a header fails with that is none."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """What opening a link or a socket fails with."""
 
@@ -43,8 +45,7 @@ class OwnHeader:
 def own_header(text: str) -> OwnHeader:
     """Read the header of a block or part.
 
-    Raises ValueError, LookupError, TypeError, AttributeError or RecursionError unless it describes
-    arrays that lie one after the other.
+    Raises one of MALFORMED unless it describes arrays that lie one after the other.
     """
     content: dict[str, Any] = json.loads(text)
     metadata: dict[str, str] = content.pop("__metadata__")

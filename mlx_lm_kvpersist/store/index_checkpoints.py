@@ -88,13 +88,8 @@ class CheckpointIndex(IndexFile):
             used = self.now() if used is None else used
             # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
             db.executemany("DELETE FROM parts WHERE key = ?", [(p.key,) for p, _ in checkpoints])
-            db.executemany(
-                "INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (p.key, p.parent, p.kind, p.n_tokens, size, used, root)
-                    for p, size in checkpoints
-                ],
-            )
+            rows = [(p.key, p.parent, p.kind, p.n_tokens, n, used, root) for p, n in checkpoints]
+            db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def now(self) -> float:
         """Return the time of use of what is used now, in seconds since the epoch.

@@ -32,7 +32,15 @@ from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from ..match.block import Block
 from ..match.keys import Root
 from .files import block_of, checksum
-from .header import DTYPE_BYTES, LENGTH_BYTES, OwnHeader, open_regular, own_header, read_header
+from .header import (
+    DTYPE_BYTES,
+    LENGTH_BYTES,
+    MALFORMED,
+    OwnHeader,
+    open_regular,
+    own_header,
+    read_header,
+)
 
 SESSION_FORMAT = 2
 """A reader refuses what is newer. What has no parts is written as 1, for those who know none."""
@@ -86,22 +94,12 @@ class SessionFile:
         self._file = open_regular(path, follow=True)
         try:
             self._read(progress)
-        except StoreFormatError:
+        except BaseException as error:
             self._file.close()
-            raise
-        except (
-            StoreError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            self._file.close()
+            newer = isinstance(error, StoreFormatError)
+            if newer or not isinstance(error, (StoreError, *MALFORMED)):
+                raise
             raise StoreError(f"{path} is no whole exported session: {error}") from error
-        except BaseException:
-            self._file.close()
-            raise
 
     def close(self) -> None:
         self._file.close()
