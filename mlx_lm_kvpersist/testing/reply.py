@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from typing import Any
@@ -85,67 +85,45 @@ def read_events(response: HTTPResponse) -> Iterator[tuple[str, str]]:
             name, data = "message", []
 
 
-def whole_reply(response: HTTPResponse, start: float) -> Reply:
-    """Read an answer that is not streamed; `start` is time.perf_counter() at sending."""
-    raw = json.loads(response.read())
-    total_s = time.perf_counter() - start
-    choice = raw["choices"][0]
-    message = choice.get("message", choice)
-    return Reply(
-        text=message.get("content", choice.get("text")) or "",
-        finish_reason=choice["finish_reason"],
-        usage=raw["usage"],
-        headers=response_headers(response),
-        ttft_s=total_s,
-        total_s=total_s,
-        raw=raw,
-        reasoning=message.get("reasoning") or "",
-        tool_calls=message.get("tool_calls") or [],
-    )
+def _said(choice: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
+    """Return text, reasoning and tool calls of a choice, be it whole or part of a stream."""
+    said = choice.get("message") or choice.get("delta") or choice
+    text = said.get("content", choice.get("text")) or ""
+    return text, said.get("reasoning") or "", said.get("tool_calls") or []
 
 
-def streamed_reply(response: HTTPResponse, start: float) -> Reply:
-    """Read a stream to its end; `start` is time.perf_counter() at sending."""
-    texts: list[str] = []
-    reasonings: list[str] = []
-    tool_calls: list[dict[str, Any]] = []
-    chunks: list[dict[str, Any]] = []
-    usage: dict[str, Any] = {}
-    last: dict[str, Any] = {}
+def read_reply(response: HTTPResponse, start: float, stream: bool) -> Reply:
+    """Read an answer to its end; `start` is time.perf_counter() at sending.
+
+    Raises ServerError for a stream that ends early.
+    """
+    parts: list[dict[str, Any]] = []
     times_s: list[float] = []
-    for _, content in read_events(response):
+    events: Iterable[tuple[str, str]]
+    events = read_events(response) if stream else [("", response.read().decode()), ("", "[DONE]")]
+    for _, content in events:
         now_s = time.perf_counter() - start
         if content == "[DONE]":
             break
-        chunk = json.loads(content)
-        chunks.append(chunk)
-        usage = chunk.get("usage") or usage
-        if not chunk["choices"]:
-            continue
-        last = chunk
-        choice = chunk["choices"][0]
-        delta = choice.get("delta", choice)
-        text = delta.get("content", choice.get("text")) or ""
-        reasoning = delta.get("reasoning") or ""
-        calls = delta.get("tool_calls") or []
-        if text or reasoning or calls:
+        parts.append(json.loads(content))
+        if stream and any(any(_said(choice)) for choice in parts[-1]["choices"][:1]):
             times_s.append(now_s)
-        texts.append(text)
-        reasonings.append(reasoning)
-        tool_calls.extend(calls)
     else:
         raise ServerError("the stream ended before [DONE]")
     total_s = time.perf_counter() - start
+    spoken = [part for part in parts if part["choices"]]
+    said = [_said(part["choices"][0]) for part in spoken]
+    last = spoken[-1] if spoken else {}
     return Reply(
-        text="".join(texts),
+        text="".join(text for text, _, _ in said),
         finish_reason=last["choices"][0]["finish_reason"] if last else None,
-        usage=usage,
+        usage=next((part["usage"] for part in reversed(parts) if part.get("usage")), {}),
         headers=response_headers(response),
         ttft_s=times_s[0] if times_s else total_s,
         total_s=total_s,
         raw=last,
-        reasoning="".join(reasonings),
-        tool_calls=tool_calls,
-        chunks=chunks,
+        reasoning="".join(reasoning for _, reasoning, _ in said),
+        tool_calls=[call for _, _, calls in said for call in calls],
+        chunks=parts if stream else [],
         times_s=times_s,
     )

@@ -16,15 +16,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from .reply import (
-    PortTaken,
-    Reply,
-    ServerError,
-    read_events,
-    response_headers,
-    streamed_reply,
-    whole_reply,
-)
+from .reply import PortTaken, Reply, ServerError, read_events, read_reply, response_headers
 
 HOST = "127.0.0.1"
 _LISTEN = "0A"
@@ -346,6 +338,4 @@ class ServerProcess:
         with self._open("POST", path, body, sent) as response:
             if response.status != 200:
                 raise ServerError(self._refusal(path, response))
-            if stream:
-                return streamed_reply(response, start)
-            return whole_reply(response, start)
+            return read_reply(response, start, stream)
