@@ -298,7 +298,7 @@ def test_a_reader_that_fails_costs_a_restore(
     server.forget_hot_blocks()
     server.decode()
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("a bug")
 
     monkeypatch.setattr(server.store, "_read", fail)
