@@ -23,6 +23,8 @@ from mlx_lm.models.cache import KVCache
 from ..cache.attention import Strategy
 from ..cache.attention_plan import AttentionPlan, forced_plan
 from ..cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
+from ..cache.calibration import packed_is_right
+from ..cache.observe import AttentionShape
 from ..cache.precision import KVPrecision, PrecisionChoice
 from ..cache.spec import ModelCacheSpec
 from ..errors import SelfTestFailed
@@ -54,8 +56,8 @@ def check_round_trip(
 ) -> None:
     """Check the live path in this precision, with this way of attention.
 
-    With "auto" prefill dequantizes and decoding attends both packed and tiled. These need the
-    patch of mlx-lm's attention.
+    With "auto" prefill dequantizes and decoding attends both packed and tiled, or tiled alone where
+    MLX's packed arithmetic is wrong. These need the patch of mlx-lm's attention.
 
     Raises:
         SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
@@ -71,7 +73,12 @@ def check_round_trip(
     if precision is None:
         spec = replace(spec, template=[_OwnKVCache() for _ in spec.template])
     else:
-        plan = AttentionPlan("dequantize", "packed", "tiled", can_take_packed=True)
+        args = model.args
+        heads = AttentionShape(
+            args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
+        )
+        decode: Strategy = "packed" if packed_is_right(heads, precision, mx.float32) else "tiled"
+        plan = AttentionPlan("dequantize", decode, "tiled", can_take_packed=True)
         for cache in spec.template:
             cache.plan = plan if attention == "auto" else forced_plan(attention, True)
     model.make_cache = spec.make_cache

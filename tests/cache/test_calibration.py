@@ -13,7 +13,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import calibration
-from mlx_lm_kvpersist.cache.attention import MAX_DEQUANTIZED_BYTES, NEAR_BYTES, Strategy
+from mlx_lm_kvpersist.cache.attention import (
+    MAX_DEQUANTIZED_BYTES,
+    NEAR_BYTES,
+    Strategy,
+    packed_attention,
+)
 from mlx_lm_kvpersist.cache.attention_plan import PHASES, AttentionPlan
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
@@ -119,19 +124,19 @@ def damaged(path: Path) -> dict[str, Any]:
         "torn": path.read_text()[:-9],
         "binary": b"\xff\xfe\x00",
         "a list": "[]",
-        "no results": '{"format": 1}',
-        "odd results": '{"format": 1, "measured_ms": [1]}',
+        "no results": '{"format": 2}',
+        "odd results": '{"format": 2, "measured_ms": [1]}',
         "another format": '{"format": 99, "measured_ms": {}}',
-        "a phase is missing": json.dumps({"format": 1, "measured_ms": {key: {"decode": {}}}}),
-        "no number": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": "x"})}}),
+        "a phase is missing": json.dumps({"format": 2, "measured_ms": {key: {"decode": {}}}}),
+        "no number": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": "x"})}}),
         "too deep": "[" * 100_000,
-        "too big": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": 10**400})}}),
+        "too big": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": 10**400})}}),
         "not finite": json.dumps(
-            {"format": 1, "measured_ms": {key: phases({"dequantize": math.nan})}}
+            {"format": 2, "measured_ms": {key: phases({"dequantize": math.nan})}}
         ),
-        "negative": json.dumps({"format": 1, "measured_ms": {key: phases({"dequantize": -1})}}),
+        "negative": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": -1})}}),
         "nothing to compare": json.dumps(
-            {"format": 1, "measured_ms": {key: phases({"packed": 1.0})}}
+            {"format": 2, "measured_ms": {key: phases({"packed": 1.0})}}
         ),
     }
 
@@ -207,6 +212,10 @@ class Scripted:
         self.ms = ms
         self.n_calls = dict.fromkeys(ms, 0)
 
+    def agree(self, attention: Any) -> bool:
+        self.attend(attention)
+        return True
+
     def attend(self, attention: Any) -> float:
         name = attention.__name__.removesuffix("d_attention").removesuffix("_attention")
         name = {"packe": "packed"}.get(name, name)
@@ -244,3 +253,17 @@ def test_a_prompt_that_is_too_slow_to_measure_is_dequantized(
     monkeypatch.setattr(calibration, "_race", race)
     ms = calibration._measure(SHAPE, PRECISION, mx.float32, "prefill")
     assert ms == {"dequantize": 500.0}
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, math.nan])
+def test_b5_a_strategy_that_computes_something_else_never_wins(
+    monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """As MLX 0.32.4 does for packed float32 keys on a Hopper GPU."""
+    right = packed_attention
+    assert calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
+    monkeypatch.setattr(calibration, "packed_attention", lambda *given: right(*given) * wrong)
+    assert not calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
+    plan = calibrate(SHAPE, PRECISION, mx.float32, None)
+    assert all("packed" not in ms for ms in plan.measured_ms.values())
+    assert "packed" not in (plan.prefill, plan.decode, plan.batch_decode)
