@@ -229,6 +229,8 @@ class KVPersistPlugin:
             return None
         try:
             if lookup is None or lookup.rendered is not prompt or lookup.model is not loaded:
+                if lookup is not None:
+                    lookup.close()
                 lookup = self._look_up(state, request, prompt, loaded, store)
             reuse = lookup.restore()
         except Exception:
@@ -282,12 +284,16 @@ class KVPersistPlugin:
         """Remember a reply once its ids and what the client was sent are both known. Any thread."""
         loaded, store = self._loaded, self._store
         if loaded and store and state.root and state.produced and state.sent:
+            if state.root.fingerprint != loaded.fingerprint:
+                return  # another model was loaded since
             remember(state.messages, *state.produced, state.sent, state.root, store, loaded)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
         state = RequestState.of(request)
         if state.outcome is None:
+            if state.lookup is not None:
+                state.lookup.close()
             has_text = has_text_only(request)
             why = "another plugin took it" if has_text else "prompts with images are left to it"
             self._record(state, Outcome.stock(0, why))

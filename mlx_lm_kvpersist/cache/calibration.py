@@ -324,9 +324,9 @@ def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
         return
     temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.tmp")
     try:
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
         content = {"format": _FORMAT, "measured_ms": measured_ms}
-        temporary.touch(0o600)
+        temporary.unlink(missing_ok=True)  # a link there is not followed
+        temporary.touch(0o600, exist_ok=False)
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, cache_file)
     except OSError as error:

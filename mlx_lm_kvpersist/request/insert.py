@@ -140,7 +140,12 @@ def _new_checkpoints(
 def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedModel) -> list[Block]:
     """Cut ids into the blocks of a chain below `root`, of which `before` are known."""
     chain = list(before)
-    parent, pending = (chain[-1].key, chain[-1].pending) if chain else (root.key, b"")
+    parent, pending = root.key, b""
+    if chain:
+        parent = chain[-1].key
+        if model.text is not None:
+            # Not as its row has it: nothing else would notice if that were damaged.
+            _, pending = model.text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
     for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
         block_ids = ids[start : start + BLOCK_TOKENS]
         packed = pack_ids(block_ids)

@@ -105,6 +105,7 @@ def respell(
     replies = [_Reply.from_bytes(packed) for packed in stored if packed is not None]
     if not replies or not tokens.covers(prompt.ids):
         return prompt
+    read = memoryview(tokens.to_bytes(prompt.ids))
     ends = [0, *tokens.n_bytes_ends(prompt.ids)]
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
@@ -120,9 +121,11 @@ def respell(
 
     for reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
-        stop = turn_ends[bisect_left(turn_ends, start)] if start < len(ends) else start
+        if start >= len(ends):
+            continue
+        stop = turn_ends[bisect_left(turn_ends, start)]
         up_to = before.copy()
-        up_to.update(tokens.to_bytes(prompt.ids[n_read:start]))
+        up_to.update(read[ends[n_read] : ends[start]])
         if up_to.digest() != reply.prompt_digest or not _is_same(
             tokens.decode(prompt.ids[start:stop]), tokens.decode(reply.ids), model.tokenizer
         ):

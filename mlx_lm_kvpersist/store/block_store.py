@@ -124,30 +124,30 @@ class BlockStore(BlockReader):
         self._lose(block.key)
 
     def _lose(self, key: bytes, reason: str | None = None) -> None:
-        self.n_changes += 1
         self._lost.add(key)
         if reason is not None:
             self.pool.drop(key)
+        self.n_changes += 1
         self._writer.submit(partial(self._take_away, key, reason))
 
     def put(self, blocks: Iterable[tuple[Block, Arrays]]) -> None:
         """Put blocks into RAM, for as long as there is room."""
-        self.n_changes += 1
         for block, arrays in blocks:
             self.pool.put(KVBlock.of(block, arrays))
+        self.n_changes += 1
 
     def save_turn(self, turn: Turn, new: Iterable[tuple[Block, Arrays]]) -> None:
         """Put a turn's new blocks and checkpoints into RAM and have it saved in the background.
 
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         """
-        self.n_changes += 1
         pinned = self.pool.pin(block.key for block in (*turn.blocks, *turn.checkpoints))
         for block, arrays in new:
             entry = KVBlock.of(block, arrays)
             entry.pins = 1
             pinned.append(self.pool.put(entry))
         self.pool.touch(block.key for block in turn.blocks)
+        self.n_changes += 1
         for reply in turn.replies:
             self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
         sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.on_disk}
@@ -284,7 +284,7 @@ class BlockStore(BlockReader):
             saved = self.disk.save(
                 turn, self._arrays_of, keep, self._writer.rest, self._lost.copy()
             )
-        except (StoreError, OSError, RuntimeError, sqlite3.Error) as error:
+        except Exception as error:  # whatever it is, the turn's pins are let go of
             self._failed("save a turn", error)
             self._abandon(turn, pinned)
             return

@@ -174,6 +174,7 @@ class DiskStore(StoredFiles):
                     todo = [file for file in files if file.block.key not in staging.sizes]
                     if not todo:
                         session = self._commit(turn, files, staging)
+                        staging.close()  # under the lock: no room is made for what has come
                         return turn, session, [file.block for file in files]
                     # The rows of a long turn take more than what is reserved for them.
                     rows = sum(row_bytes(file.block) for file in todo)
@@ -213,6 +214,7 @@ class DiskStore(StoredFiles):
     def _commit(self, turn: Turn, files: Sequence[NewFile], staging: Staging) -> Session | None:
         """Move the files of a turn into place, then change the index: all of it or nothing."""
         paths = [path_of(self.folder, file.block) for file in files]
+        session: Session | None = None
         try:
             for file, path in zip(files, paths, strict=True):
                 move(self.folder, staging.path(file.block.key), path)
@@ -235,6 +237,9 @@ class DiskStore(StoredFiles):
         except BaseException:
             for path in paths:
                 remove(self.folder, path)
+            if session is not None:
+                before = self.index.session(session.id)
+                self._write_session(before) if before else self._remove_note(session.id)
             raise
         for key in removed:
             remove(self.folder, checkpoint_path(self.folder, key))

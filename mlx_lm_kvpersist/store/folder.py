@@ -38,6 +38,8 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
     "lost+found",
 }
 """What an operating system puts into every folder or volume: a folder with these is empty."""
+_LEFT_BEHIND = {"lock", "writing", "attention.json"}
+"""What a running server can leave in a store's folder that was removed under it."""
 _SQLITE = b"SQLite format 3\0"
 _APPLICATION_ID = b"kvp"
 """The first bytes of what `index_file` writes at byte 68 of an SQLite file."""
@@ -49,7 +51,7 @@ def take_into_use(folder: Path) -> None:
     Raises StoreError, before anything is touched, where it holds something else.
     """
     make_private(folder)
-    if set(os.listdir(folder)) - _LEFT_BY_SYSTEMS:
+    if set(os.listdir(folder)) - _LEFT_BY_SYSTEMS - _LEFT_BEHIND:
         check_store(folder)
     try:
         with new_file(folder / MARKER) as file:

@@ -209,8 +209,12 @@ class Index(CheckpointIndex):
                 (n.key, n.parent, root.key, n.start, n.packed_ids, n.text, n.pending, size, used)
                 for n, size in blocks
             ]
-            insert = "INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
-            db.executemany(insert, rows)
+            db.executemany(
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
+                # There where a damaged or missing file is written anew.
+                "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
+                rows,
+            )
 
     def commit_turn(
         self,

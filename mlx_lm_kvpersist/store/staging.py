@@ -36,9 +36,13 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove what was not moved into place, and the announcement."""
-        if self._lock is not None:
-            with self._lock:
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was not moved into place, and the announcement. Any number of times."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with lock:
                 for key in self._begun:
                     remove(self._folder, self.path(key))
                 remove(self._folder, self._lock_path)

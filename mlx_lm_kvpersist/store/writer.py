@@ -93,7 +93,7 @@ class Writer:
                 self._holders[key] += 1
                 self.n_bytes += n_bytes if self._holders[key] == 1 else 0
             while self.n_bytes > self.max_bytes:
-                oldest = next((task for task in self._tasks if task.turn is not None), None)
+                oldest = next((task for task in self._tasks if task.turn and task.sizes), None)
                 victim = self._superseded() or oldest
                 if victim is None or (victim is newest and self._fits(newest)):
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,8 +20,10 @@ from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.store.files import block_path, read_file
+from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
+from mlx_lm_kvpersist.store.session_notes import read_session
 
 from .conftest import ROOT, chain, save_turn, state
 
@@ -276,3 +279,61 @@ def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> Non
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (used, node.key))
     store.disk.forget(recent[1].key)
     assert [key for _, key in store.index.unused_leaves()] == [old[0].key, recent[0].key]
+
+
+@pytest.mark.parametrize("left", ["a turn that is being written", "attention that was measured"])
+def test_a1_a_folder_removed_under_a_server_is_a_store_again(
+    stored: BlockStore, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """What the server writes before it notices carries no marker."""
+    folder, write, n_written = stored.folder, write_block, []
+
+    def remove_and_write(path: Path, *args: Any, **options: Any) -> int:
+        n_written.append(path)
+        if len(n_written) == 2:
+            shutil.rmtree(folder)
+        n_bytes: int = write(path, *args, **options)
+        return n_bytes
+
+    if left == "attention that was measured":
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        (folder / "attention.json").write_text("{}")
+    else:
+        monkeypatch.setattr("mlx_lm_kvpersist.store.disk.write_block", remove_and_write)
+        save_turn(stored, chain([7], [8], [9]), "removed")
+        assert len(n_written) >= 2
+    save_turn(stored, chain([5]), "later")
+    assert stored.counters.turns_saved >= 1
+    again = BlockStore(folder, stored.limits)
+    assert next(session.name for session in again.index.sessions()) == "later"
+    again.close()
+
+
+def test_a9_no_memory_while_a_turn_is_written_leaves_no_pin(
+    stored: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr("mlx_lm_kvpersist.store.disk.write_block", fail)
+    save_turn(stored, chain([7], [8]), "s")
+    assert stored.counters.turns_not_saved == 1
+    assert [entry.pins for entry in stored.pool._entries.values()] == [0, 0]
+    assert list((stored.folder / "writing").iterdir()) == []
+
+
+def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
+    stored: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (session,) = stored.index.sessions()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Index, "commit_turn", fail)
+    name = str(session.name)
+    save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], name)
+    save_turn(stored, chain([4]), "other")
+    notes = list((stored.folder / "sessions").iterdir())
+    assert [read_session(note).leaf for note in notes] == [session.leaf]

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.store import eviction
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.budget import WriteMeter
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.staging import Staging
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
 from tests.support import wait_until
@@ -374,3 +376,41 @@ def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: S
     store.disk.limits = replace(limits, min_free_bytes=1 << 60)
     assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.space())
     assert "\n" not in str(store.space())
+
+
+@pytest.mark.parametrize("floor", [False, True])
+def test_a14_what_another_process_announced_counts(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, floor: bool
+) -> None:
+    """One process announced a turn and wrote nothing yet; the other leaves it its room."""
+    save_turn(store, chain([1], [2]), "old")
+    used = store.disk.used_bytes()
+    limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
+    if floor:
+        monkeypatch.setattr(eviction, "free_bytes", lambda folder: 12 << 20)
+        limits = replace(store.limits, min_free_bytes=1 << 20)
+    other = DiskStore(store.folder, limits)
+    try:
+        assert other.make_room(2 << 20) and len(store.index.keys()) == 2
+        with Staging(store.folder) as staging:
+            with store.disk.lock.held():
+                staging.announce(10 << 20 if floor else 7 << 20)
+            other.make_room(2 << 20)
+            assert store.index.keys() == set()
+            staging.close()
+            assert other.used_bytes() <= used
+    finally:
+        other.close()
+
+
+def test_a10_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
+    """It holds no bytes: only what does is left out when too much waits."""
+    may_go_on, left_out = threading.Event(), list[str]()
+    writer.submit(partial(may_go_on.wait, 30))
+    turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
+    writer.max_bytes = 10
+    for name, sizes in turns.items():
+        writer.submit_turn(Turn(ROOT, ()), lambda: None, partial(left_out.append, name), sizes)
+    may_go_on.set()
+    writer.drain()
+    assert left_out == ["first"]
