@@ -82,10 +82,19 @@ def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy) -> None:
     assert plan.decode == plan.prefill == choice
 
 
+def test_a_stores_folder_that_is_gone_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be a folder without a marker, which no store takes into use."""
+    monkeypatch.setattr(calibration, "_measure", lambda *_: {"dequantize": 1.0})
+    calibrate(SHAPE, PRECISION, mx.float32, tmp_path / "gone" / "attention.json")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_results_are_kept_for_each_shape_device_and_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "new" / "attention.json"
+    path = tmp_path / "attention.json"
     measured: list[tuple[Any, ...]] = []
 
     def measure(*args: Any) -> dict[str, float]:
