@@ -28,6 +28,7 @@ from typing import Any
 
 from ..host.prompt import Prompt
 from ..match.keys import Root, pack_ids, unpack_ids
+from ..match.text import REPLACEMENT
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
 from ..store.turn import Turn
@@ -77,9 +78,11 @@ def remember(
     ended = reply[-1] in model.tokenizer.eos_token_ids
     ids = list(reply[:-1] if ended else reply)
     text, content = model.text.decode(ids), sent.get("content") or ""
-    if not ended and (sent.get("tool_calls") or not text.endswith(content)):
+    if not ended and (sent.get("tool_calls") or not _shown(text).endswith(_shown(content))):
         return  # a stop word was cut off
-    if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
+    # A broken character reads as the text has it, but its bytes, which later replies count, differ.
+    is_plain = unicodedata.is_normalized("NFC", text) and REPLACEMENT not in text
+    if text == content == text.strip() and is_plain:
         return
     before = model.text.to_bytes(prompt)
     made = _Reply(ids, len(before), blake2b(before, digest_size=_DIGEST_BYTES).digest())
@@ -146,8 +149,13 @@ def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
     own_lead, own_tail = _blank_ends(own)
     if not own_lead.endswith(lead) or not own_tail.startswith(tail):
         return False
-    one, other = (unicodedata.normalize("NFC", text) for text in (rendered, own))
+    one, other = (unicodedata.normalize("NFC", _shown(text)) for text in (rendered, own))
     return list(_parts(one, tokenizer)) == list(_parts(other, tokenizer))
+
+
+def _shown(text: str) -> str:
+    """Return text as clients see it: mlx-lm shows a byte 0 as the character U+0100."""
+    return text.replace("\0", "\u0100")
 
 
 def _blank_ends(text: str) -> tuple[str, str]:

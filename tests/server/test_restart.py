@@ -112,7 +112,7 @@ class Crowd:
 
 def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: Path) -> None:
     """At temperature 1 a reply is almost never the tokenizer's own choice of ids."""
-    model = make_tiny_model(models_dir / "any-bytes", whole_characters=False)
+    model = make_tiny_model(models_dir / "whole-characters")
     server = start_server.with_plugin(model)
     talk: list[Message] = [SYSTEM]
     before = 0
