@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,23 @@ from . import manager
 GRACE_S = 30.0
 """How long a signalled server may take to end by itself."""
 
+_ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats as `stock` does, with control characters escaped, but for line ends and tabs.
+
+    Log lines quote clients: names of sessions, bodies that are no JSON. A terminal that shows the
+    log would obey what they send.
+    """
+
+    def __init__(self, stock: logging.Formatter) -> None:
+        super().__init__()
+        self._stock = stock
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._stock.format(record).translate(_ESCAPES)
+
 
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
     """Return `run` between the plugins' startup and shutdown. Main thread.
@@ -39,6 +57,8 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
         status = 0
+        for log in logging.getLogger().handlers:
+            log.setFormatter(PrintableFormatter(log.formatter or logging.Formatter()))
         with ending_cleanly() as signals:
             try:
                 check_address(call["host"], call["port"])
