@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 from ..errors import StoreError
@@ -60,6 +61,7 @@ class BlockStore(BlockReader):
         self.limits = limits
         self.disk = DiskStore(folder, limits)
         self.counters = StoreCounters()
+        self._stats_lock = Lock()
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
@@ -226,7 +228,10 @@ class BlockStore(BlockReader):
 
         "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
         """
-        totals = self.disk.index.totals()
+        # SQLite keeps as many descriptors as connections were ever open at the same time.
+        with self._stats_lock:
+            totals, used_bytes = self.disk.index.totals(), self.disk.used_bytes()
+            self.disk.index.disconnect()
         return {
             "folder": str(self.folder),
             "ram": {
@@ -239,7 +244,7 @@ class BlockStore(BlockReader):
             "disk": {
                 "blocks": totals.n_blocks,
                 "checkpoints": totals.n_checkpoints,
-                "bytes": self.disk.used_bytes(),
+                "bytes": used_bytes,
                 "checkpoint_bytes": totals.checkpoint_bytes,
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,

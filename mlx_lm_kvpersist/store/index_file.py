@@ -148,6 +148,10 @@ class IndexFile:
         SQLite would crash under a thread whose connection another thread closes.
         """
         self._is_closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close this thread's connection; if the thread asks again, it gets another."""
         self._local.__dict__.clear()
 
     def empty_log(self) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,10 +55,36 @@ def test_c8_every_chunk_of_a_stream_has_one_type(
     assert "usage" in chunks[-1]
 
 
-def n_open(server: ServerProcess) -> tuple[int, int]:
-    """Return how many descriptors and threads the server's process has."""
+def n_tasks(server: ServerProcess) -> int:
+    """Return how much the writer of the server's store has to do."""
+    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    n: int = stats["store"]["queue"]["tasks"]
+    return n
+
+
+def name_of(path: Path) -> str:
+    """Return what a descriptor or a thread in /proc is called."""
+    try:
+        is_descriptor = path.parent.name == "fd"
+        return os.readlink(path) if is_descriptor else (path / "comm").read_text().strip()
+    except OSError:
+        return "closed meanwhile"
+
+
+def held(server: ServerProcess) -> dict[str, list[str]]:
+    """Return what the server's process has open ("fd"), and its threads ("task")."""
     process = Path("/proc") / str(server.pid)
-    return len(os.listdir(process / "fd")), len(os.listdir(process / "task"))
+    return {kind: [name_of(path) for path in process.glob(f"{kind}/*")] for kind in ("fd", "task")}
+
+
+def wait_for_release(server: ServerProcess, kind: str, before: list[str]) -> None:
+    """Return when the server holds no more of a kind than before; say what it holds otherwise."""
+    try:
+        wait_until(lambda: len(held(server)[kind]) <= len(before), kind, 90)
+    except AssertionError:
+        more = Counter(held(server)[kind])
+        more.subtract(before)
+        raise AssertionError(f"{kind}: {len(before)} before, now more of {+more}") from None
 
 
 def send(server: ServerProcess, sent: bytes) -> socket.socket:
@@ -81,7 +108,8 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(poll, range(20)))
     server.chat(USER, max_tokens=2)
-    before = n_open(server)
+    wait_until(lambda: n_tasks(server) == 0, "the turn on disk", 60)
+    before = held(server)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(poll, range(300)))
     half_sent = (
@@ -106,8 +134,8 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
         if n % 3 == 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-    wait_until(lambda: n_open(server)[0] <= before[0], f"{before} descriptors again", 90)
-    wait_until(lambda: n_open(server)[1] <= before[1], f"{before} threads again", 90)
+    for kind, held_before in before.items():
+        wait_for_release(server, kind, held_before)
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
     assert "Traceback" not in server.log
 

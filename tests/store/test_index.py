@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def test_a2_a_connection_ends_with_its_thread(store: BlockStore) -> None:
     assert n_descriptors() <= before + 4
     save_turn(store, chain([1], [2], [3]), "s")
     assert store.counters.turns_saved == 2
+
+
+def test_statistics_that_many_ask_for_at_once_leave_no_descriptors(store: BlockStore) -> None:
+    save_turn(store, chain([1], [2]), "s")
+    in_fresh_threads(2, store.stats)
+    before = n_descriptors()
+    together = threading.Barrier(20)
+
+    def ask() -> None:
+        together.wait()
+        store.stats()
+
+    with ThreadPoolExecutor(20) as pool:
+        for asked in [pool.submit(ask) for _ in range(400)]:
+            asked.result()
+    assert n_descriptors() <= before
 
 
 def test_a2_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
