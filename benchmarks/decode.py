@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mlx_lm_kvpersist.synthetic import Message
+from tests.support.synthetic import Message
 
 from .report import Result
 from .runs import Run, median, parser, percentile, ratio, run_of

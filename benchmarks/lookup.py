@@ -37,7 +37,7 @@ from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.turn import Turn
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.synthetic import synthetic_text, train_tokenizer
+from tests.support.synthetic import synthetic_text, train_tokenizer
 
 from .report import Result
 from .runs import Deadline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from mlx_lm_kvpersist.synthetic import Message, synthetic_text
-from mlx_lm_kvpersist.testing import Reply
+from tests.support import Reply
+from tests.support.synthetic import Message, synthetic_text
 
 _FILLER = " a"
 _MAX_TRIES = 40

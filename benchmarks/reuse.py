@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
-from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import ServerProcess
+from tests.support.synthetic import make_tiny_model, synthetic_text
 
 from .report import Result
 from .runs import parsed_out

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.testing import Reply
+from tests.support import Reply
 
 from .models import DEFAULT_MODELS_DIR, SYNTHETIC, BenchmarkModel, find_model
 from .prompts import Prompts

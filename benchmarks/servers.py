@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import STATS_PATH
-from mlx_lm_kvpersist.synthetic import Message, synthetic_text
-from mlx_lm_kvpersist.testing import Reply, ServerProcess
+from tests.support import Reply, ServerProcess
+from tests.support.synthetic import Message, synthetic_text
 
 from .measured_server import MEMORY_FILE
 from .page_cache import drop_cached_pages

@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_lm_kvpersist.synthetic import make_tiny_model, train_tokenizer
-from mlx_lm_kvpersist.synthetic.tokenizer import TokenizerFiles, token_bytes
+from tests.support.synthetic import make_tiny_model, train_tokenizer
+from tests.support.synthetic.tokenizer import TokenizerFiles, token_bytes
 
 __all__ = ["MODEL_SHAPES", "TINY", "make_shaped_model", "shaped_architecture"]
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.synthetic import Message
+from tests.support.synthetic import Message
 
 from .report import Result
 from .runs import Run, parser, percentile, run_of

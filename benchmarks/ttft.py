@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm_kvpersist.testing import Reply
+from tests.support import Reply
 
 from .report import Result
 from .runs import Run, median, parser, ratio, run_of

@@ -16,8 +16,8 @@ from typing import Any
 
 from mlx_lm_kvpersist.api.admin import STATS_PATH
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
-from mlx_lm_kvpersist.testing import ServerProcess
+from tests.support import ServerProcess
+from tests.support.synthetic import make_tiny_model, synthetic_text
 
 from .report import Result
 from .runs import parsed_out

@@ -21,8 +21,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "host",
         "match",
         "store",
-        "synthetic",
-        "testing",
         "units",
     },
     "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store", "units"},
@@ -35,10 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "match": {"errors"},
     "errors": set(),
     "units": set(),
-    "synthetic": {"errors"},
-    "testing": {"errors"},
 }
-NO_MLX = {"_startup", "match", "errors", "testing", "units"}
+NO_MLX = {"_startup", "match", "errors", "units"}
 
 
 def parts() -> dict[str, list[Path]]:

@@ -31,7 +31,7 @@ from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import TakenTokens
 from mlx_lm_kvpersist.host.response_generator import take_request
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.synthetic import make_tiny_model, synthetic_text
+from tests.support.synthetic import make_tiny_model, synthetic_text
 
 PACKAGE = Path(mlx_lm_kvpersist.__file__).parent
 ASKED = SimpleNamespace(**vars(GENERATION_ARGS), chat_template_kwargs=None)

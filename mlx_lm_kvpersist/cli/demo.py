@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError, KVPersistError
-from ..synthetic import Message, make_tiny_model, synthetic_conversation, synthetic_text
-from ..testing import OUTCOME_HEADER, Reply, ServerError, ServerProcess
+from ..errors import ConfigError
+from .demo_model import make_model, story
+from .demo_server import DemoServer, Message, Reply
 from .output import console, print_table
 
 SESSION = "demo"
@@ -41,16 +41,11 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
-        # A prefill of 4,000 tokens takes this tiny model seconds on two CPU cores.
-        tiny = folder / "model"
-        model = args.model or str(make_tiny_model(tiny, n_layers=4, vocab_size=2000))
-        try:
-            steps = run_steps(model, folder, args.chars, out.print)
-        except ServerError as error:
-            raise KVPersistError(f"the server failed: {error}") from error
+        model = args.model or str(make_model(folder / "model"))
+        steps = run_steps(model, folder, args.chars, out.print)
     _print(steps)
     *_, warm, stock = (step.reply for step in steps)
-    n_restored = int(warm.kvpersist.get("restored", 0))
+    n_restored = int(warm.said("restored") or 0)
     if n_restored:
         out.print(
             f"After kill -9, {n_restored:,} of {warm.prompt_tokens:,} prompt tokens came "
@@ -67,43 +62,39 @@ def run_steps(
 ) -> list[Step]:
     """Play the conversation and return one Step per request; the servers log into `folder`.
 
-    `n_chars` is the length of the conversation that the first request brings along.
-    Raises ServerError where a server does not start or does not answer.
+    `n_chars` is the length of the conversation that the first request brings along: a system
+    message and four questions with replies between them.
+    Raises KVPersistError where a server does not start or does not answer.
     """
-    messages = synthetic_conversation(n_turns=4, n_chars=n_chars)
+    messages: list[Message] = []
+    for part in range(8):
+        role = "system" if part == 0 else "user" if part % 2 else "assistant"
+        messages.append({"role": role, "content": story(max(1, n_chars // 8), seed=part)})
     steps: list[Step] = []
 
-    def ask(server: ServerProcess, name: str, what: str) -> None:
-        reply = server.chat(messages, SESSION, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0)
+    def ask(server: DemoServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
+        if steps and is_new_turn:
+            messages.append({"role": "assistant", "content": steps[-1].reply.text})
+            messages.append({"role": "user", "content": story(_TURN_CHARS, seed=100 + len(steps))})
+        reply = server.chat(messages, SESSION, _MAX_TOKENS)
         steps.append(Step(name, what, reply))
-        header = reply.headers.get(OUTCOME_HEADER, "no X-KVPersist header")
+        header = reply.outcome or "no X-KVPersist header"
         progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
 
     store = folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
     progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
-    with ServerProcess(model, *plugin, log_path=folder / "plugin.log") as server:
-        server.warm_up()
+    with DemoServer(model, *plugin, log_path=folder / "plugin.log") as server:
         ask(server, "kvpersist", "first request")
-        _next_turn(messages, steps[-1].reply, seed=1)
         ask(server, "kvpersist", "next turn")
         _wait_until_quiet(store)
         progress("kill -9, and the same command again")
-        server.restart(kill=True)
-        server.warm_up()
-        _next_turn(messages, steps[-1].reply, seed=2)
+        server.kill9_and_restart()
         ask(server, "kvpersist", "turn after kill -9")
     progress("the same request to a fresh server without the plugin")
-    with ServerProcess(model, log_path=folder / "stock.log") as server:
-        server.warm_up()
-        ask(server, "stock", "turn after restart")
+    with DemoServer(model, log_path=folder / "stock.log") as server:
+        ask(server, "stock", "turn after restart", is_new_turn=False)
     return steps
-
-
-def _next_turn(messages: list[Message], reply: Reply, seed: int) -> None:
-    """Append the reply, as a client would, and a new question."""
-    messages.append({"role": "assistant", "content": reply.text})
-    messages.append({"role": "user", "content": synthetic_text(_TURN_CHARS, seed)})
 
 
 def _wait_until_quiet(store: Path, timeout_s: float = 10.0) -> None:
@@ -131,7 +122,7 @@ def _print(steps: Sequence[Step]) -> None:
         [
             *(step.server, step.what, f"{step.reply.ttft_s:.2f} s"),
             *(f"{step.reply.prompt_tokens:,}", f"{step.reply.cached_tokens:,}"),
-            " ".join(step.reply.kvpersist.get(name, "") for name in ("outcome", "tier")),
+            f"{step.reply.said('outcome')} {step.reply.said('tier')}",
         ]
         for step in steps
     ]

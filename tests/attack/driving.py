@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
-from mlx_lm_kvpersist.synthetic import Message, make_tiny_model, synthetic_text
+from tests.support.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
 """Of logits of size 10, as in tests/serve: what the order of summation makes of 4-bit KV."""

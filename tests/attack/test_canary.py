@@ -11,9 +11,8 @@ import pytest
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Tier
 from mlx_lm_kvpersist.store.files import read_record
-from mlx_lm_kvpersist.testing import ServerProcess
 from tests.server.stored import block_files, wait_for_commit
-from tests.support import Message, synthetic_text
+from tests.support import Message, ServerProcess, synthetic_text
 
 from .driving import LIMITS, TOLERANCE, Cold, Talk, conversation_ids, replace_payload, talk_with
 from .quarantine import quarantined_reasons

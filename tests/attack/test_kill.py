@@ -15,9 +15,8 @@ import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.testing import ServerProcess
 from tests.server.stored import block_files, wait_for_commit
-from tests.support import Message, ServerError, synthetic_text, wait_until
+from tests.support import Message, ServerError, ServerProcess, synthetic_text, wait_until
 
 from .turns import LIMITS, check_committed, keep_turn
 

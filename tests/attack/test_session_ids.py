@@ -9,9 +9,8 @@ import sqlite3
 from pathlib import Path
 
 from mlx_lm_kvpersist.match.keys import short_name
-from mlx_lm_kvpersist.testing import ServerProcess
 from tests.server.stored import wait_for_commit
-from tests.support import Message, StartServer
+from tests.support import Message, ServerProcess, StartServer
 
 SYSTEM: Message = {"role": "system", "content": "You answer.\n"}
 IDS = {

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import Message, Reply, make_tiny_model, synthetic_text
+from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthetic_text
 
 MIB = 1 << 20
 N_CLIENTS = 4

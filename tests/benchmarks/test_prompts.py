@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from benchmarks.prompts import Prompts
-from mlx_lm_kvpersist.testing import Reply
+from tests.support import Reply
 
 
 @pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_bos", "tiny_model_spm"])

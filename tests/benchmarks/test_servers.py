@@ -11,7 +11,7 @@ from benchmarks import decode, stall, ttft
 from benchmarks.measured_server import peak_rss_bytes
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import Costs, Deadline, Run
-from mlx_lm_kvpersist.testing import Reply
+from tests.support import Reply
 
 
 def test_first_tokens(run: Run) -> None:

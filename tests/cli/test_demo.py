@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+from mlx_lm.generate import generate_step
+
+from mlx_lm_kvpersist.cli.demo_model import make_model, story
+from mlx_lm_kvpersist.cli.demo_server import DemoServer
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.errors import KVPersistError
 
 
 @pytest.mark.slow
@@ -18,3 +26,18 @@ def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "/no/such/model", "--chars", "100"]) == 1
     assert "no model folder /no/such/model" in capsys.readouterr().err
+
+
+def test_the_demo_model_says_printable_text_without_end(tmp_path: Path) -> None:
+    model, tokenizer = load(str(make_model(tmp_path / "model")))
+    asked = [{"role": "user", "content": story(300, seed=1)}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    assert 70 < len(prompt) < 150, "about 3 characters a token"
+    reply = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=40)]
+    assert not set(reply) & set(tokenizer.all_special_ids)
+    assert tokenizer.decode(reply).isascii()
+
+
+def test_a_demo_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    with pytest.raises(KVPersistError, match=r"(?s)did not start.*unrecognized arguments: --bad"):
+        DemoServer("nothing", "--bad", log_path=tmp_path / "log")

@@ -14,8 +14,7 @@ import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
 from mlx_lm_kvpersist.host.generation_thread import RequestQueue
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import wait_until
+from tests.support import ServerProcess, wait_until
 from tests.support.host import Environment
 
 USER = [{"role": "user", "content": "Hello?"}]

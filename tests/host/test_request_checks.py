@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.host.request_checks import MAX_BODY_BYTES
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import StartServer
+from tests.support import ServerProcess, StartServer
 
 USER = [{"role": "user", "content": "Hello?"}]
 CHAT = "/v1/chat/completions"

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.testing import ServerError, ServerProcess
-from tests.support import wait_until
+from tests.support import ServerError, ServerProcess, wait_until
 from tests.support.host import Environment
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]

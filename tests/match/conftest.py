@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.synthetic import train_tokenizer
+from tests.support.synthetic import train_tokenizer
 
 KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
 

@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Kind
-from mlx_lm_kvpersist.synthetic.tokenizer import token_bytes
+from tests.support.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]
 

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequenc
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.synthetic import make_tiny_model
+from tests.support.synthetic import make_tiny_model
 
 KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
 

@@ -28,7 +28,7 @@ from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
 from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_record
-from mlx_lm_kvpersist.synthetic import synthetic_text
+from tests.support.synthetic import synthetic_text
 
 from .conftest import Conversations
 

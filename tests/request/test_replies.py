@@ -17,8 +17,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.replies import respell
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from mlx_lm_kvpersist.synthetic import train_tokenizer
 from tests.support.chat import Chat, ChatTurn
+from tests.support.synthetic import train_tokenizer
 from tests.support.wire import Message
 
 KINDS = [

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import Message, StartServer, make_zoo_model, synthetic_text, whole_characters
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    make_zoo_model,
+    synthetic_text,
+    whole_characters,
+)
 
 from .stored import wait_for_commit
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import StartServer, wait_until
+from tests.support import ServerProcess, StartServer, wait_until
 
 USER = [{"role": "user", "content": "Hello?"}]
 CHAT = "/v1/chat/completions"

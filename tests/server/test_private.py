@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.testing import Reply, ServerProcess
-from tests.support import StartServer, synthetic_text
+from tests.support import Reply, ServerProcess, StartServer, synthetic_text
 
 from .stored import wait_for_commit
 

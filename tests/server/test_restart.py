@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.testing import ServerProcess
-from tests.support import Message, StartServer, make_tiny_model, make_zoo_model, synthetic_text
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    make_tiny_model,
+    make_zoo_model,
+    synthetic_text,
+)
 
 from .stored import block_files, wait_for_commit
 

@@ -1,15 +1,15 @@
-"""What several test folders use. The server process itself is `mlx_lm_kvpersist.testing`."""
+"""What several test folders, the benchmarks and the tools use."""
 
-from mlx_lm_kvpersist.synthetic import (
+from .reply import Reply, ServerError, parse_outcome
+from .server_process import ServerProcess
+from .servers import StartServer
+from .stock import keeps_short_chunks
+from .synthetic import (
     Message,
     make_tiny_model,
     synthetic_conversation,
     synthetic_text,
 )
-from mlx_lm_kvpersist.testing import Reply, ServerError, ServerProcess, parse_outcome
-
-from .servers import StartServer
-from .stock import keeps_short_chunks
 from .waiting import wait_until
 from .zoo import make_zoo_model, whole_characters
 

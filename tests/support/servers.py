@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.testing import ServerProcess
+from .server_process import ServerProcess
 
 
 class StartServer:

@@ -9,9 +9,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
-from mlx_lm_kvpersist.synthetic import train_tokenizer
 from models_check.build import build
 from models_check.configs import CONFIGS, module_of
+
+from .synthetic import train_tokenizer
 
 _VOCAB = 600
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.host.versions import parse
-from mlx_lm_kvpersist.testing import server_process as ports_module
 from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
+from tests.support import server_process as ports_module
 
 MESSAGES = [
     {"role": "system", "content": "Be short."},
@@ -92,7 +92,7 @@ def test_d_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
 ) -> None:
     """free_port() says a port that another process takes before the server can."""
     ports = iter([server.port, ports_module.free_port()])
-    monkeypatch.setattr("mlx_lm_kvpersist.testing.server_process.free_port", lambda: next(ports))
+    monkeypatch.setattr("tests.support.server_process.free_port", lambda: next(ports))
     with ServerProcess(tiny_model) as own:
         assert own.port != server.port
         assert own.chat(MESSAGES, max_tokens=4).text == server.chat(MESSAGES, max_tokens=4).text

@@ -10,8 +10,8 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from mlx_lm_kvpersist.synthetic import TokenizerKind, make_tiny_model, synthetic_conversation
-from mlx_lm_kvpersist.synthetic.conversation import corpus_lines
+from tests.support.synthetic import TokenizerKind, make_tiny_model, synthetic_conversation
+from tests.support.synthetic.conversation import corpus_lines
 
 KINDS: list[TokenizerKind] = ["byte-level", "sentencepiece", "sentencepiece-legacy"]
 MESSAGES: list[dict[str, Any]] = [

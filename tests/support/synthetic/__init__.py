@@ -1,4 +1,4 @@
-"""Models with random weights and conversations, for the demo, the tests and the benchmarks."""
+"""Models with random weights and conversations, for the tests and the benchmarks."""
 
 from .conversation import Message, synthetic_conversation, synthetic_text
 from .model import make_tiny_model

@@ -98,7 +98,7 @@ def train_tokenizer(
     chat_template: str | None = None,
     extra_special_tokens: tuple[str, ...] = (),
 ) -> TokenizerFiles:
-    """Train a BPE tokenizer on the package's corpus.
+    """Train a BPE tokenizer on the corpus.
 
     byte-level: decode(encode(text)) == text for every text.
     sentencepiece: so, except that a text which begins with a space loses that space. It is the

@@ -1,0 +1,162 @@
+"""The demo's server, `mlx_lm.server` in a subprocess, and what a client sees of its replies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from ..errors import KVPersistError
+
+_HOST = "127.0.0.1"
+_START_S = 120.0
+_REPLY_S = 300.0
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A streamed reply: its text, the time to its first text, and what was not computed again.
+
+    `outcome` is the header X-KVPersist, "" without the plugin.
+    """
+
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+
+    def said(self, field: str) -> str:
+        """Return a field of the outcome; "" where it has none."""
+        fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
+        return fields.get(field, "")
+
+
+class DemoServer:
+    """The stock server with further `options`, for a `with` block; its log is appended to a file.
+
+    Raises:
+        KVPersistError: it does not start, or does not answer; the message ends with its log.
+    """
+
+    def __init__(self, model: str, *options: str, log_path: Path) -> None:
+        self._command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, *options]
+        self._log_path = log_path
+        self._start()
+
+    def __enter__(self) -> DemoServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill9_and_restart(self) -> None:
+        """End the server with SIGKILL and run the same command again."""
+        self._process.kill()
+        self._process.wait()
+        self._start()
+
+    def _start(self) -> None:
+        """Start the server on a free port and wait until it has generated a token."""
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            self._port = probe.getsockname()[1]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--host", _HOST, "--port", str(self._port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        try:
+            self._wait_for_model()
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def _wait_for_model(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self._failure("it did not start")
+            time.sleep(0.05)
+        with self._post("/v1/completions", {"prompt": "a", "max_tokens": 1}) as response:
+            response.read()
+
+    def _is_healthy(self) -> bool:
+        connection = HTTPConnection(_HOST, self._port, timeout=2.0)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def chat(self, messages: Sequence[Message], session: str, max_tokens: int) -> Reply:
+        """Stream the reply to a conversation, chosen greedily."""
+        body = {
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        usage: dict[str, Any] = {}
+        text, ttft_s = "", 0.0
+        start = time.perf_counter()
+        with self._post("/v1/chat/completions", body, {"X-Session-ID": session}) as response:
+            for line in response:
+                kind, _, content = line.decode().strip().partition(": ")
+                if kind != "data" or content == "[DONE]":
+                    continue
+                chunk = json.loads(content)
+                usage = chunk.get("usage") or usage
+                said = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                ttft_s = ttft_s or (time.perf_counter() - start if said else 0.0)
+                text += said
+            outcome = response.getheader("X-KVPersist", "")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Reply(text, ttft_s, usage.get("prompt_tokens", 0), cached, outcome)
+
+    @contextmanager
+    def _post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> Iterator[HTTPResponse]:
+        connection = HTTPConnection(_HOST, self._port, timeout=_REPLY_S)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            connection.request("POST", path, json.dumps(body), sent)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    answer = response.read().decode(errors="replace")
+                    raise self._failure(f"{path} answered {response.status}: {answer}")
+                yield response
+        except (OSError, HTTPException) as error:
+            raise self._failure(f"{path} was not answered: {error!r}") from error
+        finally:
+            connection.close()
+
+    def _failure(self, problem: str) -> KVPersistError:
+        log = self._log_path.read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(log.splitlines()[-60:])
+        return KVPersistError(
+            f"the server failed: {problem}\n--- {' '.join(self._command)}\n{tail}"
+        )
