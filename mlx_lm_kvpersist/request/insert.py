@@ -6,30 +6,37 @@ out of the live cache, evaluate. Files and index are the writer's work.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence as ListLike
 from itertools import takewhile
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
 from ..cache.slots import cached_positions, slots_of
+from ..cache.spec import ModelCacheSpec
 from ..match.block import Block, checkpoint
 from ..match.keys import Root, block_key, pack_ids
+from ..match.siblings import FEW
 from ..store.block_store import BlockStore, Turn
 from ..store.files import Arrays
 from ..store.index import Leaf
-from .checkpoints import (
-    MIN_TOKENS_BETWEEN,
-    STATE,
-    needed_at_end,
-    stored_window,
-    superseded_checkpoints,
-    window_kind,
-)
 from .lookup import Sequence
 from .model import LoadedModel
+from .restore import STATE, Stored, needed_at, stored_state, stored_window, window_kind
 
 REPLY = "assistant"
 """The server's cache type at the end of a reply. At the ends of earlier segments it is another."""
+
+MAX_CHECKPOINTS = 6
+"""Of a conversation, beside the first: its last three turns have two each."""
+
+MAX_BRANCHES = 4
+"""Older checkpoints that stay because conversations diverge there."""
+
+MIN_TOKENS_BETWEEN = 16
+"""Checkpoints nearer to each other are not worth two copies of what they need."""
+
+_MAX_REPLY_BLOCKS = 64
 
 
 def insert(
@@ -96,25 +103,30 @@ def _insert_checkpoint(
     ended: bool,
 ) -> None:
     """Make the end of the chain a checkpoint; at the end of a reply, give up old ones."""
-    checkpoints = _new_checkpoints(chain, caches, store, model)
-    new = [block for block, _ in checkpoints]
+    stored = store.checkpoints([block.key for block in chain])
+    checkpoints = _new_checkpoints(chain, caches, stored, model.spec)
+    for new, _ in checkpoints:
+        stored.setdefault(new.parent, []).append(new)
     leaf, superseded = None, []
     if ended:
         keys = tuple(block.key for block in chain)
         leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
-        superseded = superseded_checkpoints(chain, sequence.n_reused, new, store, model.spec)
-    # All that the checkpoint needs, stored windows included: a waiting turn protects them.
-    needed = needed_at_end(chain, new, store, model.spec)
-    turn = Turn(sequence.root, tuple(chain), leaf, (), tuple(needed), tuple(superseded))
+        superseded = superseded_checkpoints(chain, sequence.n_reused, stored, store, model.spec)
+    # All that the checkpoint needs, windows that were stored before included: while the turn waits
+    # to be written, none of it is evicted.
+    at_end = needed_at(chain, chain[-1].stop, stored, model.spec) or ()
+    needed = {
+        one.key: one for one in [*(one.block for one in at_end), *(n for n, _ in checkpoints)]
+    }
+    turn = Turn(sequence.root, tuple(chain), leaf, (), tuple(needed.values()), tuple(superseded))
     store.save_turn(turn, [*blocks, *checkpoints])
 
 
 def _new_checkpoints(
-    chain: ListLike[Block], caches: list[Any], store: BlockStore, model: LoadedModel
+    chain: ListLike[Block], caches: list[Any], stored: Stored, spec: ModelCacheSpec
 ) -> list[tuple[Block, Arrays]]:
-    """Return what going on from the end of the chain needs and that is not stored."""
-    spec, n_tokens = model.spec, chain[-1].stop
-    stored = store.checkpoints([block.key for block in chain])
+    """Return the windows and the state at the end of the chain that are not stored yet."""
+    n_tokens = chain[-1].stop
     new: list[tuple[Block, Arrays]] = []
     slots = slots_of(caches)
     for window, groups in spec.sliding.items():
@@ -132,7 +144,7 @@ def _new_checkpoints(
         arrays = split_windows(spec, window, caches, ranges)
         for (block, start), its_arrays in zip(missing, arrays, strict=True):
             new.append((checkpoint(block.key, window_kind(window), block.stop - start), its_arrays))
-    if not any(one.kind == STATE for one in stored.get(chain[-1].key, ())):
+    if stored_state(stored, chain[-1]) is None:
         new.append((checkpoint(chain[-1].key, STATE, 0), copy_state(spec, caches)))
     return new
 
@@ -178,3 +190,61 @@ def _replaced_tails(
                 store.drop_unwritten(sibling.key)
                 replaced.append((sibling.key, block.key))
     return replaced
+
+
+def superseded_checkpoints(
+    chain: ListLike[Block],
+    n_reused: int,
+    stored: Stored,
+    store: BlockStore,
+    spec: ModelCacheSpec,
+) -> list[Block]:
+    """Return the windows and states, of those `stored`, that can be deleted.
+
+    These checkpoints of a conversation stay, with all that they need: the newest ones, the first
+    (the end of the system prompt, which others share), the newest of those where conversations
+    diverge, and those where another session ends. The chain went on from `n_reused` tokens. If an
+    earlier reply began there, and was left out or repeated in other words, it loses its checkpoint.
+    """
+    made = {block.key: state for block in chain if (state := stored_state(stored, block))}
+    keys = list(made)
+    stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}
+    branches = [key for key in keys if key not in stay and len(store.children(key, limit=2)) > 1]
+    stay.update(branches[-MAX_BRANCHES:])
+    stay.update(key for key in keys if key not in stay and store.sessions_at(key))
+    needed = {made[key].key for key in stay}
+    for block in chain:
+        if block.key in stay:
+            at_block = needed_at(chain, block.stop, stored, spec)
+            needed.update(one.block.key for one in at_block or ())
+    held = [one for found in stored.values() for one in found]
+    gone = {one.key: one for one in held if one.key not in needed}
+    gone.update((one.key, one) for one in _replies_left(chain, n_reused, store))
+    return list(gone.values())
+
+
+def _replies_left(chain: ListLike[Block], n_reused: int, store: BlockStore) -> list[Block]:
+    """Return the checkpoints of replies that began where this chain went on, and lead nowhere.
+
+    A reply has one, at its end; a turn of another conversation has one before it.
+    """
+    # A window may have been cut some tokens behind the last block that both have.
+    fork = bisect_right([block.stop for block in chain], n_reused) - 1
+    if fork < 0 or fork + 1 >= len(chain):
+        return []
+    children = store.children(chain[fork].key, limit=FEW + 1)
+    if len(children) > FEW:
+        return []  # so many are conversations with one beginning
+    left: list[Block] = []
+    for child in children:
+        branch: list[Block] = []
+        following = [child] if child.key != chain[fork + 1].key else []
+        while len(following) == 1 and len(branch) < _MAX_REPLY_BLOCKS:
+            branch += following
+            following = store.children(branch[-1].key, limit=2)
+        stored = store.checkpoints([block.key for block in branch])
+        found = [one for at_block in stored.values() for one in at_block]
+        is_reply = sum(one.kind == STATE for one in found) == 1
+        if branch and not following and is_reply:
+            left += found
+    return left

@@ -17,12 +17,11 @@ from ..match.keys import Root, pack_ids
 from ..match.splice import splice
 from ..match.tree import NO_MATCH, Match, match_ids, match_text
 from ..store.block_store import BlockStore, Prefetch
-from .checkpoints import nearest_checkpoint
 from .costs import ReusePolicy
 from .explain import why_not_stored
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason, divergence_at
-from .restore import Restored, needed_for, restore
+from .restore import Restored, nearest_checkpoint, restore
 
 MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
@@ -98,12 +97,11 @@ class Lookup:
         """
         if self._found is None:
             return False
-        path = self._found.match.path
-        n_tokens, spec = self._plan(self._found)[0], self.model.spec
-        checkpoint = nearest_checkpoint(path, n_tokens, self._store, spec)
+        path, n_tokens = self._found.match.path, self._plan(self._found)[0]
+        checkpoint = nearest_checkpoint(path, n_tokens, self._store, self.model.spec)
         if checkpoint is None:
             return False
-        needed = needed_for(path, checkpoint, spec)
+        needed = checkpoint.needed
         n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
         if n_bytes <= MIN_PREFETCH_BYTES:
             return False

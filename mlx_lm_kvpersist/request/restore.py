@@ -1,5 +1,10 @@
 """Restore what is stored into caches, and prove that it is what the model would compute.
 
+A model all of whose layers hold every token can go on from any place. One with sliding windows
+needs the last tokens of each window before that place, one with recurrent layers the state that
+they had there. Both are stored beside the blocks of tokens at checkpoints: the ends of the system
+prompt, of the user's messages and of the replies.
+
 Runs on the generation thread. Arrays from RAM are as they were computed here. What comes from disk
 has its checksum verified by the store; that it fits this model is checked by its shapes, and by a
 canary where the caches allow it: their last tokens are run again on top of the restored prefix.
@@ -7,8 +12,11 @@ canary where the caches allow it: their last tokens are run again on top of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -21,8 +29,119 @@ from ..match.block import Block
 from ..match.keys import Root
 from ..match.tree import Match
 from ..store.block_store import BlockStore
-from .checkpoints import Checkpoint, nearest_checkpoint
 from .model import LoadedModel
+
+STATE = "state"
+"""The kind of the record that every checkpoint has: it holds the states of the recurrent layers,
+and nothing for a model without them."""
+
+Stored = Mapping[bytes, Sequence[Block]]
+"""Windows and states, by the key of the block that they are at the end of."""
+
+
+def window_kind(window: int) -> str:
+    """Return the kind of the records that hold the last tokens of a block for a window."""
+    return f"window-{window}"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Tokens [start, stop) of a block or window, counted from its first; a state has none.
+
+    `forms` are the arrays that it must hold, `window` is that of a window.
+    """
+
+    block: Block
+    start: int
+    stop: int
+    forms: tuple[ArrayForm, ...]
+    window: int | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return forms_bytes(self.forms)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A place in a chain to go on from, and all that is read for it, in this order."""
+
+    n_tokens: int
+    needed: list[Needed]
+
+
+def nearest_checkpoint(
+    path: Sequence[Block],
+    n_tokens: int,
+    store: BlockStore,
+    spec: ModelCacheSpec,
+    lost: Collection[bytes] = (),
+) -> Checkpoint | None:
+    """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole.
+
+    Whatever has its key in `lost` counts as missing.
+    """
+    if n_tokens <= 0:
+        return None
+    path = [block for block in path if block.start < n_tokens]
+    needed: list[Needed] | None = []
+    if not spec.any_prefix:
+        stored = store.checkpoints([block.key for block in path])
+        stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
+        for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
+            n_tokens, needed = end, needed_at(path, end, stored, spec)
+            if needed is not None:
+                break
+    if needed is None:
+        return None
+    # Blocks come last: without its windows and state a checkpoint is of no use.
+    for block in path if spec.full else ():
+        n_used = min(block.stop, n_tokens) - block.start
+        if n_used <= 0:
+            break
+        needed.append(Needed(block, 0, n_used, tuple(spec.block_arrays(block.n_tokens))))
+    return Checkpoint(n_tokens, needed)
+
+
+def needed_at(
+    path: Sequence[Block], n_tokens: int, stored: Stored, spec: ModelCacheSpec
+) -> list[Needed] | None:
+    """Return the windows and the state to go on from a place; None if any of it is not stored."""
+    needed: list[Needed] = []
+    state = None
+    if spec.recurrent:
+        ending = path[bisect_right(path, n_tokens - 1, key=attrgetter("start")) - 1]
+        state = stored_state(stored, ending) if ending.stop == n_tokens else None
+        if state is None:
+            return None
+    for window in spec.sliding:
+        start = max(0, n_tokens - window)
+        for block in path[bisect_right(path, start, key=attrgetter("start")) - 1 :]:
+            if block.start >= n_tokens:
+                break
+            first, last = max(block.start, start), min(block.stop, n_tokens)
+            found = stored_window(stored.get(block.key, ()), window, block.stop - first)
+            if found is None:
+                return None
+            found_start = block.stop - found.n_tokens
+            forms = tuple(spec.window_arrays(window, found.n_tokens))
+            needed.append(Needed(found, first - found_start, last - found_start, forms, window))
+    if state is not None:
+        needed.append(Needed(state, 0, 0, tuple(spec.state_arrays())))
+    return needed
+
+
+def stored_state(stored: Stored, block: Block) -> Block | None:
+    """Return the state at the end of a block; it says that a checkpoint was made there."""
+    return next((one for one in stored.get(block.key, ()) if one.kind == STATE), None)
+
+
+def stored_window(stored: Sequence[Block], window: int, n_tokens: int) -> Block | None:
+    """Return the smallest stored window that covers a block's last `n_tokens`."""
+    kind = window_kind(window)
+    fitting = [one for one in stored if one.kind == kind and one.n_tokens >= n_tokens]
+    return min(fitting, key=lambda one: one.n_tokens, default=None)
 
 
 @dataclass
@@ -61,7 +180,7 @@ def restore(
         checkpoint = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
         if checkpoint is None:
             return None
-        restored = _read(match.path, checkpoint, n_prompt, root, store, model)
+        restored = _read(checkpoint, n_prompt, root, store, model)
         if isinstance(restored, Restored):
             break
         lost.add(restored.key)
@@ -78,50 +197,12 @@ def restore(
             return None
     store.pool.trust(block.key for block in restored.from_disk)
     used = [block.key for block in match.path if block.start < restored.n_tokens]
-    store.touch(used[-1], checkpoint.blocks)
+    store.touch(used[-1], [one.block for one in checkpoint.needed if one.block.is_checkpoint])
     store.pool.touch(used)  # behind the checkpoint, which is of no use without them
     return restored
 
 
-@dataclass(frozen=True)
-class Needed:
-    """Tokens [start, stop) of a block or window, counted from its first; a state has none.
-
-    `forms` are the arrays that it must hold, `window` is that of a window.
-    """
-
-    block: Block
-    start: int
-    stop: int
-    forms: tuple[ArrayForm, ...]
-    window: int | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return forms_bytes(self.forms)
-
-
-def needed_for(path: Sequence[Block], checkpoint: Checkpoint, spec: ModelCacheSpec) -> list[Needed]:
-    """Return what going on from a checkpoint needs, in the order in which it is read."""
-    needed: list[Needed] = []
-    for window, covering in checkpoint.windows.items():
-        for one in covering:
-            forms = tuple(spec.window_arrays(window, one.block.n_tokens))
-            needed.append(Needed(one.block, one.start, one.stop, forms, window))
-    if checkpoint.state is not None:
-        needed.append(Needed(checkpoint.state, 0, 0, tuple(spec.state_arrays())))
-    # Last, because without its windows and state a checkpoint is none, whatever was read of tokens.
-    for block in path if spec.full else ():
-        n_used = min(block.stop, checkpoint.n_tokens) - block.start
-        if n_used <= 0:
-            break
-        needed.append(Needed(block, 0, n_used, tuple(spec.block_arrays(block.n_tokens))))
-    return needed
-
-
 def _read(
-    path: Sequence[Block],
     checkpoint: Checkpoint,
     n_prompt: int,
     root: Root,
@@ -134,11 +215,11 @@ def _read(
     """
     spec, restored = model.spec, Restored(checkpoint.n_tokens)
     n_from_disk: dict[int | None, int] = {}
-    needed = needed_for(path, checkpoint, spec)
-    n_held = {
-        window: sum(one.stop - one.start for one in covering)
-        for window, covering in checkpoint.windows.items()
-    }
+    needed = checkpoint.needed
+    n_held: Counter[int] = Counter()
+    for one in needed:
+        if one.window is not None:
+            n_held[one.window] += one.stop - one.start
     coming = store.load_all([one.block for one in needed], root)
     in_ram = all(one.block.key in store.pool for one in needed)
     started = perf_counter()

@@ -17,14 +17,9 @@ from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.block import Block, checkpoint
 from mlx_lm_kvpersist.match.keys import block_key, pack_ids
-from mlx_lm_kvpersist.request.checkpoints import (
-    MAX_CHECKPOINTS,
-    STATE,
-    nearest_checkpoint,
-    superseded_checkpoints,
-    window_kind,
-)
+from mlx_lm_kvpersist.request.insert import MAX_CHECKPOINTS, superseded_checkpoints
 from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.request.restore import STATE, nearest_checkpoint, window_kind
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
@@ -98,7 +93,8 @@ def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.Da
         return
     covered: list[int] = []
     start_of = {node.key: node.stop for node in chain}
-    for piece in point.windows[WINDOW]:
+    for piece in point.needed:
+        assert piece.window == WINDOW
         first = start_of[piece.block.parent] - piece.block.n_tokens
         covered += range(first + piece.start, first + piece.stop)
     assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
@@ -109,7 +105,7 @@ def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
     spec = spec_of(RECURRENT)
     state = store.add(chain[1], STATE)
     found = nearest_checkpoint(chain, 60, store, spec)  # type: ignore[arg-type]
-    assert found and (found.n_tokens, found.state) == (40, state)
+    assert found and found.n_tokens == 40 and [one.block for one in found.needed] == [state]
     assert nearest_checkpoint(chain, 39, store, spec) is None  # type: ignore[arg-type]
     assert nearest_checkpoint(chain, 60, store, spec, {state.key}) is None  # type: ignore[arg-type]
 
@@ -121,7 +117,7 @@ def test_both_are_needed_where_a_model_has_both() -> None:
     assert nearest_checkpoint(chain, 40, store, spec) is None  # type: ignore[arg-type]
     store.add(chain[1], window_kind(WINDOW), 16)
     found = nearest_checkpoint(chain, 40, store, spec)  # type: ignore[arg-type]
-    assert found and len(found.blocks) == 2
+    assert found and len(found.needed) == 2
 
 
 def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
@@ -131,7 +127,7 @@ def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 16)
     store.n_children[chain[3].key] = 2
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
     stay = {0, 3, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
     store.by_block = {k: v for k, v in store.by_block.items() if k not in gone}
@@ -145,7 +141,8 @@ def test_where_another_session_ends_stays() -> None:
     for node in chain:
         store.add(node, STATE)
     store.sessions[chain[2].key] = ["another"]
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec_of(RECURRENT))}  # type: ignore[arg-type]
+    spec = spec_of(RECURRENT)
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
     stay = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
 
@@ -156,13 +153,13 @@ def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 6)
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, [], store, spec)}  # type: ignore[arg-type]
+    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
     # The oldest point to stay ends at block 12 - MAX_CHECKPOINTS and reads two blocks before it, of
     # which it needs the windows alone.
     first = 12 - MAX_CHECKPOINTS
     assert gone == {node.key for node in chain[1:first]}
     kept = {part.parent for found in store.by_block.values() for part in found} - gone
-    left = superseded_checkpoints(chain, 0, [], store, spec)  # type: ignore[arg-type]
+    left = superseded_checkpoints(chain, 0, store.by_block, store, spec)  # type: ignore[arg-type]
     assert {part.parent for part in left if part.kind != STATE} == {
         node.key for node in chain[1 : first - 2]
     }
@@ -261,7 +258,7 @@ def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
         _path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec
     )
     assert point is not None and point.n_tokens == len(wholes[-1])
-    for part in point.blocks[-1:]:
+    for part in [one.block for one in point.needed if one.block.is_checkpoint][-1:]:
         name = f"{part.key.hex()}.safetensors"
         (path,) = stored.folder.rglob(name)
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
