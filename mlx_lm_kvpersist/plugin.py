@@ -7,6 +7,7 @@ import time
 import weakref
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
+        self._history = History(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
         if getattr(args, "model", None) is None:
             logger.info("kvpersist: %s", self._places())
@@ -206,7 +208,8 @@ class KVPersistPlugin:
         store: BlockStore,
     ) -> Lookup:
         session = (state.session or "") if self._config.isolate_sessions else ""
-        state.root, state.messages = loaded.root(state.namespace, session), request.messages or []
+        state.root = replace(loaded.root, namespace=state.namespace, session=session)
+        state.messages = request.messages or []
         return Lookup(
             respell(prompt, state.messages, state.root, store, loaded),
             state.root,
@@ -246,12 +249,12 @@ class KVPersistPlugin:
         """Log the request's one line, and remember it for `why`."""
         model = self._loaded.name if self._loaded else ""
         record = self._history.add(state.session, state.namespace, model, outcome)
-        state.outcome, state.id = outcome, record.id
-        logger.info("kvpersist: %s (%s)", outcome.sentence(state.session), state.id)
+        state.outcome, state.id = outcome, record["id"]
+        logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
         if self._store is not None:
-            self._store.keep_request(record.to_json(with_text=self._config.store_text))
+            self._store.keep_request(record)
 
     @hookimpl
     def insert_cache(
@@ -262,7 +265,7 @@ class KVPersistPlugin:
         sequence: Sequence = handle
         if sequence.entered_s is not None:
             n_computed = len(tokens) - sequence.n_reused
-            self._policy.costs.learn_prefill(n_computed, time.perf_counter() - sequence.entered_s)
+            self._policy.prefill.learn(n_computed, time.perf_counter() - sequence.entered_s)
             sequence.entered_s = None
         if self._config.isolate_sessions and sequence.request.session is None:
             return  # no other request could find it
@@ -310,11 +313,10 @@ class KVPersistPlugin:
 
     def _requests(self) -> list[dict[str, Any]]:
         """Return the last requests, the newest first."""
-        with_text = self._config.store_text
-        return [record.to_json(with_text=with_text) for record in self._history.records()][::-1]
+        return self._history.records()[::-1]
 
     def _stats(self) -> dict[str, Any]:
-        loaded, store, costs = self._loaded, self._store, self._policy.costs
+        loaded, store, policy = self._loaded, self._store, self._policy
         return {
             "model": loaded.name if loaded else None,
             "spec": loaded.spec.describe() if loaded else None,
@@ -322,10 +324,10 @@ class KVPersistPlugin:
             if loaded
             else None,
             "not_kept": self._refusal or None,
-            "prefill_tokens_per_s": costs.prefill.per_s,
+            "prefill_tokens_per_s": policy.prefill.per_s,
             "restore_bytes_per_s": {
-                "hot": costs.from_ram.per_s,
-                "warm": costs.from_disk.per_s,
+                "hot": policy.from_ram.per_s,
+                "warm": policy.from_disk.per_s,
             },
             "store": store.stats() if store else None,
         }

@@ -51,7 +51,7 @@ class StoredModel:
         assert reuse.prompt.ids == ids
         self.outcomes.append(reuse.outcome)
         n_cached = reuse.outcome.n_reused
-        state = RequestState(session=session, root=self.loaded.root())
+        state = RequestState(session=session, root=self.loaded.root)
         keeper = partial(self._insert, Sequence(state, len(ids), n_cached, reuse.chain))
         caches = reuse.caches or self.spec.make_cache()
         return Row(segments, caches, n_cached, n_new, reply, keeper)
@@ -68,4 +68,4 @@ class StoredModel:
 
 def restored(prompt: Prompt, loaded: LoadedModel, store: BlockStore) -> Reuse:
     """Return what the store gives for a prompt."""
-    return Lookup(prompt, loaded.root(), store, loaded).restore()
+    return Lookup(prompt, loaded.root, store, loaded).restore()

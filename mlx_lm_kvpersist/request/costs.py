@@ -1,7 +1,7 @@
-"""Whether reusing is worth it: what restoring costs against what computing again costs.
+"""Whether reusing is worth it: the time to restore tokens against the time to compute them again.
 
-Both rates are learned while serving. Nothing is assumed before something was measured: until then
-restoring is taken to be worth it, which it is by one or two orders of magnitude on most devices.
+The rates are learned while serving. Until they are known, restoring counts as worth it: on most
+devices it is faster by one or two orders of magnitude.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WEIGHT = 0.2
 
 MIN_PREFILL_TOKENS = 64
 MIN_RESTORE_BYTES = 4 << 20
-"""Shorter prefills and smaller restores are mostly overhead and say little about a rate."""
+"""Shorter prefills and smaller restores are mostly overhead, so no rate is learned from them."""
 
 MIN_TOKENS = 16
 """Fewer are computed in less time than it takes to make caches of them, on any device."""
@@ -32,12 +32,13 @@ MIN_REUSE_CHARS = 100
 
 @dataclass
 class Rate:
-    """A running average of units per second."""
+    """A running average of units per second. Measurements of fewer than `min_units` are ignored."""
 
+    min_units: int = 1
     per_s: float | None = None
 
     def learn(self, n_units: float, seconds: float) -> None:
-        if n_units <= 0 or seconds <= 0:
+        if n_units < self.min_units or seconds <= 0:
             return
         measured = n_units / seconds
         if self.per_s is None:
@@ -51,25 +52,19 @@ class Rate:
 
 
 @dataclass
-class CostModel:
-    """Learns how fast this model prefills, in tokens, and each tier restores, in bytes.
+class ReusePolicy:
+    """When stored blocks are used, and how they are checked. Generation thread.
 
-    Generation thread.
+    `prefill` is how many tokens a second this model computes, `from_ram` and `from_disk` are how
+    many bytes a second are restored. `min_reuse` is a fixed rule instead of these rates: if a
+    prompt diverges from a stored branch, at least this share of the branch's characters must match.
     """
 
-    prefill: Rate = field(default_factory=Rate)
-    from_ram: Rate = field(default_factory=Rate)
-    from_disk: Rate = field(default_factory=Rate)
-
-    def learn_prefill(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens >= MIN_PREFILL_TOKENS:
-            self.prefill.learn(n_tokens, seconds)
-
-    def learn_restore(self, ram_s: float, ram_bytes: int, disk_s: float, disk_bytes: int) -> None:
-        if ram_bytes >= MIN_RESTORE_BYTES:
-            self.from_ram.learn(ram_bytes, ram_s)
-        if disk_bytes >= MIN_RESTORE_BYTES:
-            self.from_disk.learn(disk_bytes, disk_s)
+    canary: bool = True
+    min_reuse: float | None = None
+    prefill: Rate = field(default_factory=lambda: Rate(MIN_PREFILL_TOKENS))
+    from_ram: Rate = field(default_factory=lambda: Rate(MIN_RESTORE_BYTES))
+    from_disk: Rate = field(default_factory=lambda: Rate(MIN_RESTORE_BYTES))
 
     def worth_it(self, n_tokens: int, ram_bytes: int, disk_bytes: int) -> bool:
         """Say whether restoring so many bytes takes no longer than computing `n_tokens` again."""
@@ -78,19 +73,6 @@ class CostModel:
         if prefill_s is None:
             return True
         return (ram_s or 0.0) + (disk_s or 0.0) <= prefill_s
-
-
-@dataclass
-class ReusePolicy:
-    """When stored blocks are used.
-
-    `min_reuse` is a fixed rule instead of the measured one: of a stored branch that the prompt
-    parts from, at least this share of the characters must be of use.
-    """
-
-    canary: bool = True
-    min_reuse: float | None = None
-    costs: CostModel = field(default_factory=CostModel)
 
     def tokens_to_reuse(
         self, match: Match, n_tokens: int, store: BlockStore, spec: ModelCacheSpec
@@ -122,7 +104,7 @@ class ReusePolicy:
             disk_bytes += 0 if block.key in store.pool else n_bytes
         ram_bytes += spec.bytes_per_checkpoint
         disk_bytes += spec.bytes_per_checkpoint if disk_bytes else 0
-        return self.costs.worth_it(n_tokens - blocks[0].start, ram_bytes, disk_bytes)
+        return self.worth_it(n_tokens - blocks[0].start, ram_bytes, disk_bytes)
 
 
 def _branch_chars(match: Match, store: BlockStore) -> int:

@@ -18,9 +18,8 @@ from ..match.splice import splice
 from ..match.tree import NO_MATCH, Match, match_ids, match_text
 from ..store.block_store import BlockStore, Prefetch
 from .costs import ReusePolicy
-from .explain import why_not_stored
 from .model import LoadedModel
-from .outcome import Kind, Outcome, Reason, divergence_at
+from .outcome import Kind, Outcome, Reason, divergence_at, why_not_stored
 from .restore import Restored, nearest_checkpoint, restore
 
 MIN_PREFETCH_BYTES = 8 << 20
@@ -47,14 +46,16 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Found:
-    """A prompt that begins with stored ids."""
+    """A prompt that begins with stored ids, of which the first `n_tokens` are worth restoring.
+
+    `refusal` says why not more of a diverging prompt, one that does not go on as what is stored.
+    """
 
     prompt: Prompt
     match: Match
-    n_reusable: int
-    """Tokens that can be reused: the last token of a prompt must run, to give logits."""
     diverges: bool
-    """Whether it goes on in another way than what is stored."""
+    n_tokens: int
+    refusal: Reason | None = None
 
 
 class Lookup:
@@ -85,90 +86,14 @@ class Lookup:
         # Without the text of every id the prompt is matched by ids.
         has_text = model.text is not None and model.text.covers(prompt.ids)
         self._text = model.text.decode(prompt.ids) if model.text and has_text else None
-        self._found: _Found | None = None
-        self._nearest = NO_MATCH
         self._prefetch: Prefetch | None = None
         self._find()
-
-    def prefetch(self) -> bool:
-        """Start to read from disk what `restore` will want; False when that is little.
-
-        Nothing depends on it: by the time of `restore` these blocks may be gone, or others stored.
-        """
-        if self._found is None:
-            return False
-        path, n_tokens = self._found.match.path, self._plan(self._found)[0]
-        checkpoint = nearest_checkpoint(path, n_tokens, self._store, self.model.spec)
-        if checkpoint is None:
-            return False
-        needed = checkpoint.needed
-        n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
-        if n_bytes <= MIN_PREFETCH_BYTES:
-            return False
-        wanted = [(one.block, one.n_bytes) for one in needed]
-        self._prefetch = self._store.prefetch(wanted, self._root)
-        return True
-
-    def is_fetched(self) -> bool:
-        """Tell whether everything that was to be prefetched has been read."""
-        return self._prefetch is None or self._prefetch.is_done()
-
-    def restore(self) -> Reuse:
-        """Load what was found into caches, as much of it as can be had and is worth it."""
-        if self._prefetch is not None:
-            self._prefetch.stop()  # what it has not read by now is read faster from here
-        started = time.perf_counter()
-        n_quarantined = self._store.counters.blocks_quarantined
-        if self._store.n_changes != self._n_changes:
-            self._find()
-        first_found, n_wanted, refusal = self._found, 0, None
-        restored: Restored | None = None
-        try:
-            for n_tries_left in reversed(range(_MAX_TRIES)):
-                restored = None  # two restores at once may be more than there is room for
-                if self._found is None:
-                    break
-                n_tokens, refusal = self._plan(self._found)
-                n_wanted = max(n_wanted, n_tokens)
-                restored = restore(
-                    self._found.match,
-                    n_tokens,
-                    len(self._found.prompt.ids),
-                    self._root,
-                    self._store,
-                    self.model,
-                    canary=self._policy.canary,
-                )
-                n_reused = restored.n_tokens if restored else 0
-                if n_reused == n_tokens or self._store.n_changes == self._n_changes:
-                    break
-                if n_tries_left:
-                    self._find()
-        finally:
-            self.close()
-        found = self._found or first_found
-        if restored is not None:
-            self._policy.costs.learn_restore(
-                restored.join_s, restored.n_bytes, restored.disk_s, restored.n_disk_bytes
-            )
-        is_damaged = self._store.counters.blocks_quarantined > n_quarantined
-        outcome = self._outcome(found, restored, n_wanted, refusal, is_damaged=is_damaged)
-        outcome = replace(outcome, restore_ms=(time.perf_counter() - started) * 1e3)
-        if found is None or restored is None:
-            return Reuse(found.prompt if found is not None else self.prompt, outcome)
-        chain = [block for block in found.match.path if block.stop <= restored.n_tokens]
-        return Reuse(found.prompt, outcome, restored.caches, chain)
-
-    def close(self) -> None:
-        """Let go of what was prefetched. Any number of times."""
-        if self._prefetch is not None:
-            self._prefetch.release()
-            self._prefetch = None
 
     def _find(self) -> None:
         """Match the prompt with what is stored, and put the stored ids in front of it."""
         self._n_changes = self._store.n_changes
-        self._found, self._nearest = None, NO_MATCH
+        self._found: _Found | None = None
+        self._nearest = NO_MATCH
         store, prompt, tokens = self._store, self.prompt, self.model.text
         prefer: set[bytes] = set()
         if self._session is not None:
@@ -184,46 +109,109 @@ class Lookup:
             match = replace(self._nearest, n_tokens=spliced.n_stored)
         else:
             match = match_ids(store, self._root.key, pack_ids(prompt.ids), prefer)
-        if match.n_tokens:
-            n_most = len(prompt.ids) - 1
-            diverges = match.n_tokens < n_most and not match.at_end
-            self._found = _Found(prompt, match, min(match.n_tokens, n_most), diverges)
+        if match.n_tokens == 0:
+            return
+        n_most = len(prompt.ids) - 1  # the last token must run, to give logits
+        n_tokens, refusal = min(match.n_tokens, n_most), None
+        diverges = match.n_tokens < n_most and not match.at_end
+        if diverges:
+            spec = self.model.spec
+            n_tokens, refusal = self._policy.tokens_to_reuse(match, n_tokens, store, spec)
+        self._found = _Found(prompt, match, diverges, n_tokens, refusal)
 
-    def _plan(self, found: _Found) -> tuple[int, Reason | None]:
-        """Return how many of the tokens that were found to reuse, and why not all."""
-        if not found.diverges:
-            return found.n_reusable, None
-        return self._policy.tokens_to_reuse(
-            found.match, found.n_reusable, self._store, self.model.spec
-        )
+    def prefetch(self) -> bool:
+        """Start to read from disk what `restore` will want; False when that is little.
+
+        Nothing depends on it: by the time of `restore` these blocks may be gone, or others stored.
+        """
+        if self._found is None:
+            return False
+        path, n_tokens = self._found.match.path, self._found.n_tokens
+        checkpoint = nearest_checkpoint(path, n_tokens, self._store, self.model.spec)
+        if checkpoint is None:
+            return False
+        needed = checkpoint.needed
+        n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
+        if n_bytes <= MIN_PREFETCH_BYTES:
+            return False
+        wanted = [(one.block, one.n_bytes) for one in needed]
+        self._prefetch = self._store.prefetch(wanted, self._root)
+        return True
+
+    def is_fetched(self) -> bool:
+        """Tell whether everything that was to be prefetched has been read."""
+        return self._prefetch is None or self._prefetch.is_done()
+
+    def close(self) -> None:
+        """Let go of what was prefetched. Any number of times."""
+        if self._prefetch is not None:
+            self._prefetch.release()
+            self._prefetch = None
+
+    def restore(self) -> Reuse:
+        """Load what was found into caches, as much of it as can be had and is worth it."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.stop()  # what it has not read by now is read faster from here
+        started = time.perf_counter()
+        n_quarantined = self._store.counters.blocks_quarantined
+        n_wanted = 0
+        found: _Found | None = None
+        restored: Restored | None = None
+        try:
+            for _ in range(_MAX_TRIES):
+                restored = None  # two restores at once may be more than there is room for
+                if self._store.n_changes != self._n_changes:
+                    self._find()
+                if self._found is None:
+                    break
+                found = self._found
+                n_wanted = max(n_wanted, found.n_tokens)
+                restored = restore(
+                    found.match,
+                    found.n_tokens,
+                    len(found.prompt.ids),
+                    self._root,
+                    self._store,
+                    self.model,
+                    canary=self._policy.canary,
+                )
+                n_reused = restored.n_tokens if restored else 0
+                if n_reused == found.n_tokens or self._store.n_changes == self._n_changes:
+                    break
+        finally:
+            if prefetch is not None:
+                prefetch.release()
+        is_damaged = self._store.counters.blocks_quarantined > n_quarantined
+        outcome = self._outcome(found, restored, n_wanted, is_damaged=is_damaged)
+        outcome = replace(outcome, restore_ms=(time.perf_counter() - started) * 1e3)
+        if found is None or restored is None:
+            return Reuse(found.prompt if found is not None else self.prompt, outcome)
+        self._policy.from_ram.learn(restored.n_bytes, restored.join_s)
+        self._policy.from_disk.learn(restored.n_disk_bytes, restored.disk_s)
+        chain = [block for block in found.match.path if block.stop <= restored.n_tokens]
+        return Reuse(found.prompt, outcome, restored.caches, chain)
 
     def _outcome(
-        self,
-        found: _Found | None,
-        restored: Restored | None,
-        n_wanted: int,
-        refusal: Reason | None,
-        *,
-        is_damaged: bool,
+        self, found: _Found | None, restored: Restored | None, n_wanted: int, *, is_damaged: bool
     ) -> Outcome:
-        """Return what was reused, and the reason why not more was."""
+        """Return what was reused, and why not more."""
         prompt = found.prompt if found is not None else self.prompt
-        n_prompt = len(prompt.ids)
-        n_reused = restored.n_tokens if restored is not None else 0
         match = found.match if found is not None else self._nearest
+        n_prompt, n_reused = len(prompt.ids), restored.n_tokens if restored is not None else 0
         if n_reused == 0:
             kind = Kind.MISS
         elif n_reused == n_prompt - 1:
             kind = Kind.EXACT
-        elif found is not None and match.at_end and n_reused == found.n_reusable:
+        elif found is not None and match.at_end and n_reused == found.n_tokens:
             kind = Kind.EXTEND
         else:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         if found is None or found.diverges:
             reason = why_not_stored(prompt.ids, self._text, match, self._root, self._store)
-            if refusal is not None and reason is Reason.DIVERGED:
-                reason = refusal
+            if found is not None and found.refusal and reason is Reason.DIVERGED:
+                reason = found.refusal
         if n_reused < n_wanted:
             reason = Reason.EVICTED if self.model.spec.any_prefix else Reason.NO_CHECKPOINT
         if is_damaged:
@@ -232,14 +220,8 @@ class Lookup:
         stored_next = self._nearest.stored_next if kind in (Kind.DIVERGE, Kind.MISS) else ""
         if stored_next and n_agreed < len(text):
             divergence = divergence_at(text, n_agreed, stored_next, self._messages)
-        return Outcome(
-            kind,
-            n_prompt,
-            n_reused,
-            restored.n_from_disk if restored is not None else 0,
-            reason=reason,
-            divergence=divergence,
-        )
+        n_restored = restored.n_from_disk if restored is not None else 0
+        return Outcome(kind, n_prompt, n_reused, n_restored, reason=reason, divergence=divergence)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,11 @@ class LoadedModel:
     name: str = ""
     """What people call the model."""
 
-    def root(self, namespace: str = "", session: str = "") -> Root:
-        """Return the root of this model's tree for a tenant and, with isolation, a session."""
+    @cached_property
+    def root(self) -> Root:
+        """The root of this model's tree, without a namespace or a session."""
         return Root(
-            self.fingerprint,
-            self.spec.layout,
-            namespace,
-            session,
-            with_text=self.text is not None,
-            model=self.name,
+            self.fingerprint, self.spec.layout, with_text=self.text is not None, model=self.name
         )
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a request reused, and the reason where it was less than it might have been."""
+"""What a request reused, and why not more."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import count
 from threading import Lock
 from typing import Any
 
+from ..cache.blocks import BLOCK_TOKENS
+from ..match.keys import Root, block_key, pack_ids
+from ..match.tree import Match, common_prefix
+from ..store.block_store import BlockStore
+from ..store.turn import Gone
+
 KEPT = 200
 """The last requests that a server remembers, for people who ask why something was slow."""
+
+MIN_ALIKE_CHARS = 64
+MIN_ALIKE_TOKENS = 16
+"""If fewer characters or tokens match, they belong to the template, not to a conversation."""
+
+_MAX_ROOTS = 64
 
 
 class Kind(Enum):
@@ -163,30 +175,79 @@ def divergence_at(
     return Divergence(n_agreed, None, None, None, stored_next, asked)
 
 
-@dataclass(frozen=True)
-class RequestRecord:
-    """One request; `received` in seconds since the epoch."""
+def why_not_stored(
+    prompt_ids: list[int], text: str | None, match: Match, root: Root, store: BlockStore
+) -> Reason:
+    """Return why what follows a match is not stored: removed, elsewhere, or never saved."""
+    whole = [block for block in match.path if block.stop <= match.n_tokens]
+    whole = [block for block in whole if block.n_tokens == BLOCK_TOKENS]
+    start = whole[-1].stop if whole else 0
+    next_ids = prompt_ids[start : start + BLOCK_TOKENS]
+    if next_ids:
+        parent = whole[-1].key if whole else root.key
+        gone = store.gone(block_key(parent, pack_ids(next_ids)))
+        if gone is not None:
+            return Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED
+    if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
+        return Reason.DIVERGED
+    if text:
+        others = store.other_roots(root, _MAX_ROOTS)
+        for other in sorted(others, key=lambda other: len(_differences(root, other))):
+            if _is_alike(store, other, text):
+                return _differences(root, other)[0]
+    return Reason.NOTHING_ALIKE
 
-    id: str
-    session: str | None
-    namespace: str
-    model: str
-    outcome: Outcome
-    received: float = field(default_factory=time.time)
 
-    def to_json(self, *, with_text: bool) -> dict[str, Any]:
-        """Return the record; without text where text must not leave the prompt."""
-        outcome = self.outcome
+def _is_alike(store: BlockStore, root: Root, text: str) -> bool:
+    return any(
+        common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
+        for block in store.children(root.key, text)
+        if block.text
+    )
+
+
+def _differences(root: Root, other: Root) -> list[Reason]:
+    """Return all that tells two roots apart; the last stands for what has no name."""
+    found = []
+    if (other.namespace, other.session) != (root.namespace, root.session):
+        found.append(Reason.OTHER_NAMESPACE)
+    if other.fingerprint != root.fingerprint:
+        found.append(Reason.OTHER_MODEL)
+    if other.precision != root.precision:
+        found.append(Reason.OTHER_PRECISION)
+    return found or [Reason.NOTHING_ALIKE]
+
+
+class History:
+    """The last requests as JSON objects, newest last. Any thread.
+
+    with_text: whether a record may quote the prompt.
+    """
+
+    def __init__(self, *, with_text: bool = True) -> None:
+        self._with_text = with_text
+        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._numbers = count(1)
+        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
+        self._lock = Lock()
+
+    def add(
+        self, session: str | None, namespace: str, model: str, outcome: Outcome
+    ) -> dict[str, Any]:
+        """Add a record and return it; its id is no other request's of this server, and they grow.
+
+        `received` is in seconds since the epoch.
+        """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
-        if not with_text and divergence:
+        if divergence and not self._with_text:
             divergence.update(stored=None, asked=None)
-        return {
-            "id": self.id,
-            "received": self.received,
-            "session": self.session,
-            "namespace": self.namespace,
-            "model": self.model,
-            "sentence": outcome.sentence(self.session),
+        record = {
+            "id": f"kvp-{self._start}-{next(self._numbers)}",
+            "received": time.time(),
+            "session": session,
+            "namespace": namespace,
+            "model": model,
+            "sentence": outcome.sentence(session),
             "outcome": outcome.kind.value,
             "tier": outcome.tier.value,
             "prompt_tokens": outcome.n_prompt,
@@ -197,27 +258,10 @@ class RequestRecord:
             "detail": outcome.detail or None,
             "divergence": divergence,
         }
-
-
-class History:
-    """A bounded list of records, newest last. Any thread."""
-
-    def __init__(self) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=KEPT)
-        self._numbers = count(1)
-        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
-        self._lock = Lock()
-
-    def add(
-        self, session: str | None, namespace: str, model: str, outcome: Outcome
-    ) -> RequestRecord:
-        """Add a record, with an id that no other request of this server has; they grow."""
-        id = f"kvp-{self._start}-{next(self._numbers)}"
-        record = RequestRecord(id, session, namespace, model, outcome)
         with self._lock:
             self._records.append(record)
         return record
 
-    def records(self) -> list[RequestRecord]:
+    def records(self) -> list[dict[str, Any]]:
         with self._lock:
             return list(self._records)

@@ -213,7 +213,7 @@ def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
 def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
     """Store a sequence that has ended, and let go of all that is in memory."""
     assert sequence.caches is not None
-    taken = Sequence(RequestState(root=loaded.root()), len(_PROMPTS[sequence.name]))
+    taken = Sequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
     insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
     sequence.caches = None
     store.drain()
@@ -227,7 +227,7 @@ def _restored(
     n_stored = len(sequence.ids)
     sequence.ids += _CONTINUATION
     prompt = Prompt(sequence.ids, [sequence.ids], ["user"])
-    reuse = Lookup(prompt, loaded.root(), store, loaded, ReusePolicy(canary)).restore()
+    reuse = Lookup(prompt, loaded.root, store, loaded, ReusePolicy(canary)).restore()
     outcome = reuse.outcome
     if not reuse.caches or outcome.kind is not Kind.EXTEND or outcome.n_reused != n_stored:
         raise SelfTestFailed(

@@ -78,7 +78,7 @@ class Talk:
     def ask(self, ids: list[int], *, canary: bool = True) -> Answer:
         """Look a prompt up and compute what is not restored."""
         prompt = Prompt(ids, [ids], ["user"])
-        root = self.loaded.root()
+        root = self.loaded.root
         reuse = Lookup(prompt, root, self.store, self.loaded, ReusePolicy(canary)).restore()
         return answered(self.loaded, reuse)
 
@@ -100,7 +100,7 @@ class Talk:
         messages: list[Message] | None = None,
     ) -> None:
         """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
-        state = RequestState(session, root=self.loaded.root())
+        state = RequestState(session, root=self.loaded.root)
         insert(Sequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
@@ -111,7 +111,7 @@ class Talk:
             ids[:n_prompt],
             ids[n_prompt:],
             {"content": detokenizer.text},
-            self.loaded.root(),
+            self.loaded.root,
             self.store,
             self.loaded,
         )
@@ -124,7 +124,7 @@ class Talk:
         """Return the files of the blocks that hold a conversation, in order."""
         self.store.drain()
         paths: list[Path] = []
-        parent, start = self.loaded.root().key, 0
+        parent, start = self.loaded.root.key, 0
         while start < len(ids):
             node = next(
                 node

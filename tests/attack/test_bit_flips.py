@@ -45,7 +45,7 @@ def render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
 
 def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answer:
     """Answer a chat as the plugin does, but let every exception through."""
-    messages, root = copy.deepcopy(messages), loaded.root()
+    messages, root = copy.deepcopy(messages), loaded.root
     ids = render(loaded, messages)
     prompt = respell(Prompt(ids, [ids], ["user"]), messages, root, store, loaded)
     return answered(loaded, Lookup(prompt, root, store, loaded).restore())

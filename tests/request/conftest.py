@@ -48,7 +48,7 @@ class Conversations:
 
     @property
     def root(self) -> Root:
-        return self.loaded.root()
+        return self.loaded.root
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
         """Feed ids; return the logits of the last one, [vocab]."""

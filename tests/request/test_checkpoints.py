@@ -193,7 +193,7 @@ def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]
 
 
 def parts_of(stored: StoredModel, ids: list[int]) -> list[Block]:
-    keys, parent = [], stored.loaded.root().key
+    keys, parent = [], stored.loaded.root.key
     while parent is not None:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
         parent = children[0].key if children else None  # type: ignore[assignment]
@@ -315,7 +315,7 @@ def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) 
 
 def _path(stored: StoredModel, ids: list[int]) -> list[Block]:
     path: list[Block] = []
-    parent = stored.loaded.root().key
+    parent = stored.loaded.root.key
     while True:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
         if not children:

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from mlx_lm_kvpersist.match.tree import Match
-from mlx_lm_kvpersist.request.costs import CostModel, Rate, ReusePolicy
+from mlx_lm_kvpersist.request.costs import MIN_PREFILL_TOKENS, Rate, ReusePolicy
 from mlx_lm_kvpersist.store.index import Index
 from tests.store.conftest import ROOT, chain
 
@@ -24,15 +24,15 @@ def test_a_rate_follows_what_is_measured() -> None:
 
 
 def test_what_is_unknown_is_worth_trying() -> None:
-    costs = CostModel()
+    costs = ReusePolicy()
     assert costs.worth_it(1, 0, 1 << 30)
-    costs.learn_prefill(1000, 1.0)
+    costs.prefill.learn(1000, 1.0)
     assert costs.worth_it(1, 0, 1 << 30)
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    costs = CostModel()
-    costs.learn_prefill(1000, 1.0)
+    costs = ReusePolicy()
+    costs.prefill.learn(1000, 1.0)
     costs.from_disk.learn(1e9, 1.0)
     costs.from_ram.learn(1e10, 1.0)
     # A block of 16 MB takes 16 ms from disk: as long as 16 tokens of prefill.
@@ -43,9 +43,11 @@ def test_the_cheaper_way_is_taken() -> None:
 
 
 def test_short_prefills_teach_nothing() -> None:
-    costs = CostModel()
-    costs.learn_prefill(10, 10.0)
+    costs = ReusePolicy()
+    costs.prefill.learn(MIN_PREFILL_TOKENS - 1, 10.0)
     assert costs.prefill.per_s is None
+    costs.prefill.learn(MIN_PREFILL_TOKENS, 10.0)
+    assert costs.prefill.per_s == MIN_PREFILL_TOKENS / 10
 
 
 def test_a17_a_branch_that_goes_round_in_circles_has_an_end(tmp_path: Path) -> None:

@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache.join import _Buffers
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match import block as block_module
 from mlx_lm_kvpersist.match.keys import block_key
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import insert as insert_module
-from mlx_lm_kvpersist.request.costs import MIN_TOKENS
+from mlx_lm_kvpersist.request import lookup as lookup_module
+from mlx_lm_kvpersist.request.costs import MIN_TOKENS, ReusePolicy
 from mlx_lm_kvpersist.request.insert import REPLY, insert
 from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
+from mlx_lm_kvpersist.request.restore import Restored, restore
 from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_record
@@ -251,6 +254,25 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         _, _, outcome = talk.ask([*ids, 5, 6, 7])
         assert outcome.kind is Kind.MISS
         assert store.counters.blocks_gone == 1 and store.counters.blocks_quarantined == 3
+
+
+@pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+def test_a_restore_teaches_the_rate_of_each_tier(
+    talk: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def took(*args: Any, **kwargs: Any) -> Restored | None:
+        restored = restore(*args, **kwargs)
+        assert restored is not None
+        restored.join_s, restored.n_bytes = 2.0, 6 << 20
+        restored.disk_s, restored.n_disk_bytes = 4.0, 20 << 20
+        return restored
+
+    ids = talk.loaded.tokenizer.encode("To be, or not to be, that is the question.")
+    talk.remember(ids, len(ids) - 3)
+    monkeypatch.setattr(lookup_module, "restore", took)
+    policy, prompt = ReusePolicy(), Prompt([*ids, 5], [[*ids, 5]], ["user"])
+    lookup_module.Lookup(prompt, talk.root, talk.store, talk.loaded, policy).restore()
+    assert (policy.from_ram.per_s, policy.from_disk.per_s) == (3 << 20, 5 << 20)
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)

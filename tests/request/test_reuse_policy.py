@@ -18,7 +18,6 @@ from mlx_lm_kvpersist.request.costs import (
     MIN_RESTORE_BYTES,
     MIN_REUSE_CHARS,
     MIN_TOKENS,
-    CostModel,
     ReusePolicy,
 )
 from mlx_lm_kvpersist.request.outcome import Reason
@@ -66,9 +65,9 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Ask a policy that prefills 1,000 tokens a second, and reads a block in `block_s`."""
     policy = ReusePolicy()
-    policy.costs.prefill.per_s = 1000.0
-    policy.costs.from_ram.per_s = BLOCK_BYTES / 0.001
-    policy.costs.from_disk.per_s = BLOCK_BYTES / block_s
+    policy.prefill.per_s = 1000.0
+    policy.from_ram.per_s = BLOCK_BYTES / 0.001
+    policy.from_disk.per_s = BLOCK_BYTES / block_s
     match = Match(tuple(nodes), n_tokens, 0, False)
     return policy.tokens_to_reuse(match, n_tokens, store, spec)
 
@@ -137,9 +136,9 @@ def test_a_fixed_share_of_little_is_at_least_some_characters(store: BlockStore) 
 
 
 def test_a_restore_teaches_the_rate_of_each_tier_of_which_it_was_enough() -> None:
-    costs = CostModel()
-    costs.learn_restore(2.0, MIN_RESTORE_BYTES, 4.0, MIN_RESTORE_BYTES - 1)
-    assert (costs.from_ram.per_s, costs.from_disk.per_s) == (MIN_RESTORE_BYTES / 2, None)
-    costs = CostModel()
-    costs.learn_restore(2.0, MIN_RESTORE_BYTES - 1, 4.0, MIN_RESTORE_BYTES)
-    assert (costs.from_ram.per_s, costs.from_disk.per_s) == (None, MIN_RESTORE_BYTES / 4)
+    for name in ("from_ram", "from_disk"):
+        rate = getattr(ReusePolicy(), name)
+        rate.learn(MIN_RESTORE_BYTES - 1, 2.0)
+        assert rate.per_s is None
+        rate.learn(MIN_RESTORE_BYTES, 2.0)
+        assert rate.per_s == MIN_RESTORE_BYTES / 2
