@@ -160,16 +160,16 @@ def add_options(parser: ArgumentParser) -> None:
         "--kvpersist-min-reuse",
         type=parse_share,
         metavar="SHARE",
-        help="Reuse a conversation that the prompt parts from only if at least this share of its "
-        "text, such as 0.8, is of use (default: decided by measured speeds)",
+        help="Reuse a conversation that the prompt diverges from only if at least this share of its "
+        "text, such as 0.8, matches (default: decided by measured speeds)",
     )
     group.add_argument(
         "--kvpersist-normalise",
         type=parse_names,
         default=tuple(NORMALISATIONS),
         metavar="NAMES",
-        help="What to remove from requests because it changes and means nothing, of "
-        f"{','.join(NORMALISATIONS)}, or none (default: all)",
+        help="Fields to remove from requests because clients change them without changing the "
+        f"prompt: of {','.join(NORMALISATIONS)}, or none (default: all)",
     )
     group.add_argument(
         "--kvpersist-namespace-by-key",

@@ -29,7 +29,6 @@ from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import TakenTokens
-from mlx_lm_kvpersist.host.response_generator import take_request
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support.synthetic import make_tiny_model, synthetic_text
 
@@ -93,7 +92,7 @@ class Server:
         tokenizer = self.provider.tokenizer
         prompt = self.generator._render(tokenizer, request, ASKED).prompt
         with trace.running():
-            taken = take_request(request, ASKED, tokenizer, prompt)
+            taken = manager.take_request(request, ASKED, tokenizer, prompt)
         assert taken is not None
         ids = taken.prompt.ids
         caches = taken.caches or self.provider.model.make_cache()

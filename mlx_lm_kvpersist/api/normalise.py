@@ -1,7 +1,7 @@
-"""Remove from a request what changes from turn to turn and means nothing to a model.
+"""Remove fields of a request that change on every request without changing what a model reads.
 
-Only what cannot change meaning is done, each under a name of its own. Not done: looking for
-`cch=` anywhere but in its line, editing dates or paths, moving or joining reminders, trimming.
+Each normalisation has a name and leaves the meaning as it is. These are not done: looking for
+`cch=` outside the billing line, editing dates or paths, moving or joining reminders, trimming.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ BILLING_PREFIX = "x-anthropic-billing-header:"
 def drop_billing_line(messages: Messages, tools: Tools) -> None:
     """Drop Claude Code's billing line: the first block of the first system message.
 
-    Up to 2.1.180 it changes with every request, later with every conversation. Of a string only
-    that first line goes. Anywhere else the same words are somebody's text and stay.
+    Up to Claude Code 2.1.180 it changes with every request, since then with every conversation. Of
+    content that is a string, only the first line is dropped. The same words anywhere else are the
+    user's text and stay.
     """
     if not messages or messages[0].get("role") != "system":
         return
@@ -35,13 +36,13 @@ def drop_billing_line(messages: Messages, tools: Tools) -> None:
 
 
 def drop_cache_control(messages: Messages, tools: Tools) -> None:
-    """Drop `cache_control` from messages, their parts and tools: where it stands moves."""
+    """Drop `cache_control` from messages, their parts and tools: clients move it every turn."""
     for item in [*messages, *tools]:
         _drop_cache_control(item)
 
 
 def _drop_cache_control(item: Any) -> None:
-    """Drop the mark where the API has it, not inside of a tool's own schema or arguments."""
+    """Drop it where the API defines it, not inside a tool's own schema or arguments."""
     if not isinstance(item, dict):
         return
     item.pop("cache_control", None)
@@ -53,7 +54,7 @@ def _drop_cache_control(item: Any) -> None:
 
 
 def unify_content(messages: Messages, tools: Tools) -> None:
-    """Write content of a single text part as that text: clients change between the two."""
+    """Replace content that is a single text part by its text: clients use either form."""
     for message in messages:
         content = message.get("content")
         if (
@@ -71,7 +72,7 @@ NORMALISATIONS: dict[str, Normalise] = {
     "cache-control": drop_cache_control,
     "content": unify_content,
 }
-"""By the name that `--kvpersist-normalise` knows them by, in the order in which they are done."""
+"""By their names in `--kvpersist-normalise`, in the order in which they are applied."""
 
 
 def normalise(messages: Messages, tools: Tools | None, names: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """The plugin manager: loads plugins by name and asks their hooks.
 
-The current manager is the package's one global. Patches ask it at call time, so that a probe
-can put a manager of its own in its place. Plugins are asked in the order of the command line.
+The current manager is the package's one global. It is looked up at every call, so that a probe can
+put a manager of its own in its place. Plugins are asked in the order of the command line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pluggy
 
 from ..errors import PluginNotFound
 from . import hookspecs
+from .prompt import Prepared, Prompt
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
 
@@ -61,12 +62,8 @@ def installed_plugins() -> list[str]:
 
 
 _current = make_manager()
+"""The manager whose plugins the server asks."""
 _logged: set[tuple[str, str, type[Exception]]] = set()
-
-
-def current() -> pluggy.PluginManager:
-    """Return the manager whose plugins the server asks."""
-    return _current
 
 
 def set_current(manager: pluggy.PluginManager) -> None:
@@ -79,7 +76,7 @@ def set_current(manager: pluggy.PluginManager) -> None:
 @contextmanager
 def using(manager: pluggy.PluginManager) -> Iterator[None]:
     """Ask the plugins of `manager` inside the block. Not for a server that serves."""
-    previous = current()
+    previous = _current
     set_current(manager)
     try:
         yield
@@ -89,7 +86,7 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
 
 def ask(hook: str, **arguments: Any) -> Any:
     """Call a hook as pluggy does; what a plugin raises reaches the caller."""
-    return getattr(current().hook, hook)(**arguments)
+    return getattr(_current.hook, hook)(**arguments)
 
 
 def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[Any, Any]]:
@@ -100,7 +97,7 @@ def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[An
     only: the one plugin to ask.
     """
     # pluggy calls the last implementation first.
-    for implementation in reversed(getattr(current().hook, hook).get_hookimpls()):
+    for implementation in reversed(getattr(_current.hook, hook).get_hookimpls()):
         if only is not None and implementation.plugin is not only:
             continue
         taken = {name: arguments[name] for name in implementation.argnames}
@@ -134,6 +131,31 @@ def ask_all(hook: str, **arguments: Any) -> list[Any]:
     return [answer for _, answer in ask_each(hook, **arguments)]
 
 
+def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared | None:
+    """Return the first plugin's answer that can be served; None when no plugin takes the request.
+
+    An answer that cannot be served is logged, and the next plugin is asked.
+    """
+    given = {"request": request, "args": args, "tokenizer": tokenizer, "prompt": prompt}
+    for plugin, prepared in ask_each("take_request", **given):
+        if not isinstance(prepared, Prepared):
+            wrong = f"a {type(prepared).__name__}, expected a Prepared"
+        else:
+            fed, n_cached = prepared.prompt, prepared.n_cached
+            joined = [token for segment in fed.segments for token in segment]
+            if len(fed.segments) != len(fed.segment_types) or not all(fed.segments):
+                wrong = "segments without a type or without ids"
+            elif not joined or joined != fed.ids:
+                wrong = "segments that are not its ids cut up"
+            elif not 0 <= n_cached < len(fed.ids) or (n_cached > 0) != bool(prepared.caches):
+                wrong = f"{n_cached} cached of {len(fed.ids)} tokens, or caches for none"
+            else:
+                prepared.plugin = plugin
+                return prepared
+        logger.error("hook take_request of %s answered %s; ignored", type(plugin).__name__, wrong)
+    return None
+
+
 def is_implemented(hook: str) -> bool:
     """Tell whether any plugin implements a hook."""
-    return bool(getattr(current().hook, hook).get_hookimpls())
+    return bool(getattr(_current.hook, hook).get_hookimpls())

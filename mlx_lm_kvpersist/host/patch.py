@@ -1,4 +1,4 @@
-"""What a patch of the host is, and applying a table of them all or nothing."""
+"""Patches of the host; a table of them is applied as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Signature:
-    """The host has `name`, and its parameters are written as one of `known`.
+    """Expects that the host has `name`, with one of the `known` signatures.
 
-    name: dotted, inside the target's module. known: parameter names and defaults, without
-    annotations; a default that is no literal is written `...`.
+    name: a dotted name in the target's module. known: parameter names and defaults, without
+    annotations; a default that is not a literal is written `...`.
     """
 
     name: str
@@ -42,9 +42,9 @@ class Signature:
 
 @dataclass(frozen=True)
 class Uses:
-    """The host's function `name` looks up the module global `uses` when it runs.
+    """Expects that the host's function `name` looks up the module global `uses` when it runs.
 
-    Otherwise replacing the global would change nothing.
+    Otherwise replacing the global would have no effect.
     """
 
     name: str
@@ -63,10 +63,9 @@ class Uses:
 class Patch:
     """One replacement of a global of the host.
 
-    target: "module:name". why: what it is for, in a sentence for users.
-    expect: what must be true of the unpatched host. replace: takes the original, returns what
-    stands in for it. verify: takes the host's module and raises PatchNotEffective unless the
-    server behaves as patched.
+    target: "module:name". why: its purpose, in a sentence for users. expect: what must be true of
+    the unpatched host. replace: takes the original and returns the replacement. verify: takes the
+    host's module and raises PatchNotEffective unless the server behaves as patched.
     """
 
     name: str
@@ -114,7 +113,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Applied:
-    """A patch in place, and what stood there before."""
+    """A patch that is in place, and the original that it replaced."""
 
     patch: Patch
     original: Any
@@ -136,7 +135,7 @@ class PatchSet:
     def apply(self, patches: Sequence[Patch]) -> None:
         """Apply all patches, or none: the first that fails undoes those before it."""
         try:
-            # The whole host is checked as it was shipped, before the first patch changes it.
+            # The whole host is checked before the first patch changes any of it.
             for patch in patches:
                 patch.check_host()
             for patch in patches:
@@ -146,7 +145,7 @@ class PatchSet:
             raise
 
     def undo(self) -> None:
-        """Put back what the patches replaced, last first."""
+        """Put the originals back, the last one first."""
         while self._applied:
             self._applied.pop().undo()
 
@@ -175,7 +174,7 @@ def written_signature(function: Any) -> str:
         if default is not parameter.empty and not isinstance(
             default, (int, float, str, type(None))
         ):
-            # repr of a class holds its module, of an object its address.
+            # The repr of a class contains its module, that of an object its address.
             parameter = parameter.replace(default=Ellipsis)
         parameters.append(parameter.replace(annotation=parameter.empty))
     return str(inspect.Signature(parameters)).replace("Ellipsis", "...")

@@ -17,10 +17,9 @@ from .generation_thread import GuardedResponseGenerator
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
 from .model_provider import PluginModelProvider
-from .options import plugin_argparse
 from .patch import Patch, Signature, Uses
 from .response_generator import PluginResponseGenerator
-from .run import plugin_run
+from .run import plugin_argparse, plugin_run
 
 __all__ = ["PATCHES", "PatchChecks"]
 

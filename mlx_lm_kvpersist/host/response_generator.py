@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import manager
-from .prompt import Prepared, Prompt, TakenTokens
+from .prompt import Prompt, TakenTokens
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -161,8 +161,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """
         rendered = self._rendered_before(request, tokenizer)
         rendered = rendered or self._render(tokenizer, request, args)
-        prompt = rendered.prompt
-        taken = take_request(request, args, tokenizer, prompt) if prompt is not None else None
+        taken = None
+        if rendered.prompt is not None:
+            taken = manager.take_request(request, args, tokenizer, rendered.prompt)
         if taken is None:
             return rendered.stock
         return (
@@ -216,36 +217,3 @@ def has_text_only(request: Any) -> bool:
     contents = (message.get("content") for message in request.messages or ())
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
-
-
-def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared | None:
-    """Return the first plugin's answer that can be served; None when no plugin takes the request.
-
-    An answer that cannot be served is logged, and the next plugin is asked.
-    """
-    for plugin, prepared in manager.ask_each(
-        "take_request", request=request, args=args, tokenizer=tokenizer, prompt=prompt
-    ):
-        wrong = what_is_wrong(prepared)
-        if not wrong:
-            prepared.plugin = plugin
-            return prepared  # type: ignore[no-any-return]
-        logger.error("hook take_request of %s answered %s; ignored", type(plugin).__name__, wrong)
-    return None
-
-
-def what_is_wrong(prepared: Any) -> str:
-    """Say why a plugin's answer to `take_request` cannot be served; "" when it can be."""
-    if not isinstance(prepared, Prepared):
-        return f"a {type(prepared).__name__}, expected a Prepared"
-    prompt = prepared.prompt
-    joined = [token for segment in prompt.segments for token in segment]
-    if len(prompt.segments) != len(prompt.segment_types) or not all(prompt.segments):
-        return "segments without a type or without ids"
-    if not joined or joined != prompt.ids:
-        return "segments that are not its ids cut up"
-    if not 0 <= prepared.n_cached < len(prompt.ids) or (prepared.n_cached > 0) != bool(
-        prepared.caches
-    ):
-        return f"{prepared.n_cached} cached of {len(prompt.ids)} tokens, or caches for none"
-    return ""

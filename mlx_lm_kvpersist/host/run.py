@@ -1,10 +1,11 @@
-"""The server's `run`: configures and tests the plugins first, shuts them down last.
+"""How the server starts and ends: its options, the plugins' startup and shutdown, and signals.
 
-The server ends by signal, too: cleanly, and in bounded time.
+A signal ends the server cleanly and in bounded time.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import inspect
 import logging
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from .._startup import report, stop
@@ -44,11 +45,56 @@ class PrintableFormatter(logging.Formatter):
         return self._stock.format(record).translate(_ESCAPES)
 
 
+class PluginArgumentParser(argparse.ArgumentParser):
+    """A parser that takes `--plugin` and the options of the plugins.
+
+    They are added when the command line is parsed, after all stock options. So the help shows them
+    last, and if an option clashes with one of stock's, the error is reported for the plugin.
+    """
+
+    _plugin_options_added = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if not self._plugin_options_added:
+            self._plugin_options_added = True
+            # Its value was read before; here it is checked and documented.
+            self.add_argument_group("plugins").add_argument(
+                "--plugin",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="Load a plugin of the server; can be given more than once. "
+                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}",
+            )
+            try:
+                manager.ask("add_options", parser=self)
+            except Exception as error:
+                stop(error)
+        return super().parse_known_args(args, namespace)
+
+
+class ArgparseView(ModuleType):
+    """The argparse module as `mlx_lm.server` sees it: only ArgumentParser is another.
+
+    The name is replaced in the server's module only, so no other part of the program is affected.
+    """
+
+    ArgumentParser = PluginArgumentParser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(argparse, name)
+
+
+def plugin_argparse(stock: ModuleType) -> ModuleType:
+    """Return the replacement of the server's `argparse`."""
+    return ArgparseView(stock.__name__, stock.__doc__)
+
+
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
     """Return `run` between the plugins' startup and shutdown. Main thread.
 
-    Whatever the plugins raise before the server listens, or while its default model is prepared,
-    ends the process: it was asked for by name, so it never serves without the plugin.
+    If a plugin raises before the server listens, or while the default model is prepared, the
+    process ends. The plugin was asked for by name, so the server never serves without it.
     """
     signature = inspect.signature(stock)
 
@@ -69,7 +115,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                     stop(reason)
                 stock(*args, **kwargs)
             except KeyboardInterrupt:
-                # Stock catches it while it listens. Before that there is nothing to tell.
+                # While it listens, stock catches this. Before that, no message is needed.
                 status = 130
             finally:
                 manager.ask_all("shutdown")
@@ -87,7 +133,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 def check_address(host: str, port: int) -> None:
     """End the process with one line if the server could not listen there.
 
-    Stock finds out after it has begun to load a model, and would go on loading it.
+    Stock notices this only after it has begun to load a model, and goes on loading it.
     """
     try:
         if not 0 <= port < 1 << 16:  # getaddrinfo takes it modulo 65536
@@ -106,10 +152,10 @@ def check_address(host: str, port: int) -> None:
 def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM end the server as Ctrl-C does; a second signal, or `grace_s`, forces the end.
 
-    Stock dies of SIGTERM without ending its threads. KeyboardInterrupt is what it catches to
-    stop listening and to join the generation thread. Main thread; elsewhere nothing changes.
-    Yields the signals that came. The clock of `grace_s` runs on when the block has ended: threads
-    that are left can keep a process alive.
+    SIGTERM kills a stock server before its threads have ended. Here the handler raises
+    KeyboardInterrupt; stock catches it, stops listening and joins the generation thread. Outside
+    the main thread nothing changes. Yields the list of the signals received. The timer of
+    `grace_s` keeps running after the block, because threads that are left can keep a process alive.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -126,7 +172,7 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
-    # A shell starts background jobs with SIGINT ignored, and so it stays.
+    # A shell starts background jobs with SIGINT ignored; it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         previous[signal.SIGINT] = signal.signal(signal.SIGINT, handler)
     try:
@@ -143,11 +189,11 @@ def end_now(number: int, reason: str) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """End the process as the end of `main` would, but for C++ destructors.
+    """End the process as the end of `main` would, but without running C++ destructors.
 
-    A thread that computed with MLX leaves a C++ thread behind that aborts the process in its
-    destructor, after all is done: stock ends every second time with SIGABRT, and macOS reports
-    a crash (mlx 0.31.2 to 0.32.4, Linux).
+    A thread that computed with MLX leaves a C++ thread behind, whose destructor aborts the process
+    after all work is done. So every second stock server ends with SIGABRT, and macOS reports a
+    crash (mlx 0.31.2 to 0.32.4, Linux).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

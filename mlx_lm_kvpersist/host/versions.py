@@ -1,7 +1,7 @@
-"""Which mlx-lm and mlx work together, measured; see docs/plugins.md.
+"""Which versions of mlx-lm and mlx work together, as measured; see docs/plugins.md.
 
-Outside the measured pairs: older is refused, because such pairs hang or do not start; newer is
-tried, because every patch checks the host before it is applied and proves itself after.
+A version older than the measured ones is refused, because such pairs hang or do not start. A newer
+one is tried: every patch checks the host before it is applied, and is tested afterwards.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Version = tuple[int, int, int]
 
 FLOOR: Version = (0, 31, 3)
 CEILING: Version = (0, 33, 0)
-"""The first version that is refused."""
+"""The first mlx-lm that is refused."""
 NEWEST_MLX: Version = (0, 32, 4)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An mlx-lm and the mlx versions, both ends included, with which it was seen to serve."""
+    """A version of mlx-lm, and the first and last mlx that it was seen to serve with."""
 
     mlx_lm: Version
     oldest_mlx: Version
@@ -54,7 +54,7 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
             f"found mlx-lm {mlx_lm}, supported are {text(FLOOR)} up to, not including, "
             f"{text(CEILING)}; install one: pip install 'mlx-lm>={text(FLOOR)},<{text(CEILING)}'"
         )
-    # A newer mlx-lm than any here needs at least what the newest one needs.
+    # An mlx-lm newer than all of these needs at least the mlx that the newest one needs.
     pair = [pair for pair in PAIRS if pair.mlx_lm <= found_lm][-1]
     if found_mlx < pair.oldest_mlx:
         raise UnsupportedVersion(
@@ -82,9 +82,9 @@ def is_known(mlx_lm: str, mlx: str) -> bool:
 
 
 def is_measured() -> bool:
-    """Tell whether the installed pair was measured: two releases from a package index.
+    """Tell whether the installed pair was measured.
 
-    A git snapshot may call itself by the number of a release.
+    Both must be releases from a package index: a git snapshot can carry the number of a release.
     """
     try:
         pair = installed("mlx-lm"), installed("mlx")
@@ -107,11 +107,11 @@ def installed(distribution: str) -> str:
 
 
 def parse(version: str) -> Version:
-    """Return the first three numbers of a version; what follows them does not matter here."""
+    """Return the first three numbers of a version; whatever follows them is ignored."""
     major, minor, patch = [*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3]
     return major, minor, patch
 
 
 def text(version: Version) -> str:
-    """Return a version as people write it."""
+    """Return a version as text, such as "0.32.1"."""
     return ".".join(str(n) for n in version)

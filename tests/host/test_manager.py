@@ -65,7 +65,7 @@ def test_every_hook_is_asked_by_the_host() -> None:
     hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
     assert len(hooks) == 18
     for name in hooks:
-        assert re.search(rf'manager\.ask\w*\([^"]*"{name}"', sources), name
+        assert re.search(rf'\bask\w*\([^"]*"{name}"', sources), name
 
 
 def is_hook(value: Any) -> bool:
