@@ -27,15 +27,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.turn import Turn
+from mlx_lm_kvpersist.store.records import Turn
 from mlx_lm_kvpersist.store.verify import find_problems
 from tests.support.synthetic import synthetic_text, train_tokenizer
 
@@ -171,7 +170,7 @@ def measure_siblings(out: Path | None, counts: Sequence[int]) -> Result:
             asked: dict[str, list[Callable[[], object]]] = {
                 "by text ms": [partial(match_text, index, root.key, t, tokens) for t in texts],
                 "by ids ms": [partial(match_ids, index, root.key, ids) for ids in packed],
-                "save ms": [partial(index.commit_turn, root, b, None, None) for b in new],
+                "save ms": [partial(index.commit_turn, Turn(root, ()), b) for b in new],
                 "all bytes ms": [index.n_bytes] * 20,
                 "first to evict ms": [partial(first_to_evict, index)] * 20,
             }

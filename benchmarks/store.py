@@ -31,8 +31,7 @@ from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes
 from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.packed import headroom
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.restore import restore

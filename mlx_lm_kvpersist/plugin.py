@@ -76,7 +76,7 @@ class KVPersistPlugin:
         """Return where conversations are kept and how much of it is used, for the log."""
         assert self._store is not None
         ram = show_bytes(self._config.limits.max_ram_bytes)
-        return f"conversations in {self._store.space()}, and up to {ram} of RAM"
+        return f"conversations in {self._store.disk.space()}, and up to {ram} of RAM"
 
     @hookimpl
     def self_test(self) -> None:

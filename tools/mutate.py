@@ -52,8 +52,7 @@ TIMES_BASELINE = 5.0
 # Of tokenizers, one kind: with all four the tests of matching take a minute.
 _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
 TESTS = {
-    "match/keys": ["tests/api/test_session_keys.py", *_MATCHING],
-    "match/splice": _MATCHING,
+    "match/block": ["tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
     "match/tree": _MATCHING,
     "api/session_keys": ["tests/api/test_session_keys.py"],

@@ -16,7 +16,7 @@ from email.message import Message
 from hashlib import blake2b
 from typing import Any
 
-from ..match.keys import short_name
+from ..match.block import short_name
 
 NAMESPACE_HEADER = "X-KVPersist-Namespace"
 

@@ -17,7 +17,7 @@ from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.folder import check_store
 from ..store.index import Index
-from ..store.index_file import is_damage
+from ..store.index_schema import is_damage
 
 
 def folder_of(args: argparse.Namespace) -> Path:

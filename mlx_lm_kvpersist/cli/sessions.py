@@ -9,8 +9,7 @@ from typing import Any
 from ..errors import StoreError
 from ..store.files import block_path, checkpoint_path
 from ..store.index import Index, Session
-from ..store.session_file import SessionFile
-from ..store.session_transfer import export_session, import_session
+from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading
 from .output import (
@@ -259,7 +258,7 @@ def load(args: argparse.Namespace) -> int:
         args,
         {**about, "is_new": done.is_new, **written},
         f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
-        f"{counted(done.n_blocks, 'block')}, {n_checkpoints:,} of "
-        f"{counted(done.n_checkpoints, 'checkpoint')}",
+        f"{counted(len(source.blocks), 'block')}, {n_checkpoints:,} of "
+        f"{counted(len(source.checkpoints), 'checkpoint')}",
     )
     return 0

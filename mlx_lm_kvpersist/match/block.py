@@ -1,16 +1,102 @@
-"""The record of a block, from the prompt to its file: what is known of it without its arrays."""
+"""Blocks and their keys: a hash chain, so that a key stands for a whole prefix."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import json
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 
-from .keys import block_key, checkpoint_key, unpack_ids
-
-__all__ = ["BLOCK", "Block", "checkpoint"]
+KEY_BYTES = 16
+"""128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
 
 BLOCK = "block"
 """The kind of a block of tokens. Every other kind is a checkpoint's."""
+
+MAX_NAME_BYTES = 256
+
+
+def short_name(name: str) -> str:
+    """Return a client's name for something; a digest of it if it is long or not valid Unicode.
+
+    Names stand in the index, and clients can make as many as they like.
+    """
+    encoded = name.encode("utf-8", "surrogatepass")
+    if len(encoded) <= MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
+        return name
+    return f"digest-{blake2b(encoded, digest_size=16, person=b'kvpersist-name-1').hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Root:
+    """What a tree of blocks is for. Nothing is shared between roots.
+
+    `fingerprint` tells models apart, `precision` the way their KV is quantized, `namespace`
+    tenants, and `session` (with isolation) single sessions. `with_text` says whether the blocks'
+    text is stored, too. `model` is for people to read.
+    """
+
+    fingerprint: str
+    precision: str
+    namespace: str = ""
+    session: str = ""
+    with_text: bool = True
+    model: str = field(default="", compare=False)
+
+    @cached_property
+    def key(self) -> bytes:
+        """The key above the tree's first blocks."""
+        digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
+        text = "text" if self.with_text else "ids"
+        for part in (self.fingerprint, self.precision, self.namespace, self.session, text):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+        return digest.digest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    @lru_cache(maxsize=64)  # the files of a store have the same one
+    def from_json(cls, text: str) -> Root:
+        """Read `to_json`. Raises ValueError or TypeError when it is something else."""
+        return cls(**json.loads(text))
+
+
+def block_key(parent: bytes, ids: bytes) -> bytes:
+    """Return the key of the block that holds `ids` (packed, see `pack_ids`) below `parent`."""
+    return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
+
+
+def checkpoint_key(block: bytes, kind: str, n_tokens: int) -> bytes:
+    """Return the key of a checkpoint of this kind, over the last `n_tokens` of `block`.
+
+    Both ends have a fixed length, so different checkpoints never hash the same bytes. Raises
+    OverflowError beyond int32.
+    """
+    content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
+    return blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-part-1").digest()
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Return token ids as little-endian int32."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Return the token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
 
 
 @dataclass(frozen=True)
@@ -19,7 +105,7 @@ class Block:
 
     Of a block of tokens, `parent` is the key of the block before it, or of the root. `start` is the
     number of tokens before it, `packed_ids` its token ids as little-endian int32, `text` the
-    characters that become complete inside of it, and `pending` the bytes of an incomplete
+    characters that become complete in it, and `pending` the bytes of an incomplete
     character at its end.
 
     A checkpoint has what windows and recurrent layers hold at the end of the block `parent`, in a
@@ -36,19 +122,17 @@ class Block:
     pending: bytes = b""
     kind: str = BLOCK
     n_covered: int = 0
+    is_checkpoint: bool = field(init=False, repr=False, compare=False)
+    n_tokens: int = field(init=False, repr=False, compare=False)
+    """Tokens whose KV it holds."""
+    stop: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_checkpoint(self) -> bool:
-        return self.kind != BLOCK
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens whose KV it holds."""
-        return self.n_covered if self.kind != BLOCK else len(self.packed_ids) // 4
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.n_tokens
+    def __post_init__(self) -> None:
+        is_checkpoint = self.kind != BLOCK
+        n_tokens = self.n_covered if is_checkpoint else len(self.packed_ids) // 4
+        vars(self).update(
+            is_checkpoint=is_checkpoint, n_tokens=n_tokens, stop=self.start + n_tokens
+        )
 
     @cached_property
     def is_genuine(self) -> bool:

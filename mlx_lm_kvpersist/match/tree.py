@@ -1,15 +1,24 @@
-"""Walk the tree of stored blocks as far as it agrees with a prompt."""
+"""Match a prompt with the tree of stored blocks, and put the stored ids in front of its own."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from .block import Block
+from .block import Block, unpack_ids
 from .text import REPLACEMENT, TokenText
 
 Content = TypeVar("Content", str, bytes)
+Encode = Callable[[str], list[int]]
+"""Text to token ids, special tokens recognised but none added."""
+
+SHOWN_CHARS = 40
+"""Of what is stored where a prompt diverges from it, for people to see."""
+
+_AHEAD = 8192
+"""Characters or bytes of a prompt that are shown to a source: more than a block has."""
 
 
 class BlockSource(Protocol):
@@ -44,44 +53,45 @@ class Match:
     stored_next: str = ""
 
     @property
+    def packed_ids(self) -> bytes:
+        """The ids of these tokens; see `pack_ids`."""
+        return b"".join(node.packed_ids for node in self.path)[: 4 * self.n_tokens]
+
+    @property
     def ids(self) -> list[int]:
-        ids: list[int] = []
-        for node in self.path:
-            ids += node.ids
-        return ids[: self.n_tokens]
+        return unpack_ids(self.packed_ids)
 
 
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
 
-_AHEAD = 8192
-"""Characters or bytes of a prompt that are shown to a source: more than a block has."""
-
-SHOWN_CHARS = 40
-"""Of what is stored where a prompt parts from it, for people to see."""
-
 
 def match_text(
-    source: BlockSource, root: bytes, text: str, tokens: TokenText, prefer: Collection[bytes] = ()
+    source: BlockSource,
+    root: bytes,
+    text: str,
+    tokens: TokenText,
+    prefer: Collection[bytes] = (),
+    packed_ids: bytes = b"",
 ) -> Match:
     """Find the longest stored prefix of `text` that ends where a token ends.
 
-    Of equally long ones, a branch through a block in `prefer` wins.
+    Of equally long ones, a branch through a block in `prefer` wins. `packed_ids` are the prompt's
+    own ids, if `tokens` covers them all: a block of the same ids need not be asked for again.
     """
     best, best_rank = NO_MATCH, (0, False)
-    # The text of a block with unknown tokens does not tell its ids.
-    steps = _steps(source, root, text, prefer, lambda n: n.text if tokens.covers(n.ids) else None)
+    steps = _steps(source, root, text, prefer, tokens, packed_ids)
     for step in steps:
+        node, n_tokens, n_chars = step.node, step.node.n_tokens, step.n_equal
         # A character that is incomplete in the store may count for one more.
-        if (step.position + step.n_equal + 1, True) < best_rank:
+        if (step.position + n_chars + 1, True) < best_rank:
             break
-        pending = step.before.node.pending if step.before else b""
-        ends = tokens.ends(step.node.ids, pending, step.n_equal)
-        cut = _cut(ends, text[step.position : step.position + step.n_equal + 1], step.n_equal)
-        if cut is None:
-            continue
-        n_tokens, n_chars = cut
+        if n_chars < len(node.text) or node.pending:
+            pending = step.before.node.pending if step.before else b""
+            ends = tokens.ends(node.ids, pending, n_chars)
+            following = text[step.position : step.position + n_chars + 1]
+            n_tokens, n_chars = _cut(ends, following, n_chars)
         rank = (step.position + n_chars, step.preferred)
-        if rank > best_rank and step.is_genuine():
+        if n_tokens and rank > best_rank:
             best, best_rank = step.match(n_tokens, step.position + n_chars, source), rank
     if not steps:
         return best
@@ -97,12 +107,12 @@ def match_ids(
 ) -> Match:
     """Find the longest stored prefix of token ids. `n_chars` of the match is 0."""
     best, best_rank = NO_MATCH, (0, False)
-    for step in _steps(source, root, packed_ids, prefer, lambda node: node.packed_ids):
+    for step in _steps(source, root, packed_ids, prefer):
         if (step.position + step.n_equal, True) < best_rank:
             break
         n_tokens = step.n_equal // 4
         rank = (step.position + n_tokens * 4, step.preferred)
-        if n_tokens and rank > best_rank and step.is_genuine():
+        if n_tokens and rank > best_rank:
             best, best_rank = step.match(n_tokens, 0, source), rank
     return best
 
@@ -116,15 +126,6 @@ class _Step:
     position: int
     n_equal: int
     preferred: bool
-
-    def is_genuine(self) -> bool:
-        """Whether every block up to here is what its key says."""
-        step: _Step | None = self
-        while step is not None:
-            if not step.node.is_genuine:
-                return False
-            step = step.before
-        return True
 
     def match(self, n_tokens: int, n_chars: int, source: BlockSource) -> Match:
         path, step = [self.node], self.before
@@ -140,23 +141,32 @@ def _steps(
     root: bytes,
     prompt: Content,
     prefer: Collection[bytes],
-    content_of: Callable[[Block], Content | None],
+    tokens: TokenText | None = None,
+    packed_ids: bytes = b"",
 ) -> list[_Step]:
-    """Return all blocks that agree with the prompt, at least in part, those farthest in first."""
+    """Return all blocks that agree with the prompt, at least in part, those farthest in first.
+
+    The prompt is a text for `tokens`, or packed ids. A damaged index may lie: only blocks that
+    stand where they say, and are what their keys say, are followed.
+    """
     steps: list[_Step] = []
     open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens = before.node.stop if before else 0
         for node in source.children(parent, prompt[position : position + _AHEAD]):
-            content = content_of(node)
-            # A key does not cover where its block stands; a damaged index may lie.
-            if content is None or node.start != n_tokens:
+            if node.start != n_tokens or not node.is_genuine:
                 continue
-            preferred = node.key in prefer
+            content: Any = node.packed_ids
+            if tokens is not None:
+                content = node.text
+                # The text of a block with unknown tokens does not tell its ids.
+                is_own = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
+                if not is_own and not tokens.covers(node.ids):
+                    continue
             whole = prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
-            step = _Step(node, before, position, n_equal, preferred)
+            step = _Step(node, before, position, n_equal, node.key in prefer)
             steps.append(step)
             if whole:
                 open_ends.append((node.key, position + n_equal, step))
@@ -175,7 +185,7 @@ def common_prefix(content: Content, prompt: Content, position: int) -> int:
     return low
 
 
-def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, int] | None:
+def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, int]:
     """Return tokens and characters up to the last token that ends within `n_equal` characters.
 
     A token that ends inside a character counts if the prompt has a replacement character there,
@@ -189,4 +199,127 @@ def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, in
             return n_tokens, n_chars
         if text[n_chars : n_chars + 1] == REPLACEMENT:
             return n_tokens, n_chars + 1
+    return 0, 0
+
+
+FEW = 16
+"""So many blocks below one parent are all looked at."""
+
+MAX_ALIKE = 64
+"""Of blocks with the same text, so many are found."""
+
+_MAX_STEPS = 64
+
+Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Block]]
+"""The first block whose text or ids are greater than these; the last that is not; those equal."""
+
+
+def nearest(ahead: str | bytes, find: Find) -> list[Block]:
+    """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
+
+    In sorted order these are the one behind `ahead` and the one before. A block all of which
+    stands ahead can be farther up, but then it begins the one before; so the search goes on with
+    what that one has in common with `ahead`.
+    """
+    nodes = find(">", ahead)
+    key = ahead
+    for _ in range(_MAX_STEPS):
+        before = find("<=", key)
+        if not before:
+            break
+        content = before[0].text if isinstance(ahead, str) else before[0].packed_ids
+        nodes += find("=", content)
+        if not content:
+            break
+        n_common = common_prefix(content, ahead, 0)  # type: ignore[type-var]  # both are alike
+        # Behind a block that stands ahead as a whole, only shorter ones are of interest.
+        key = ahead[: n_common - 1 if n_common == len(content) else n_common]
+    return nodes
+
+
+@dataclass(frozen=True)
+class Splice:
+    """A prompt whose first `n_stored` ids come from the store.
+
+    `boundaries` maps token boundaries of the rendered prompt behind the cut to those of `ids`, as
+    far as both have one at the same character.
+    """
+
+    ids: list[int]
+    n_stored: int
+    boundaries: dict[int, int]
+
+
+def splice(
+    prompt: Sequence[int], text: str, match: Match, tokens: TokenText, encode: Encode
+) -> Splice | None:
+    """Return the prompt with the matched ids in front, or None if its text would change.
+
+    `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
+    of a token that the prompt has, too, and the prompt's own ids follow. So they do behind the end
+    of what is stored, if one of them begins there; if not, the rest of the text is encoded anew.
+    """
+    stored = match.ids
+    if match.at_end:
+        rest = text[match.n_chars :]
+        tail = _own_tail(prompt, rest, tokens)
+        if tail is None:
+            tail = _encode_rest(rest, tokens, encode)
+    else:
+        # What follows can change how the last word is cut into tokens. Spelled as in the other
+        # prompt, the same text would get another reply than it gets alone.
+        n_stored, tail = _common_boundary(prompt, stored, tokens)
+        stored = stored[:n_stored]
+    if tail is None or not stored or tokens.decode(stored + tail) != text:
+        return None
+    return Splice(stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, tokens))
+
+
+def _own_tail(prompt: Sequence[int], rest: str, tokens: TokenText) -> list[int] | None:
+    """Return the last of the prompt's own ids that decode to `rest`, if any do."""
+    n_bytes = len(rest.encode())
+    ends = tokens.n_bytes_ends(reversed(prompt))
+    place = bisect_left([0, *ends], n_bytes)
+    tail = list(prompt[len(prompt) - place :])
+    return tail if tokens.decode(tail) == rest else None
+
+
+def _common_boundary(
+    prompt: Sequence[int], stored: Sequence[int], tokens: TokenText
+) -> tuple[int, list[int]]:
+    """Return how many stored ids end with a token that the prompt has there, and its ids behind."""
+    place = {end: i for i, end in enumerate(tokens.n_bytes_ends(prompt), start=1)}
+    ends = tokens.n_bytes_ends(stored)
+    for n in range(len(stored), 0, -1):
+        i = place.get(ends[n - 1])
+        if i is not None and prompt[i - 1] == stored[n - 1]:
+            return n, list(prompt[i:])
+    return 0, list(prompt)
+
+
+def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int] | None:
+    """Encode text from the middle of a prompt, or return None if no way keeps it as it is.
+
+    SentencePiece-like tokenizers put a space in front of what they encode; behind a line break
+    they do not.
+    """
+    ids = encode(rest)
+    if tokens.decode(ids) == rest:
+        return ids
+    anchor = encode("\n")
+    anchored = encode("\n" + rest)
+    ids = anchored[len(anchor) :]
+    if anchored[: len(anchor)] == anchor and tokens.decode(ids) == rest:
+        return ids
     return None
+
+
+def _shared_boundaries(
+    prompt: Sequence[int], stored: list[int], tail: list[int], tokens: TokenText
+) -> dict[int, int]:
+    """Align the boundaries of `tail` with those of `prompt`, counting bytes from the end."""
+    tail_ends = [0, *tokens.n_bytes_ends(tail)]
+    place = {tail_ends[-1] - end: len(stored) + i for i, end in enumerate(tail_ends)}
+    prompt_ends = [0, *tokens.n_bytes_ends(prompt)]
+    to_end = [prompt_ends[-1] - end for end in prompt_ends]
+    return {i: place[n] for i, n in enumerate(to_end) if n in place}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from ..cache.spec import ModelCacheSpec
 from ..match.block import Block
-from ..match.siblings import FEW
-from ..match.tree import Match
+from ..match.tree import FEW, Match
 from ..store.block_store import BlockStore
 from .outcome import Reason
 

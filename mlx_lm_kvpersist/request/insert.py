@@ -14,9 +14,8 @@ from typing import Any
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
 from ..cache.slots import cached_positions, slots_of
 from ..cache.spec import ModelCacheSpec
-from ..match.block import Block, checkpoint
-from ..match.keys import Root, block_key, pack_ids
-from ..match.siblings import FEW
+from ..match.block import Block, Root, block_key, checkpoint, pack_ids
+from ..match.tree import FEW
 from ..store.block_store import BlockStore, Turn
 from ..store.files import Arrays
 from ..store.index import Leaf

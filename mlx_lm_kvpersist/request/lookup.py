@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..host.prompt import Prompt
-from ..match.block import Block
-from ..match.keys import Root, pack_ids
-from ..match.splice import splice
-from ..match.tree import NO_MATCH, Match, match_ids, match_text
+from ..match.block import Block, Root, pack_ids
+from ..match.tree import NO_MATCH, Match, match_ids, match_text, splice
 from ..store.block_store import BlockStore, Prefetch
 from .costs import ReusePolicy
 from .model import LoadedModel
@@ -98,17 +96,20 @@ class Lookup:
         prefer: set[bytes] = set()
         if self._session is not None:
             prefer = store.session_blocks(self._root, self._session)
-        spliced = None
+        packed = pack_ids(prompt.ids)
+        match: Match | None = None
         if tokens is not None and self._text is not None:
-            self._nearest = match_text(store, self._root.key, self._text, tokens, prefer)
-            if self._nearest.n_tokens == 0:
+            match = match_text(store, self._root.key, self._text, tokens, prefer, packed)
+            self._nearest = match
+            if match.n_tokens == 0:
                 return
-            spliced = splice(prompt.ids, self._text, self._nearest, tokens, self.model.encode)
-        if spliced is not None:
-            prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
-            match = replace(self._nearest, n_tokens=spliced.n_stored)
-        else:
-            match = match_ids(store, self._root.key, pack_ids(prompt.ids), prefer)
+            if not packed.startswith(match.packed_ids):
+                spliced = splice(prompt.ids, self._text, match, tokens, self.model.encode)
+                if spliced is not None:
+                    prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
+                match = replace(match, n_tokens=spliced.n_stored) if spliced is not None else None
+        if match is None:
+            match = match_ids(store, self._root.key, packed, prefer)
         if match.n_tokens == 0:
             return
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits
@@ -140,7 +141,7 @@ class Lookup:
 
     def is_fetched(self) -> bool:
         """Tell whether everything that was to be prefetched has been read."""
-        return self._prefetch is None or self._prefetch.is_done()
+        return self._prefetch is None or self._prefetch.finished
 
     def close(self) -> None:
         """Let go of what was prefetched. Any number of times."""

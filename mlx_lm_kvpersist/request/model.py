@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cache.spec import Batching, ModelCacheSpec
 from ..errors import ModelNotSupported
-from ..match.keys import Root
+from ..match.block import Root
 from ..match.text import TokenText
 from ..units import show_bytes
 

@@ -13,10 +13,10 @@ from threading import Lock
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS
-from ..match.keys import Root, block_key, pack_ids
+from ..match.block import Root, block_key, pack_ids
 from ..match.tree import Match, common_prefix
 from ..store.block_store import BlockStore
-from ..store.turn import Gone
+from ..store.records import Gone
 
 KEPT = 200
 """The last requests that a server remembers, for people who ask why something was slow."""
@@ -185,7 +185,7 @@ def why_not_stored(
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:
         parent = whole[-1].key if whole else root.key
-        gone = store.gone(block_key(parent, pack_ids(next_ids)))
+        gone = store.disk.gone(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
             return Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:

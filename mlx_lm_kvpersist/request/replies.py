@@ -27,11 +27,11 @@ from hashlib import blake2b
 from typing import Any
 
 from ..host.prompt import Prompt
-from ..match.keys import Root, pack_ids, unpack_ids
+from ..match.block import Root, pack_ids, unpack_ids
 from ..match.text import REPLACEMENT
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
-from ..store.turn import Turn
+from ..store.records import Turn
 from .lookup import with_ids
 from .model import LoadedModel
 

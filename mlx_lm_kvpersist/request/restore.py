@@ -25,8 +25,7 @@ from ..cache.canary import CANARY_TOLERANCE, canary_difference, trailing
 from ..cache.join import Joiner, Piece, Pieces
 from ..cache.packed import headroom
 from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit, forms_bytes
-from ..match.block import Block
-from ..match.keys import Root
+from ..match.block import Block, Root
 from ..match.tree import Match
 from ..store.block_store import BlockStore
 from .model import LoadedModel

@@ -13,16 +13,15 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from ..errors import StoreError
-from ..match.block import Block
-from ..match.keys import Root
+from ..match.block import Block, Root
 from ..units import show_bytes
-from .budget import Space, StoreLimits
+from .budget import StoreLimits
 from .disk import DiskStore
 from .files import Arrays
 from .index import Index, Session
 from .pool import BlockPool, KVBlock
 from .reading import BlockReader, Loaded, Prefetch
-from .turn import Gone, Turn
+from .records import Turn
 from .writer import Writer
 
 __all__ = ["BlockStore", "Loaded", "Prefetch", "StoreLimits", "Turn"]
@@ -185,10 +184,6 @@ class BlockStore(BlockReader):
         unwritten = self._unwritten_replies.get((root, digest))
         return unwritten or self._ask(partial(self.disk.index.reply_ids, root, digest), None)
 
-    def gone(self, key: bytes) -> Gone | None:
-        """Return why a block or a checkpoint is no longer on disk, if that is known."""
-        return self.disk.gone(key)
-
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""
         roots = self._ask(partial(self.disk.index.roots, limit + 1), ())
@@ -259,10 +254,6 @@ class BlockStore(BlockReader):
             "blocks_quarantined": self.counters.blocks_quarantined,
             "failures": sorted(self.counters.failures),
         }
-
-    def space(self) -> Space:
-        """Return what the store on disk uses and may use."""
-        return self.disk.space()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is waiting, for at most `timeout_s` seconds, then close the index."""

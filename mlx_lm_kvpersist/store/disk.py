@@ -19,13 +19,13 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ..errors import StoreError
-from ..match.block import Block
-from ..match.keys import Root
+from ..match.block import Block, Root
 from ..units import show_bytes
 from .budget import StoreLimits, WriteMeter
 from .eviction import StoredFiles
@@ -40,15 +40,14 @@ from .files import (
 )
 from .folder import move, remove, sync, take_into_use
 from .index import Index, Session
-from .index_file import is_damage
-from .index_rows import row_bytes
-from .lock import StoreLock
+from .index_schema import is_damage
+from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .session_notes import write_session
-from .staging import Staging
-from .turn import NewFile, Turn
+from .records import NewFile, Turn, write_note
 
 logger = logging.getLogger(__name__)
+
+_PAGE_BYTES = 4096
 
 
 class DiskStore(StoredFiles):
@@ -163,7 +162,7 @@ class DiskStore(StoredFiles):
         The lock is held to plan, make room and commit, and not while files are written. What
         another process changed meanwhile is found by planning again.
         """
-        with Staging(self.folder) as staging:
+        with closing(Staging(self.folder)) as staging:
             while True:
                 with self.lock.held():
                     self._follow_folder()
@@ -177,7 +176,7 @@ class DiskStore(StoredFiles):
                         staging.close()  # under the lock: no room is made for what has come
                         return turn, session, [file.block for file in files]
                     # The rows of a long turn take more than what is reserved for them.
-                    rows = sum(row_bytes(file.block) for file in todo)
+                    rows = sum(_row_bytes(file.block) for file in todo)
                     needed = sum(file.n_bytes for file in todo) + max(0, rows - self.reserve_bytes)
                     self._check_limits(needed, {*keep, *turn.keys()})
                     staging.announce(needed)
@@ -221,19 +220,9 @@ class DiskStore(StoredFiles):
             if self.limits.fsync:
                 for folder in {path.parent for path in paths}:
                     sync(folder)
-            sizes = [(file.block, staging.sizes[file.block.key]) for file in files]
             session = self._session_of(turn)
-            removed = self.index.commit_turn(
-                turn.root,
-                [(block, size) for block, size in sizes if not block.is_checkpoint],
-                session,
-                turn.leaf,
-                turn.replies,
-                chain=turn.blocks,
-                new_checkpoints=[(block, size) for block, size in sizes if block.is_checkpoint],
-                checkpoints=turn.checkpoints,
-                superseded={block.key for block in turn.superseded} - turn.keys(),
-            )
+            sizes = [(file.block, staging.sizes[file.block.key]) for file in files]
+            removed = self.index.commit_turn(turn, sizes, session)
         except BaseException:
             for path in paths:
                 remove(self.folder, path)
@@ -263,7 +252,7 @@ class DiskStore(StoredFiles):
         return session
 
     def _write_session(self, session: Session) -> None:
-        write_session(self.folder, session, fsync=self.limits.fsync)
+        write_note(self.folder, session, fsync=self.limits.fsync)
 
     def set_pinned(self, session: Session, pinned: bool) -> Session:
         """Pin a session, so that it is never removed to make room, or let it go again."""
@@ -284,3 +273,14 @@ class DiskStore(StoredFiles):
         # Not closed: another thread may be reading, and SQLite would crash under it. The last
         # one who holds the old index lets go of its connections.
         self.index = self._open_index()
+
+
+def _row_bytes(block: Block) -> int:
+    """Return the most that a row adds to the index and its log, in bytes.
+
+    A block's ids and text stand in the table and in an order each. What does not fit beside others
+    begins a page of its own. The log has every page once more.
+    """
+    n_ids, n_text = len(block.packed_ids), len(block.text.encode())
+    entries = (n_ids, n_text, n_ids + n_text)
+    return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in entries)

@@ -17,11 +17,9 @@ from .budget import Space, StoreLimits, free_bytes
 from .files import block_path, checkpoint_path, key_of
 from .folder import INDEX_FILES, move, new_file, own_bytes, own_files, remove
 from .index import Forgotten, Index, Session
-from .lock import StoreLock
+from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
-from .session_notes import session_path
-from .staging import staged_bytes, sweep_staged
-from .turn import Gone
+from .records import Gone, note_path
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class StoredFiles:
         self.index.close()
 
     def _remove_note(self, session_id: str) -> None:
-        remove(self.folder, session_path(self.folder, session_id))
+        remove(self.folder, note_path(self.folder, session_id))
 
     def used_bytes(self) -> int:
         """Return the size of the store's files, and of those that are announced."""
@@ -249,9 +247,6 @@ class DryRun(StoredFiles):
         self.n_checkpoints += len(went.checkpoints)
         self.ended += went.sessions
         return went
-
-    def _note_gone(self, key: bytes, why: Gone) -> None:
-        pass  # it is still there
 
     def _empty_quarantine(self) -> None:
         self.n_freed_bytes += own_bytes(self.folder, "quarantine")

@@ -1,34 +1,33 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read; each gets a connection of its own. Only the writer changes it, and only while
-it holds the store's lock. What it says of blocks can be rebuilt from their files.
+Any thread may read (`index_reader`). Only the writer changes it, and only while it holds the
+store's lock. What it says of blocks can be rebuilt from their files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+import math
+import sqlite3
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
-from ..match.block import Block
-from ..match.keys import Root
-from ..match.siblings import FEW, MAX_ALIKE, nearest
-from .index_checkpoints import CheckpointIndex
-from .index_rows import (
-    BLOCK_COLUMNS,
+from ..match.block import Block, Root
+from .index_reader import INCREMENTAL, IndexReader
+from .index_schema import OTHER_TABLES, TABLES_OF_FILES, faults, prepare, recount, sound
+from .records import (
     SESSION_COLUMNS,
     Forgotten,
     Leaf,
     Session,
     StoredReply,
-    Totals,
-    read_block,
-    read_root,
+    Turn,
     read_session,
     seal,
-    unsealed,
 )
 
 __all__ = ["Forgotten", "Index", "Leaf", "Session", "StoredReply"]
@@ -37,220 +36,109 @@ _MAX_REPLIES = 10_000
 KEPT = 100
 """Records of requests."""
 _MAX_RECORD_CHARS = 4096
-_MAX_BRANCHES = 4
-"""Of a session that are preferred to others of equal length: those used last."""
-_ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
+_END = float(1 << 33)
+"""The year 2242: what claims to have been used later was not."""
 
 
-class Index(CheckpointIndex):
-    """What is on disk, in rows. Opens and fails as `IndexFile` does."""
+class Index(IndexReader):
+    """What is on disk, in rows.
 
-    # Reading.
+    Opening makes it where it is missing. Raises StoreFormatError when a newer version wrote it
+    and sqlite3.DatabaseError when it is damaged.
+    """
 
-    def children(
-        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> list[Block]:
-        """Return the blocks that continue `parent`, at most `limit`.
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        path.touch(mode=0o600)
+        self._inode = path.stat().st_ino
+        try:
+            prepare(self._db, path)
+            if self._db.execute("PRAGMA auto_vacuum").fetchone() != (INCREMENTAL,):
+                self._let_shrink()
+        except UnicodeDecodeError as error:
+            # A message of SQLite's that quotes a damaged schema.
+            self.close()
+            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
+        except BaseException:
+            self.close()
+            raise
 
-        With the text or the packed ids that lie ahead, and where there are many, only the nearest
-        to them are returned. A damaged index may lie; the walk of the tree checks those blocks
-        that it means to use.
-        """
-        if ahead is not None:
-            limit = FEW + 1
-        nodes = self._nodes("parent = ? LIMIT ?", parent, -1 if limit is None else limit)
-        if ahead is None or len(nodes) <= FEW:
-            return nodes
-        column = "text" if isinstance(ahead, str) else "ids"
+    def _let_shrink(self) -> None:
+        """Have an index of an older format give pages back from now on."""
+        try:
+            self._db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
+            self._db.execute("VACUUM")
+            self.empty_log()
+        except sqlite3.OperationalError:
+            pass  # others are reading it, or the disk is full: the next one who opens it tries
 
-        def find(how: str, content: str | bytes) -> list[Block]:
-            where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
-            return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Change the index, all or nothing. A transaction inside another one is part of it."""
+        db = self._db
+        if db.in_transaction:
+            yield db
+            return
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db
 
-        return nearest(ahead, find)
-
-    def _nodes(self, where: str, *values: Any) -> list[Block]:
-        rows = self._db.execute(f"SELECT {BLOCK_COLUMNS} FROM blocks WHERE {where}", values)
-        return [node for row in rows if (node := read_block(row)) is not None]
-
-    def __contains__(self, key: bytes) -> bool:
-        return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
-
-    def chain(self, leaf: bytes) -> list[tuple[Block, int]]:
-        """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
-        chain: list[tuple[Block, int]] = []
-        key = leaf
-        while (found := self.block(key)) is not None:
-            node, root, n_bytes = found
-            if chain and node.start >= chain[-1][0].start:
-                break  # a damaged index may go round in circles
-            chain.append((node, n_bytes))
-            if node.parent == root:
-                return chain[::-1]
-            key = node.parent
-        return []
-
-    def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
-        """Return how many blocks lead to `leaf`, itself included; their checkpoints; all bytes."""
-        n_blocks, block_bytes, n_checkpoints, checkpoint_bytes = self._db.execute(
-            "WITH RECURSIVE up(key) AS (VALUES (?) UNION "
-            "SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
-            "SELECT count(*), coalesce(sum(b.n_bytes), 0), "
-            "coalesce(sum((SELECT count(*) FROM parts WHERE block = b.key)), 0), "
-            "coalesce(sum((SELECT sum(n_bytes) FROM parts WHERE block = b.key)), 0) "
-            "FROM blocks AS b JOIN up ON b.key = up.key",
-            (leaf,),
-        ).fetchone()
-        return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
-
-    def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
-        """Return what is known of a block: its node, its root's key, its file's size."""
-        row = self._db.execute(
-            f"SELECT {BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", (key,)
-        ).fetchone()
-        if row is None or (node := read_block(row[:-2])) is None:
-            return None
-        is_read = isinstance(row[-2], bytes) and isinstance(row[-1], int)
-        return (node, row[-2], row[-1]) if is_read else None
-
-    def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
-        """Return the roots with most in them, with what they have."""
-        rows = self._db.execute(
-            "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
-            "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
-            (limit,),
-        )
-        read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
-        return [(root, totals) for root, totals in read if root is not None]
-
-    def root(self, key: bytes) -> Root | None:
-        row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
-        return read_root(key, row[0]) if row else None
-
-    def keys(self) -> set[bytes]:
-        """Return the keys of all blocks."""
-        return {
-            key for (key,) in self._db.execute("SELECT key FROM blocks WHERE typeof(key) = 'blob'")
-        }
-
-    def sessions(self) -> list[Session]:
-        """Return all sessions, the most recently used first."""
-        return self._sessions("1 ORDER BY used DESC")
-
-    def session(self, session_id: str) -> Session | None:
-        return next(iter(self._sessions("id = ?", session_id)), None)
-
-    def sessions_at(self, leaf: bytes) -> list[Session]:
-        """Return the sessions that end in a block."""
-        return self._sessions("leaf = ?", leaf)
-
-    def _sessions(self, where: str, *values: Any) -> list[Session]:
-        rows = self._db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", values)
-        return [session for row in rows if (session := read_session(row)) is not None]
-
-    def session_blocks(self, root: bytes, name: str) -> set[bytes]:
-        """Return the keys of all blocks of the branches of a session that were used last."""
-        rows = self._db.execute(
-            "WITH RECURSIVE up(key) AS ("
-            "SELECT leaf FROM (SELECT leaf FROM sessions WHERE root = ? AND name = ? "
-            "ORDER BY used DESC LIMIT ?) "
-            "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up",
-            (root, name, _MAX_BRANCHES),
-        )
-        return {key for (key,) in rows}
-
-    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
-        row = self._db.execute(
-            "SELECT ids FROM replies WHERE root = ? AND digest = ?", (root, digest)
-        ).fetchone()
-        return None if row is None else unsealed(root, digest, row[0])
-
-    def n_bytes(self) -> int:
-        """Return the size of all files of blocks and parts, in bytes."""
-        totals = self.totals()
-        return totals.block_bytes + totals.checkpoint_bytes
-
-    def n_blocks(self) -> int:
-        return self.totals().n_blocks
-
-    def n_checkpoints(self) -> int:
-        return self.totals().n_checkpoints
-
-    def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
-        """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
-        with closing(
-            self._db.execute(
-                "SELECT CAST(used AS REAL), key FROM blocks AS b WHERE n_children = 0 "
-                # Once more, because a damaged index may lie.
-                "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
-                "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
-                "ORDER BY used, start DESC"
-            )
-        ) as rows:
-            yield from rows
-
-    def file_hash(self, path: str, stamp: str) -> str | None:
-        row = self._db.execute(
-            "SELECT hash FROM file_hashes WHERE path = ? AND stamp = ?", (path, stamp)
-        ).fetchone()
-        return row[0] if row and isinstance(row[0], str) else None
-
-    # Writing.
+    # Blocks, checkpoints and sessions.
 
     def add_blocks(
-        self, root: Root, blocks: Sequence[tuple[Block, int]], used: float | None = None
+        self, root: Root, blocks: Collection[tuple[Block, int]], used: float | None = None
     ) -> None:
-        """Add blocks whose files are in place, with their sizes."""
+        """Add blocks and checkpoints whose files are in place, with their sizes."""
         with self.transaction() as db:
             if blocks:
                 db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
             used = self.now() if used is None else used
-            rows = [
-                (n.key, n.parent, root.key, n.start, n.packed_ids, n.text, n.pending, size, used)
-                for n, size in blocks
-            ]
             db.executemany(
                 "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
                 # There where a damaged or missing file is written anew.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
-                rows,
+                [
+                    (b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending, n, used)
+                    for b, n in blocks
+                    if not b.is_checkpoint
+                ],
             )
+            checkpoints = [
+                (c.key, c.parent, c.kind, c.n_tokens, n, used, root.key)
+                for c, n in blocks
+                if c.is_checkpoint
+            ]
+            # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
+            db.executemany("DELETE FROM parts WHERE key = ?", [row[:1] for row in checkpoints])
+            db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)", checkpoints)
 
     def commit_turn(
-        self,
-        root: Root,
-        blocks: Sequence[tuple[Block, int]],
-        session: Session | None,
-        leaf: Leaf | None,
-        replies: Iterable[StoredReply] = (),
-        chain: Iterable[Block] = (),
-        new_checkpoints: Collection[tuple[Block, int]] = (),
-        checkpoints: Collection[Block] = (),
-        superseded: Collection[bytes] = (),
+        self, turn: Turn, new: Collection[tuple[Block, int]] = (), session: Session | None = None
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        Without session and leaf the blocks belong to a turn that has not ended. Rows of `chain`
-        and `checkpoints` that say something else than those do are put right. The checkpoints in
-        `superseded` and those of replaced blocks are removed; return their keys.
+        `new` comes with the sizes of the files, in bytes; `session` is that of the turn's leaf.
+        Rows of the turn's blocks and checkpoints that say something else than those do are put
+        right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
         """
+        root, leaf = turn.root, turn.leaf
         with self.transaction() as db:
             now = self.now()
-            self.add_blocks(root, blocks, now)
-            self.add_checkpoints(root.key, new_checkpoints, now)
-            self._use_checkpoints(db, checkpoints, now)
+            self.add_blocks(root, new, now)
+            self._use_checkpoints(db, turn.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
+            superseded = {block.key for block in turn.superseded} - turn.keys()
             removed = self._remove_checkpoints(db, superseded, replaced)
             db.executemany(
                 "UPDATE blocks SET start = ?1, text = ?2, pending = ?3, ids = ?4 WHERE key = ?5 "
                 "AND (start, text, pending, ids) IS NOT (?1, ?2, ?3, ?4)",
-                [(n.start, n.text, n.pending, n.packed_ids, n.key) for n in chain],
+                [(n.start, n.text, n.pending, n.packed_ids, n.key) for n in turn.blocks],
             )
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
                     (root.key, reply.digest, seal(root.key, reply.digest, reply.packed_ids), now)
-                    for reply in replies
+                    for reply in turn.replies
                 ],
             )
             db.execute(
@@ -268,17 +156,6 @@ class Index(CheckpointIndex):
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
                 db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
         return [key for key, _ in removed]
-
-    def session_at(self, root: Root, leaf: Leaf) -> Session | None:
-        """Return the session that this leaf continues: the one whose end lies on its chain."""
-        ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
-        found: list[Session] = []
-        for first in range(0, len(ends), 500):
-            part = ends[first : first + 500]
-            # By the leaf: thousands may have the name, and the plus keeps SQLite from them.
-            where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
-            found += self._sessions(where, root.key, leaf.name, *part)
-        return max(found, key=lambda session: session.n_tokens, default=None)
 
     def put_session(self, session: Session) -> None:
         with self.transaction() as db:
@@ -321,24 +198,50 @@ class Index(CheckpointIndex):
             tuple(checkpoint for checkpoint, _ in checkpoints),
         )
 
-    def unreachable(self) -> list[bytes]:
-        """Return blocks whose parent is neither a root nor there, and all that follows them."""
-        rows = self._db.execute(
-            "WITH RECURSIVE lost(key) AS ("
-            "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
-            "(SELECT 1 FROM blocks WHERE key = b.parent) "
-            "UNION SELECT b.key FROM blocks AS b JOIN lost ON b.parent = lost.key) "
-            "SELECT key FROM lost"
+    def _use_checkpoints(
+        self, db: sqlite3.Connection, checkpoints: Collection[Block], now: float
+    ) -> None:
+        """Mark checkpoints as used, and put right what their rows say of them."""
+        db.executemany(
+            "UPDATE parts SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
+            [(p.parent, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
         )
-        return [key for (key,) in rows]
+
+    def _remove_checkpoints(
+        self, db: sqlite3.Connection, keys: Collection[bytes], blocks: Collection[bytes] = ()
+    ) -> list[tuple[bytes, int]]:
+        """Remove checkpoints, and all of some blocks; return keys and sizes of their files."""
+        removed: list[tuple[bytes, int]] = []
+        for column, values in (("key", keys), ("block", blocks)):
+            for value in values:
+                where = f"FROM parts WHERE {column} = ?"
+                removed += db.execute(
+                    f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,)
+                ).fetchall()
+                db.execute(f"DELETE {where}", (value,))
+        return removed
+
+    def now(self) -> float:
+        """Return the time of use of what is used now, in seconds since the epoch.
+
+        It is always the latest: were it not, a clock that jumps back would have what is written
+        after that go first.
+        """
+        newest = [
+            self._db.execute(
+                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", (_END,)
+            ).fetchone()
+            for table in ("blocks", "parts")
+        ]
+        return max([time.time(), *(math.nextafter(row[0], _END) for row in newest if row)])
+
+    # Hashes of a model's files; what the last requests reused, as JSON.
 
     def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
         with self.transaction() as db:
             db.execute(
                 "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
             )
-
-    # What the last requests reused, as JSON.
 
     def add_request(self, record: dict[str, Any]) -> None:
         """Keep a record and no more than the last `KEPT`; one of over 4,096 characters is not."""
@@ -352,19 +255,85 @@ class Index(CheckpointIndex):
                 (KEPT,),
             )
 
-    def requests(self) -> list[dict[str, Any]]:
-        """Return the records, the newest first. Those that cannot be read are left out."""
-        records = []
-        for (about,) in self._db.execute("SELECT about FROM requests ORDER BY number DESC"):
-            try:
-                record = json.loads(about)
-            except (TypeError, ValueError):
-                continue
-            if isinstance(record, dict) and "sentence" in record:
-                records.append(record)
-        return records
-
     def forget_requests(self) -> None:
         """Remove all records: they name sessions and may quote prompts."""
         with self.transaction() as db:
             db.execute("DELETE FROM requests")
+
+    # The file as a whole.
+
+    def empty_log(self) -> None:
+        """Give back the pages that are free, and empty the log into the index.
+
+        As far as other readers allow.
+        """
+        # A script runs to its end; execute() would stop after one page.
+        self._db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
+
+    def is_current(self) -> bool:
+        """Say whether the file is still where it was opened."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with the rows in themselves, a line for each kind."""
+        return faults(self._db)
+
+    def recount(self) -> None:
+        """Make totals and numbers of children anew."""
+        with self.transaction() as db:
+            recount(db)
+
+    def take_over(self, path: Path) -> None:
+        """Replace what the files say by the content of the index at `path`, in one transaction.
+
+        What the files do not say is kept where it still applies and can be read: sessions that
+        have neither name nor pin, times of use, remembered replies. Others read the old content
+        until it is done.
+        """
+        with self._attached(path, "fresh") as db:
+            for table in ("blocks", "parts"):
+                db.execute(
+                    f"UPDATE fresh.{table} SET used = max(used, "
+                    f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
+                    f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
+                )
+            sessions = map(read_session, db.execute(f"SELECT {SESSION_COLUMNS} FROM main.sessions"))
+            db.executemany(
+                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 "
+                "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
+                [astuple(session) for session in sessions if session is not None],
+            )
+            for table in OTHER_TABLES:
+                db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
+            for table in TABLES_OF_FILES:
+                db.execute(f"DELETE FROM main.{table}")
+            for table in TABLES_OF_FILES:
+                db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
+            recount(db)
+
+    def copy_outline(self, path: Path) -> None:
+        """Fill this empty index from the one at `path`: its tree and sizes, no texts, no names."""
+        with self._attached(path, "other") as db:
+            db.execute(
+                "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
+                "n_bytes, used, 0 FROM other.blocks"
+            )
+            db.execute("INSERT INTO main.parts SELECT * FROM other.parts")
+            db.execute(
+                "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
+                "created, used FROM other.sessions"
+            )
+            recount(db)
+
+    @contextmanager
+    def _attached(self, path: Path, name: str) -> Iterator[sqlite3.Connection]:
+        """Give the index at `path` a name within one transaction of this one."""
+        self._db.execute(f"ATTACH ? AS {name}", (str(path),))
+        try:
+            with self.transaction() as db:
+                yield db
+        finally:
+            self._db.execute(f"DETACH {name}")

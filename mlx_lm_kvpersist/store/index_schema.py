@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
-from .index_rows import SESSION_COLUMNS, read_root, read_session
+from ..errors import StoreFormatError
+from .records import SESSION_COLUMNS, read_root, read_session
 
 INDEX_FORMAT = 3
 """Of the store as a whole: a version that reads less would count and remove too little.
@@ -14,6 +16,9 @@ INDEX_FORMAT = 3
 """
 APPLICATION_ID = 0x6B767000
 """SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
+
+_NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
+"""What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
 
 SCHEMA = """
 CREATE TABLE roots (
@@ -143,7 +148,33 @@ _MISCOUNTED = (
 )
 
 
-def make_tables(db: sqlite3.Connection) -> None:
+def prepare(db: sqlite3.Connection, path: Path) -> None:
+    """Check the index at `path`, and bring it up to date where it is empty or of an older format.
+
+    Raises StoreFormatError when a newer version wrote it and sqlite3.DatabaseError when it is
+    damaged.
+    """
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (made_for,) = db.execute("PRAGMA application_id").fetchone()
+    if version > INDEX_FORMAT:
+        if 0 < made_for - APPLICATION_ID <= INDEX_FORMAT:
+            raise sqlite3.DatabaseError(
+                f"an index of format {made_for - APPLICATION_ID} that claims to be {version}"
+            )
+        raise StoreFormatError(
+            f"{path} was written in format {version}; this version reads up to {INDEX_FORMAT}. "
+            "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
+        )
+    (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+    if version < INDEX_FORMAT:
+        _make_tables(db)
+    if not _as_made().items() <= _statements(db).items():
+        raise sqlite3.DatabaseError("its tables are not as they were made")
+
+
+def _make_tables(db: sqlite3.Connection) -> None:
     """Make an index of this format, of nothing or of an older one, with all that it has."""
     with db:
         db.execute("BEGIN IMMEDIATE")
@@ -170,11 +201,6 @@ def make_tables(db: sqlite3.Connection) -> None:
         recount(db)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
         db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
-
-
-def is_as_made(db: sqlite3.Connection) -> bool:
-    """Say whether the tables are those of this format."""
-    return _as_made().items() <= _statements(db).items()
 
 
 def recount(db: sqlite3.Connection) -> None:
@@ -242,3 +268,10 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 def _columns(db: sqlite3.Connection, table: str) -> set[str]:
     return {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Say whether an error tells of the index itself, and not of the disk or another process."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return isinstance(error, sqlite3.DatabaseError)
+    return not any(words in str(error) for words in _NOT_DAMAGE)

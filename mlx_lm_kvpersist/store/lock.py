@@ -1,21 +1,33 @@
-"""The lock that lets one process at a time change a store."""
+"""The lock of a store, and files on their way into it: written without it, moved under it.
+
+    lock                                locked (flock) by the process that changes the store
+    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
+    writing/1a2b3c4d-KEY.safetensors    a block or part of that turn
+
+What a process announced counts as used from then on, so that no other process takes the room. A
+lock goes with its process, however that ends; then the next sweep removes the files.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
+from typing import BinaryIO
 
-from .folder import take_into_use
+from .folder import new_file, own_files, remove, take_into_use
+
+_FOLDER = "writing"
 
 
 class StoreLock:
     """An exclusive lock between processes (flock), and between the threads of this one.
 
-    It goes with the process that holds it, however that ends. Readers need none: block files are
+    Readers need none: block files are
     published whole, and the index is SQLite's to guard.
     """
 
@@ -46,3 +58,78 @@ class StoreLock:
                 self._depth -= 1
                 if self._depth == 0:
                     os.close(self._descriptor)
+
+
+class Staging:
+    """The files of one turn, by key, until they are committed or `close` is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._name = uuid.uuid4().hex[:8]
+        self._lock_path = folder / _FOLDER / f"{self._name}.lock"
+        self._lock: BinaryIO | None = None
+        self._n_bytes = 0
+        self._begun: set[bytes] = set()
+        self.sizes: dict[bytes, int] = {}
+        """What has been written, in bytes."""
+
+    def close(self) -> None:
+        """Remove what was not moved into place, and the announcement. Any number of times."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with lock:
+                for key in self._begun:
+                    remove(self._folder, self.path(key))
+                remove(self._folder, self._lock_path)
+
+    def write(self, key: bytes, write: Callable[[Path], int]) -> int:
+        """Have the file of a block or part written; return its size in bytes."""
+        self._begun.add(key)
+        self.sizes[key] = write(self.path(key))
+        return self.sizes[key]
+
+    def path(self, key: bytes) -> Path:
+        """Return where the file of a block or part is until it is committed."""
+        return self._folder / _FOLDER / f"{self._name}-{key.hex()}.safetensors"
+
+    def announce(self, n_bytes: int) -> None:
+        """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""
+        self._n_bytes += n_bytes
+        if self._lock is None:
+            self._lock = new_file(self._lock_path)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock.seek(0)
+        self._lock.write(b"%d" % self._n_bytes)
+        self._lock.flush()
+
+
+def staged_bytes(folder: Path) -> tuple[int, int]:
+    """Return how many bytes were announced, and how many of them are on disk. Under the lock."""
+    announced = written = 0
+    for path in own_files(folder, _FOLDER):
+        try:
+            if path.suffix == ".lock":
+                announced += int(path.read_bytes() or 0)
+            else:
+                written += path.stat().st_size
+        except FileNotFoundError:  # just moved into place, or given up
+            continue
+    return max(announced, written), written
+
+
+def sweep_staged(folder: Path) -> int:
+    """Remove what processes that ended left behind; return how many files. Under the lock."""
+    paths = list(own_files(folder, _FOLDER))
+    alive = {path.stem for path in paths if path.suffix == ".lock" and _is_locked(path)}
+    return sum(remove(folder, path) for path in paths if path.stem[:8] not in alive)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False

@@ -6,14 +6,16 @@ are shared and never changed.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from threading import Lock
+from operator import attrgetter
+from threading import RLock
 from typing import Any
 
 from ..match.block import Block
-from ..match.siblings import Siblings
+from ..match.tree import FEW, MAX_ALIKE, nearest
 
 
 @dataclass
@@ -48,7 +50,7 @@ class BlockPool:
         self._entries: OrderedDict[bytes, KVBlock] = OrderedDict()
         self._children: dict[bytes, Siblings] = {}
         self._checkpoints: dict[bytes, dict[bytes, Block]] = {}
-        self._lock = Lock()
+        self._lock = RLock()
         self.n_bytes = 0
         """Bytes of all entries."""
         self.n_checkpoints = 0
@@ -82,13 +84,21 @@ class BlockPool:
 
         The pins of both are added up.
         """
+        block = entry.block
         with self._lock:
-            present = self._entries.get(entry.block.key)
-            if present is not None:
+            present = self._entries.setdefault(block.key, entry)
+            if present is not entry:
                 present.pins += entry.pins
-                self._entries.move_to_end(entry.block.key)
+                present.prefetched += entry.prefetched
+                self._entries.move_to_end(block.key)
                 return present
-            self._add(entry)
+            self.n_bytes += entry.n_bytes
+            if block.is_checkpoint:
+                self._checkpoints.setdefault(block.parent, {})[block.key] = block
+                self.n_checkpoints += 1
+                self.n_checkpoint_bytes += entry.n_bytes
+            else:
+                self._children.setdefault(block.parent, Siblings()).add(block)
             self._evict()
             return entry
 
@@ -99,12 +109,8 @@ class BlockPool:
         entries leave no room for it.
         """
         with self._lock:
-            present = self._entries.get(entry.block.key)
-            if present is None:
-                present = entry
-                self._add(entry)
-            present.prefetched += 1
-            self._evict()
+            entry.prefetched += 1
+            present = self.put(entry)
             if present is entry and self.n_bytes > self.max_bytes:
                 self._remove(entry.block.key)
                 return None
@@ -117,21 +123,18 @@ class BlockPool:
         """
         with self._lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
-            self._count(pinned, 1, prefetch=prefetch)
+            for entry in pinned:
+                entry.prefetched += prefetch
+                entry.pins += not prefetch
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
         """Let go of what was pinned; it may have been dropped meanwhile."""
         with self._lock:
-            self._count(entries, -1, prefetch=prefetch)
+            for entry in entries:
+                entry.prefetched -= prefetch
+                entry.pins -= not prefetch
             self._evict()
-
-    def _count(self, entries: Iterable[KVBlock], n: int, *, prefetch: bool) -> None:
-        for entry in entries:
-            if prefetch:
-                entry.prefetched += n
-            else:
-                entry.pins += n
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark a chain, given from its first block on, as used: its leaf stays evictable first."""
@@ -161,17 +164,6 @@ class BlockPool:
             self._children.clear()
             self._checkpoints.clear()
             self.n_bytes = self.n_checkpoints = self.n_checkpoint_bytes = 0
-
-    def _add(self, entry: KVBlock) -> None:
-        block = entry.block
-        self._entries[block.key] = entry
-        self.n_bytes += entry.n_bytes
-        if block.is_checkpoint:
-            self._checkpoints.setdefault(block.parent, {})[block.key] = block
-            self.n_checkpoints += 1
-            self.n_checkpoint_bytes += entry.n_bytes
-        else:
-            self._children.setdefault(block.parent, Siblings()).add(block)
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
@@ -210,3 +202,41 @@ class BlockPool:
             for key in list(self._checkpoints.get(victim, ())) if is_gone else ():
                 if not self._entries[key].pins and not self._entries[key].prefetched:
                     self._remove(key)
+
+
+class Siblings:
+    """The blocks in RAM that continue one block, sorted by text and by ids. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._sorted: dict[str, list[Block]] = {"text": [], "packed_ids": []}
+
+    def __len__(self) -> int:
+        return len(self._sorted["text"])
+
+    def add(self, node: Block) -> None:
+        for name, nodes in self._sorted.items():
+            insort(nodes, node, key=attrgetter(name))
+
+    def remove(self, node: Block) -> None:
+        for name, nodes in self._sorted.items():
+            place = bisect_left(nodes, getattr(node, name), key=attrgetter(name))
+            while nodes[place].key != node.key:
+                place += 1
+            del nodes[place]
+
+    def some(self, ahead: str | bytes | None, limit: int | None) -> list[Block]:
+        """Return at most `limit` blocks; where they are many, those nearest to `ahead`."""
+        if ahead is None or len(self) <= FEW:
+            return self._sorted["text"][:limit]
+        name = "text" if isinstance(ahead, str) else "packed_ids"
+        nodes, by = self._sorted[name], attrgetter(name)
+
+        def find(how: str, content: str | bytes) -> list[Block]:
+            end = bisect_right(nodes, content, key=by)
+            if how == ">":
+                return nodes[end : end + 1]
+            if how == "<=":
+                return nodes[max(end - 1, 0) : end]
+            return nodes[max(bisect_left(nodes, content, key=by), end - MAX_ALIKE) : end]
+
+        return nearest(ahead, find)

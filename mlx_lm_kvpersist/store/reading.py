@@ -6,21 +6,24 @@ Any long-lived thread may read. What is prefetched stays in RAM until it is used
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from threading import Lock
+from typing import Any, TypeVar
 
 from ..errors import BlockCorrupt, StoreError
-from ..match.block import Block
-from ..match.keys import Root
+from ..match.block import Block, Root
 from .files import Arrays, path_of, read_file
 from .pool import BlockPool, KVBlock
-from .workers import Workers
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +52,12 @@ class Prefetch:
         """Bytes read so far."""
         self.stopped = False
         self.finished = False
+        """Whether no more will be read."""
         self._pool = pool
         self._released = released
         self._is_released = False
         self._entries: list[KVBlock] = []
-        self._lock = Lock()
-
-    def is_done(self) -> bool:
-        """Say whether no more will be read. Any thread."""
-        return self.finished
+        self._lock = threading.Lock()
 
     def stop(self) -> None:
         """Read no further than the file that is being read; what is there stays."""
@@ -81,11 +81,8 @@ class Prefetch:
         self._pool.unpin(entries, prefetch=True)
 
 
-class BlockReader:
-    """Reads what a folder holds into a pool.
-
-    Subclasses are told what is no longer on disk, and what must not be trusted.
-    """
+class BlockReader(ABC):
+    """Reads what a folder holds into a pool."""
 
     def __init__(self, folder: Path, pool: BlockPool, *, verify: bool) -> None:
         self.folder = folder
@@ -95,15 +92,14 @@ class BlockReader:
         self._workers = Workers("kvpersist-reader", _N_THREADS)
         self._prefetcher = Workers("kvpersist-prefetch", 1)
         self._prefetches: set[Prefetch] = set()
-        self._prefetches_lock = Lock()
 
+    @abstractmethod
     def quarantine(self, block: Block, reason: str) -> None:
         """Take a block or checkpoint out of use that failed a check. Any thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_gone(self, block: Block) -> None:
         """Forget what was found and is not there. Any thread."""
-        raise NotImplementedError
 
     def load(self, block: Block, root: Root) -> Loaded | None:
         """Return evaluated arrays, or None when they are gone or must not be trusted."""
@@ -117,21 +113,19 @@ class BlockReader:
         return Loaded(entry.arrays, from_disk=True)
 
     def load_all(self, wanted: Sequence[Block], root: Root) -> Iterator[Loaded | None]:
-        """Begin to read; yield what `load` returns for each, in order.
+        """Yield what `load` returns for each, in order.
 
         Several are read at once, and little beyond what the caller has asked for.
         """
-        tasks = (partial(self.load, block, root) for block in wanted)
         if sum(block.key not in self.pool for block in wanted) < 2:
-            return (load() for load in tasks)
+            for block in wanted:
+                yield self.load(block, root)
+            return
+        tasks = (partial(self.load, block, root) for block in wanted)
         coming = deque(map(self._workers.submit, islice(tasks, _N_THREADS + 1)))
-
-        def results() -> Iterator[Loaded | None]:
-            while coming:
-                yield coming.popleft().result()
-                coming.extend(map(self._workers.submit, islice(tasks, 1)))
-
-        return results()
+        while coming:
+            yield coming.popleft().result()
+            coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Block, int]], root: Root) -> Prefetch:
         """Read into the pool what is not there yet, in order; each comes with its size in bytes.
@@ -140,9 +134,8 @@ class BlockReader:
         to be written have room, too; what does not fit is left on disk. What is there, or comes,
         stays until `release`.
         """
-        prefetch = Prefetch(self.pool, self._forget_prefetch)
-        with self._prefetches_lock:
-            self._prefetches.add(prefetch)
+        prefetch = Prefetch(self.pool, self._prefetches.discard)
+        self._prefetches.add(prefetch)
         prefetch.add(self.pool.pin((block.key for block, _ in wanted), prefetch=True))
 
         def run() -> None:
@@ -159,19 +152,13 @@ class BlockReader:
 
     def release_prefetched(self) -> None:
         """Let go of everything that was prefetched."""
-        with self._prefetches_lock:
-            prefetches = list(self._prefetches)
-        for prefetch in prefetches:
+        for prefetch in list(self._prefetches):
             prefetch.release()
 
     def _stop_reading(self, timeout_s: float) -> bool:
         """Stop reading; False when what is being read takes longer than `timeout_s`."""
         self.release_prefetched()
         return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
-
-    def _forget_prefetch(self, prefetch: Prefetch) -> None:
-        with self._prefetches_lock:
-            self._prefetches.discard(prefetch)
 
     def _read_ahead(
         self, prefetch: Prefetch, wanted: Sequence[tuple[Block, int]], root: Root
@@ -181,8 +168,7 @@ class BlockReader:
                 return
             if block.key in self.pool:
                 continue
-            with self._prefetches_lock:
-                n_bytes += sum(one.n_bytes for one in self._prefetches)
+            n_bytes += sum(one.n_bytes for one in list(self._prefetches))
             if n_bytes > self.pool.max_bytes // 2:
                 return
             entry = self._read(block, root)
@@ -216,3 +202,63 @@ class BlockReader:
         entry.on_disk = True
         entry.read_s = time.perf_counter() - started
         return entry
+
+
+class Workers:
+    """Runs tasks in order on `n_threads` threads, which start with the first of them.
+
+    Each thread that has evaluated MLX leaks one when it ends, so these do not end before the
+    store is closed; and they are daemons, so that a disk that hangs keeps no process alive.
+    """
+
+    def __init__(self, name: str, n_threads: int) -> None:
+        self.n_threads = n_threads
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._closing = False
+        self._changed = threading.Condition()
+
+    def submit(self, task: Callable[[], Result]) -> Future[Result]:
+        """Have a task run; the future is cancelled when the workers are closed before."""
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._closing:
+                future.cancel()
+                return future
+            self._tasks.append((future, task))
+            if len(self._threads) < self.n_threads:
+                name = f"{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
+            self._changed.notify()
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
+        with self._changed:
+            self._closing = True
+            dropped = list(self._tasks)
+            self._tasks.clear()
+            self._changed.notify_all()
+        for future, _ in dropped:
+            future.cancel()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self._closing)
+                if self._closing:
+                    return
+                future, task = self._tasks.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            # An idle worker must not hold the arrays that it read last.
+            del future, task

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import BlockCorrupt, StoreFormatError
-from ..match.block import Block
-from ..match.keys import Root
+from ..match.block import Block, Root
 from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index
-from .index_file import is_damage
-from .session_notes import read_session
+from .index_schema import is_damage
+from .records import read_note
 
 logger = logging.getLogger(__name__)
 
@@ -97,16 +96,14 @@ def rebuild(
             if (found := _read(path)) is not None:
                 block, root, stat = found
                 known = index.block(block.parent) if block.is_checkpoint else None
-                if not block.is_checkpoint:
+                if not block.is_checkpoint or (known is not None and known[1] == root.key):
                     index.add_blocks(root, [(block, stat.st_size)], stat.st_mtime)
-                elif known is not None and known[1] == root.key:
-                    index.add_checkpoints(root.key, [(block, stat.st_size)], stat.st_mtime)
             progress(number + 1, len(paths))
         for path in sorted(own_files(folder, "sessions")):
             if path.suffix != ".json":
                 continue
             try:
-                session = read_session(path)
+                session = read_note(path)
             except (ValueError, TypeError, KeyError) as error:
                 logger.warning("not taken into the index: %s: %s", path.name, error)
                 continue

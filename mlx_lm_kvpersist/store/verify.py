@@ -19,7 +19,7 @@ from .folder import own_files, remove
 from .index import Index, Session
 from .lock import StoreLock
 from .rebuild import rebuild_index
-from .session_notes import read_session
+from .records import read_note
 
 
 class Fault(str, Enum):
@@ -200,7 +200,7 @@ def _end_of(index: Index, session: Session) -> str | None:
 def _disagreement(path: Path, session: Session) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
     try:
-        kept = read_session(path)
+        kept = read_note(path)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from .turn import Turn
+from .records import Turn
 
 logger = logging.getLogger(__name__)
 

@@ -134,7 +134,7 @@ class Killer(BaseException):
 
 
 @pytest.mark.parametrize("n_calls", [0, 1, 7, 20])
-@pytest.mark.parametrize("method", ["add_blocks", "add_checkpoints", "put_session"])
+@pytest.mark.parametrize("method", ["add_blocks", "put_session"])
 def test_killed_while_the_index_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, n_calls: int
 ) -> None:

@@ -8,7 +8,7 @@ import socket
 import sqlite3
 from pathlib import Path
 
-from mlx_lm_kvpersist.match.keys import short_name
+from mlx_lm_kvpersist.match.block import short_name
 from tests.server.stored import wait_for_commit
 from tests.support import Message, ServerProcess, StartServer
 

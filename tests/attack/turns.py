@@ -15,8 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvpersist.match.block import Block, checkpoint
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, checkpoint, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file

@@ -11,9 +11,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.store import header, session_file, session_transfer
+from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
-from mlx_lm_kvpersist.store.files import checkpoint_path, checksum, metadata_of
+from mlx_lm_kvpersist.store.files import (
+    checkpoint_path,
+    checksum,
+    metadata_of,
+    own_header,
+    read_header,
+)
 from mlx_lm_kvpersist.store.index import Leaf
 from tests.store.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
 
@@ -213,7 +219,7 @@ def test_a_failed_write_leaves_nothing(
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(session_transfer, "sync", full)
+    monkeypatch.setattr(session_file, "sync", full)
     assert "No space left" in other.error("sessions", "import", exported)
     assert block_files(other.folder) == {} and other.ids() == {}
 
@@ -351,7 +357,7 @@ def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
         metadata["checksum"] = checksum(arrays, metadata)
         mx.save_safetensors(str(scratch), arrays, metadata)
         with scratch.open("rb") as own:
-            parts.append(header.own_header(header.read_header(own).decode()))
+            parts.append(own_header(read_header(own).decode()))
             bodies.append(own.read())
     whole = session_file.file_header(about, blocks, parts)
     exported.write_bytes(len(whole).to_bytes(8, "little") + whole + b"".join(bodies))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Block, Root
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import StoredReply
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
+from mlx_lm_kvpersist.store.records import Turn
 from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
 
 from .conftest import (
@@ -187,7 +187,7 @@ def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk = DiskStore(run.folder, LIMITS)
     disk.index._db.execute("UPDATE blocks SET used = 4e9")
     disk.index._db.commit()
-    disk.index.commit_turn(ROOT, [], None, None, [StoredReply(b"digest", b"ids")])
+    disk.index.commit_turn(Turn(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
     assert run("store", "rebuild") == 0
     assert disk.index.reply_ids(ROOT.key, b"digest") == b"ids"
     assert disk.index._db.execute("SELECT DISTINCT used FROM blocks").fetchall() == [(4e9,)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Root, block_key, pack_ids
 
 
 def test_each_part_of_a_root_tells_it_from_others() -> None:

@@ -5,11 +5,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import block_key, pack_ids
-from mlx_lm_kvpersist.match.splice import splice
+from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_text
+from mlx_lm_kvpersist.match.tree import match_text, splice
 
 from .test_tree import sequences, token_text_id
 from .tree_in_memory import ROOT, MemoryTree

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 

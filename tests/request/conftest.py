@@ -11,7 +11,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Root
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.insert import REPLY, insert
 from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence

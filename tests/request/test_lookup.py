@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.cache.join import _Buffers
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match import block as block_module
-from mlx_lm_kvpersist.match.keys import block_key
+from mlx_lm_kvpersist.match.block import block_key
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import insert as insert_module
 from mlx_lm_kvpersist.request import lookup as lookup_module

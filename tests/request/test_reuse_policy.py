@@ -11,8 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.slots import GroupKind
 from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.costs import (
     MIN_RESTORE_BYTES,

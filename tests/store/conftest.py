@@ -6,8 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block, checkpoint
-from mlx_lm_kvpersist.match.keys import Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, checkpoint, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.index import Leaf
 

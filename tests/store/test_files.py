@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_lm_kvpersist.store.files import (
     read_record,
     write_block,
 )
-from mlx_lm_kvpersist.store.staging import Staging
+from mlx_lm_kvpersist.store.lock import Staging
 
 from .conftest import ROOT, arrays_of, chain
 
@@ -73,7 +74,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space"), Staging(tmp_path) as staging:
+    with pytest.raises(OSError, match="no space"), closing(Staging(tmp_path)) as staging:
         staging.announce(100)
         staging.write(NODE.key, write)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

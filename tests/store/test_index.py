@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.keys import pack_ids
+from mlx_lm_kvpersist.match.block import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
@@ -264,7 +264,7 @@ def test_no_more_than_10_000_replies_are_remembered(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     for n in range(10_050):
         reply = StoredReply(n.to_bytes(4, "big"), b"ids")
-        index.commit_turn(ROOT, [], None, None, [reply])
+        index.commit_turn(Turn(ROOT, (), replies=(reply,)))
     (n_replies,) = index._db.execute("SELECT count(*) FROM replies").fetchone()
     assert n_replies == 10_000
     assert index.reply_ids(ROOT.key, (0).to_bytes(4, "big")) is None

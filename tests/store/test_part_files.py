@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
-from mlx_lm_kvpersist.match.block import Block, checkpoint
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Block, Root, checkpoint
 from mlx_lm_kvpersist.store.files import (
     FORMAT,
     block_of,

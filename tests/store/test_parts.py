@@ -15,13 +15,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.turn import Gone
+from mlx_lm_kvpersist.store.records import Gone
 
 from .conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
 
@@ -114,7 +113,7 @@ def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     store.drain()  # the sweep would take rows without files for leftovers
     parts = [window(node) for node in nodes]
-    store.index.add_checkpoints(ROOT.key, [(part, 1) for part in parts])
+    store.index.add_blocks(ROOT, [(part, 1) for part in parts])
     assert parts_of(store, *nodes) == set(parts)
 
 
@@ -228,7 +227,7 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     assert state(nodes[1]).key not in store.pool
     assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
     assert store.load(state(nodes[1]), ROOT) is None
-    assert store.gone(state(nodes[1]).key) is None
+    assert store.disk.gone(state(nodes[1]).key) is None
 
 
 def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
@@ -506,7 +505,7 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
         assert parts_of(store, node) == {other}, "it is offered again"
     assert f"checkpoint {part.key.hex()} goes to quarantine" in caplog.text
     assert store.counters.blocks_quarantined == 1
-    assert not path.exists() and store.gone(part.key) is Gone.QUARANTINED
+    assert not path.exists() and store.disk.gone(part.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
         ".json",
         ".safetensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Block]]]:
 
 def begin(store: BlockStore, nodes: list[Block]) -> Prefetch:
     ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
-    wait_until(ahead.is_done, "reading ahead")
+    wait_until(lambda: ahead.finished, "reading ahead")
     return ahead
 
 
@@ -116,7 +117,7 @@ def test_a_release_while_it_reads_holds_nothing(
     assert reading.wait(10)
     ahead.release()
     may_go_on.set()
-    wait_until(ahead.is_done, "the end of reading")
+    wait_until(partial(getattr, ahead, "finished"), "the end of reading")
     assert in_ram(store, nodes) == 1
     assert [entry.prefetched for entry in store.pool._entries.values()] == [0]
 
@@ -163,7 +164,7 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             assert one is not None or node is bad
         for ahead in aheads:
             ahead.release()
-            wait_until(ahead.is_done, "the end of reading")
+            wait_until(partial(getattr, ahead, "finished"), "the end of reading")
         assert store.pool.n_bytes <= store.pool.max_bytes
         store.drain()  # what was not there is forgotten by then
     assert not any(entry.prefetched for entry in store.pool._entries.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Root
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import checkpoint_path, write_block

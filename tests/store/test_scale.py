@@ -14,14 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import block_key, pack_ids, unpack_ids
-from mlx_lm_kvpersist.match.siblings import Siblings
+from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock, Siblings
 from mlx_lm_kvpersist.store.rebuild import rebuild
 from mlx_lm_kvpersist.store.verify import find_problems
 

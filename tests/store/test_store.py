@@ -9,14 +9,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
-from mlx_lm_kvpersist.match.block import Block
-from mlx_lm_kvpersist.match.keys import block_key, pack_ids
+from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.index import Index
-from mlx_lm_kvpersist.store.index_file import INDEX_FORMAT
+from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 

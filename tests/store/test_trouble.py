@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.session_notes import read_session
+from mlx_lm_kvpersist.store.records import read_note
 
 from .conftest import ROOT, chain, save_turn, state
 
@@ -130,7 +130,7 @@ def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -
             assert stored.load(what, ROOT) is None
         assert list(stored.load_all(NODES, ROOT)) == [None, None]
         ahead = stored.prefetch([(node, 1) for node in NODES], ROOT)
-        while not ahead.is_done():
+        while not ahead.finished:
             pass
         ahead.release()
     stored.drain()
@@ -336,4 +336,4 @@ def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
     save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], name)
     save_turn(stored, chain([4]), "other")
     notes = list((stored.folder / "sessions").iterdir())
-    assert [read_session(note).leaf for note in notes] == [session.leaf]
+    assert [read_note(note).leaf for note in notes] == [session.leaf]

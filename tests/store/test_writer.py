@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.match.keys import Root
+from mlx_lm_kvpersist.match.block import Root
 from mlx_lm_kvpersist.store import eviction
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.budget import WriteMeter
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.lock import StoreLock
-from mlx_lm_kvpersist.store.staging import Staging
+from mlx_lm_kvpersist.store.lock import Staging, StoreLock
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
 from tests.support import wait_until
@@ -370,12 +370,12 @@ def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
 
 
 def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
-    space = store.space()
+    space = store.disk.space()
     assert (space.folder, space.max_bytes) == (store.folder, limits.max_disk_bytes)
     assert space.used_bytes == store.disk.used_bytes() and "min-free" not in str(space)
     store.disk.limits = replace(limits, min_free_bytes=1 << 60)
-    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.space())
-    assert "\n" not in str(store.space())
+    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.space())
+    assert "\n" not in str(store.disk.space())
 
 
 @pytest.mark.parametrize("floor", [False, True])
@@ -392,7 +392,7 @@ def test_a14_what_another_process_announced_counts(
     other = DiskStore(store.folder, limits)
     try:
         assert other.make_room(2 << 20) and len(store.index.keys()) == 2
-        with Staging(store.folder) as staging:
+        with closing(Staging(store.folder)) as staging:
             with store.disk.lock.held():
                 staging.announce(10 << 20 if floor else 7 << 20)
             other.make_room(2 << 20)

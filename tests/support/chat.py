@@ -10,10 +10,9 @@ from typing import Any
 from mlx_lm.server import process_message_content
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match.keys import Root, pack_ids
-from mlx_lm_kvpersist.match.splice import splice
+from mlx_lm_kvpersist.match.block import Root, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_ids, match_text
+from mlx_lm_kvpersist.match.tree import match_ids, match_text, splice
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import remember, respell
 from mlx_lm_kvpersist.store.block_store import BlockStore
