@@ -281,7 +281,7 @@ class _Bench:
         with self._opened(folder) as store:
             started = time.perf_counter()
             restored = restore(
-                match, match.n_tokens, match.n_tokens + 64, ROOT, store, model, canary=False
+                match, match.n_tokens, [*match.ids, *range(64)], ROOT, store, model, canary=False
             )
             took = time.perf_counter() - started
         assert restored is not None and restored.n_from_disk == match.n_tokens

@@ -171,7 +171,7 @@ class Lookup:
                 restored = restore(
                     found.match,
                     found.n_tokens,
-                    len(found.prompt.ids),
+                    found.prompt.ids,
                     self._root,
                     self._store,
                     self.model,

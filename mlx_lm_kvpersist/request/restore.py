@@ -162,7 +162,7 @@ class Restored:
 def restore(
     match: Match,
     n_tokens: int,
-    n_prompt: int,
+    ids: Sequence[int],
     root: Root,
     store: BlockStore,
     model: LoadedModel,
@@ -171,15 +171,16 @@ def restore(
 ) -> Restored | None:
     """Load the first `n_tokens` of a match, or as many before them as can be had.
 
-    The caches get room for the rest of a prompt of `n_prompt` tokens. None when nothing is left,
-    or when the canary found that the blocks are not this model's; then they go to quarantine.
+    The caches get room for the rest of the prompt. `ids` are all of its tokens; they begin with
+    those of the match. None when nothing is left, or when the canary found that the blocks are not
+    this model's; then they go to quarantine.
     """
     lost: set[bytes] = set()
     while True:
         checkpoint = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
         if checkpoint is None:
             return None
-        restored = _read(checkpoint, n_prompt, root, store, model)
+        restored = _read(checkpoint, len(ids), root, store, model)
         if isinstance(restored, Restored):
             break
         lost.add(restored.key)
@@ -188,8 +189,9 @@ def restore(
     if canary and restored.from_disk:
         windows = {window: restored.last[window] for window in model.spec.sliding}
         tails = Pieces(restored.n_tokens, restored.last.get(None, ()), windows)
-        ids = match.ids[: restored.n_tokens]
-        difference = canary_difference(model.model, model.spec, restored.caches, tails, ids)
+        difference = canary_difference(
+            model.model, model.spec, restored.caches, tails, ids[: restored.n_tokens]
+        )
         if not difference <= CANARY_TOLERANCE:
             for block in restored.from_disk:
                 store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")

@@ -58,7 +58,8 @@ def checkpoint_path(folder: Path, key: bytes) -> Path:
 
 def path_of(folder: Path, block: Block) -> Path:
     """Return where a block or a checkpoint is kept."""
-    return (checkpoint_path if block.is_checkpoint else block_path)(folder, block.key)
+    kind, name = "parts" if block.is_checkpoint else "blocks", block.key.hex()
+    return folder / kind / name[:2] / f"{name}.safetensors"
 
 
 def key_of(path: Path) -> bytes | None:

@@ -77,6 +77,31 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
     assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text).path == ()
 
 
+def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
+    tokenizer: Any, token_text: TokenText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hot prompt of a hundred blocks is found without a look at any of its tokens."""
+    tree = MemoryTree(token_text, block_tokens=4)
+    ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
+    tree.add(ids)
+    prompt = [*ids, *tokenizer.encode(" seven", add_special_tokens=False)]
+    text = token_text.decode(prompt)
+    expected = match_text(tree, ROOT, text, token_text)
+    asked: list[list[int]] = []
+
+    def covers(_: TokenText, ids: list[int]) -> bool:
+        asked.append(ids)
+        return True
+
+    monkeypatch.setattr(TokenText, "covers", covers)
+    monkeypatch.setattr(TokenText, "ends", covers)
+    assert match_text(tree, ROOT, text, token_text, packed_ids=pack_ids(prompt)) == expected
+    assert expected.ids == ids and not asked
+    other = pack_ids([ids[0] + 1, *prompt[1:]])
+    assert match_text(tree, ROOT, text, token_text, packed_ids=other) == expected
+    assert asked == [ids[:4]]
+
+
 def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b")]
     merged = [spelled[0], spelled[1]]
