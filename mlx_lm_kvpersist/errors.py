@@ -17,24 +17,6 @@ KVPersistError
     └── BlockCorrupt            the file of a block or part is not what its name promises
 """
 
-__all__ = [
-    "BlockCorrupt",
-    "ConfigError",
-    "GenerationStopped",
-    "KVPersistError",
-    "ModelNotSupported",
-    "PatchError",
-    "PatchNotEffective",
-    "PluginNotFound",
-    "RequestRefused",
-    "SelfTestFailed",
-    "SignatureChanged",
-    "StoreError",
-    "StoreFormatError",
-    "TargetMissing",
-    "UnsupportedVersion",
-]
-
 
 class KVPersistError(Exception):
     """Base of every error this package raises."""

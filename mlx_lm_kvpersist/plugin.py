@@ -307,13 +307,9 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key = self._config.admin_key
         return [
-            Route("GET", REQUESTS_PATH, json_view(self._requests, key)),
+            Route("GET", REQUESTS_PATH, json_view(self._history.records, key)),
             Route("GET", STATS_PATH, json_view(self._stats, key)),
         ]
-
-    def _requests(self) -> list[dict[str, Any]]:
-        """Return the last requests, the newest first."""
-        return self._history.records()[::-1]
 
     def _stats(self) -> dict[str, Any]:
         loaded, store, policy = self._loaded, self._store, self._policy

@@ -6,8 +6,6 @@ import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-__all__ = ["parse_budget", "parse_folder", "parse_size", "show_bytes"]
-
 _UNITS = "KMGT"
 _MIN_BUDGET_BYTES = 1 << 20
 

@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Signature:
-    """Expects that the host has `name`, with one of the `known` signatures.
+    """Expects that the host has `name`, with these parameters.
 
-    name: a dotted name in the target's module. known: parameter names and defaults, without
-    annotations; a default that is not a literal is written `...`.
+    name: a dotted name in the target's module. parameters: names and defaults, without annotations;
+    a default that is not a literal is written `...`.
     """
 
     name: str
-    known: tuple[str, ...]
+    parameters: str
 
     def check(self, module: ModuleType) -> None:
         found = written_signature(look_up(module, self.name))
-        if found not in self.known:
+        if found != self.parameters:
             raise SignatureChanged(
                 f"{module.__name__}:{self.name} is {found} in this mlx-lm, expected "
-                f"{' or '.join(self.known)}; {_ADVICE}"
+                f"{self.parameters}; {_ADVICE}"
             )
 
 

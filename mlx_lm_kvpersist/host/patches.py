@@ -1,9 +1,9 @@
-"""Everything that this package changes in mlx-lm: one table.
+"""Everything that this package changes in mlx-lm: one table. docs/plugins.md shows it, too.
 
-All targets but one are globals of `mlx_lm.server`, and the stock objects behind them stay as they
-are: other users of mlx_lm in the process notice nothing. The one, attention over packed keys, is
-a global of the module that all models import it through; it does something new only for keys that
-ask for it. docs/plugins.md shows the same table.
+All targets but one are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
+so other users of mlx_lm in the process are not affected. The exception is attention over packed
+keys, a global of the module that all models call it through. It behaves differently only for keys
+that bring an attention of their own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from .patch import Patch, Signature, Uses
 from .response_generator import PluginResponseGenerator
 from .run import plugin_argparse, plugin_run
 
-__all__ = ["PATCHES", "PatchChecks"]
-
 
 def subclass(*bases: type[Any]) -> Callable[[type[Any]], type[Any]]:
     """Return a function that puts the methods of `bases` before those of a stock class."""
@@ -37,7 +35,7 @@ PATCHES: tuple[Patch, ...] = (
         name="options",
         target="mlx_lm.server:argparse",
         why="The stock server has no --plugin, and plugins have options.",
-        expect=(Signature("main", ("()",)), Uses("main", "argparse")),
+        expect=(Signature("main", "()"), Uses("main", "argparse")),
         replace=plugin_argparse,
         verify=probes.options_reach_plugins,
     ),
@@ -48,10 +46,10 @@ PATCHES: tuple[Patch, ...] = (
         expect=(
             Signature(
                 "ModelProvider._load",
-                ("(self, model_path, adapter_path=None, draft_model_path=None)",),
+                "(self, model_path, adapter_path=None, draft_model_path=None)",
             ),
-            Signature("ModelProvider.load_default", ("(self)",)),
-            Signature("make_prompt_cache", ("(model, max_kv_size=None)",)),
+            Signature("ModelProvider.load_default", "(self)"),
+            Signature("make_prompt_cache", "(model, max_kv_size=None)"),
             Uses("main", "ModelProvider"),
         ),
         replace=subclass(PluginModelProvider),
@@ -62,7 +60,7 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:BatchGenerator",
         why="Plugins merge the caches of several sequences; stock asks the first cache only.",
         expect=(
-            Signature("BatchGenerator._make_batch", ("(self, n)",)),
+            Signature("BatchGenerator._make_batch", "(self, n)"),
             Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
             Uses("ResponseGenerator._generate", "BatchGenerator"),  # which the next patch wraps
         ),
@@ -74,9 +72,9 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:ResponseGenerator",
         why="Plugins see messages before and ids after tokenizing, and take requests.",
         expect=(
-            Signature("ResponseGenerator._tokenize", ("(self, tokenizer, request, args)",)),
-            Signature("ResponseGenerator._next_request", ("(self, timeout=None)",)),
-            Signature("ResponseGenerator._is_batchable", ("(self, args)",)),
+            Signature("ResponseGenerator._tokenize", "(self, tokenizer, request, args)"),
+            Signature("ResponseGenerator._next_request", "(self, timeout=None)"),
+            Signature("ResponseGenerator._is_batchable", "(self, args)"),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),
             Uses("ResponseGenerator.generate", "requests"),
@@ -91,10 +89,10 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:LRUPromptCache",
         why="Plugins give and save prompt caches; a fetch that leaves no token kills the server.",
         expect=(
-            Signature("LRUPromptCache.fetch_nearest_cache", ("(self, model, tokens)",)),
+            Signature("LRUPromptCache.fetch_nearest_cache", "(self, model, tokens)"),
             Signature(
                 "LRUPromptCache.insert_cache",
-                ("(self, model, tokens, prompt_cache, *, cache_type='assistant')",),
+                "(self, model, tokens, prompt_cache, *, cache_type='assistant')",
             ),
             Uses("run", "LRUPromptCache"),
         ),
@@ -108,11 +106,11 @@ PATCHES: tuple[Patch, ...] = (
         expect=(
             Signature(
                 "quantized_scaled_dot_product_attention",
-                ("(queries, q_keys, q_values, scale, mask, group_size=64, bits=8)",),
+                "(queries, q_keys, q_values, scale, mask, group_size=64, bits=8)",
             ),
             Signature(
                 "scaled_dot_product_attention",
-                ("(queries, keys, values, cache, scale, mask, sinks=None)",),
+                "(queries, keys, values, cache, scale, mask, sinks=None)",
             ),
             Uses("scaled_dot_product_attention", "quantized_scaled_dot_product_attention"),
             Uses("scaled_dot_product_attention", "hasattr"),
@@ -125,20 +123,16 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:_run_http_server",
         why="Plugins see requests and replies, add headers and answer paths of their own.",
         expect=(
-            Signature(
-                "_run_http_server", (f"(host, port, response_generator, {_SERVER_ARGUMENTS})",)
-            ),
-            Signature("APIHandler.handle_chat_completions", ("(self)",)),
-            Signature("APIHandler.handle_text_completions", ("(self)",)),
-            Signature("APIHandler._set_completion_headers", ("(self, status_code=200)",)),
-            Signature("APIHandler._set_stream_headers", ("(self, status_code=200)",)),
+            Signature("_run_http_server", f"(host, port, response_generator, {_SERVER_ARGUMENTS})"),
+            Signature("APIHandler.handle_chat_completions", "(self)"),
+            Signature("APIHandler.handle_text_completions", "(self)"),
+            Signature("APIHandler._set_completion_headers", "(self, status_code=200)"),
+            Signature("APIHandler._set_stream_headers", "(self, status_code=200)"),
             Signature(
                 "APIHandler.generate_response",
-                (
-                    "(self, text, finish_reason, prompt_token_count=None, "
-                    "completion_token_count=None, prompt_cache_count=None, token_logprobs=None, "
-                    "top_tokens=None, tokens=None, tool_calls=None, reasoning_text=None)",
-                ),
+                "(self, text, finish_reason, prompt_token_count=None, "
+                "completion_token_count=None, prompt_cache_count=None, token_logprobs=None, "
+                "top_tokens=None, tokens=None, tool_calls=None, reasoning_text=None)",
             ),
             Uses("run", "_run_http_server"),
         ),
@@ -150,7 +144,7 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:run",
         why="Plugins are configured and tested before the server listens, and end with it.",
         expect=(
-            Signature("run", (f"(host, port, model_provider, {_SERVER_ARGUMENTS})",)),
+            Signature("run", f"(host, port, model_provider, {_SERVER_ARGUMENTS})"),
             Uses("main", "run"),
         ),
         replace=plugin_run,

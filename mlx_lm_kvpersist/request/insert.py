@@ -160,11 +160,9 @@ def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedMod
     for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
         block_ids = ids[start : start + BLOCK_TOKENS]
         packed = pack_ids(block_ids)
-        text = ""
+        text, after = "", b""
         if model.text is not None:
             text, after = model.text.feed(block_ids, pending)
-        else:
-            after = b""
         key = block_key(parent, packed)
         chain.append(Block(key, parent, start, packed, text, after))
         parent, pending = key, after

@@ -219,7 +219,7 @@ def _differences(root: Root, other: Root) -> list[Reason]:
 
 
 class History:
-    """The last requests as JSON objects, newest last. Any thread.
+    """The last requests as JSON objects. Any thread.
 
     with_text: whether a record may quote the prompt.
     """
@@ -263,5 +263,6 @@ class History:
         return record
 
     def records(self) -> list[dict[str, Any]]:
+        """Return the records, newest first."""
         with self._lock:
-            return list(self._records)
+            return list(self._records)[::-1]
