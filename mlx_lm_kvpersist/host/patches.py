@@ -13,7 +13,6 @@ from typing import Any
 
 from . import probes
 from .caches import PluginBatchGenerator, PluginPromptCache, plugin_quantized_attention
-from .generation_thread import GuardedResponseGenerator
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
 from .model_provider import PluginModelProvider
@@ -22,10 +21,9 @@ from .response_generator import PluginResponseGenerator
 from .run import plugin_argparse, plugin_run
 
 
-def subclass(*bases: type[Any]) -> Callable[[type[Any]], type[Any]]:
-    """Return a function that puts the methods of `bases` before those of a stock class."""
-    first = bases[0]
-    return lambda stock: type(first.__name__, (*bases, stock), {"__doc__": first.__doc__})
+def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
+    """Return a function that puts the methods of `plugin` before those of a stock class."""
+    return lambda stock: type(plugin.__name__, (plugin, stock), {"__doc__": plugin.__doc__})
 
 
 _SERVER_ARGUMENTS = "server_class=..., handler_class=..."
@@ -81,7 +79,7 @@ PATCHES: tuple[Patch, ...] = (
             Uses("ResponseGenerator._generate", "_time_budget"),
             Uses("run", "ResponseGenerator"),
         ),
-        replace=subclass(PluginResponseGenerator, GuardedResponseGenerator),
+        replace=subclass(PluginResponseGenerator),
         verify=probes.requests_pass_plugins,
     ),
     Patch(

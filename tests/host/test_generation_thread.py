@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
-from mlx_lm_kvpersist.host.generation_thread import RequestQueue
+from mlx_lm_kvpersist.host.response_generator import RequestQueue
 from tests.support import ServerProcess, wait_until
 from tests.support.host import Environment
 
