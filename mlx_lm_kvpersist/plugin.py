@@ -196,17 +196,12 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None:
             return None
         state = RequestState.of(request)
-        state.lookup = self._look_up(state, request, prompt, self._loaded, self._store)
+        state.lookup = self._look_up(state, request, prompt)
         return state.lookup.is_fetched if state.lookup.prefetch() else None
 
-    def _look_up(
-        self,
-        state: RequestState,
-        request: Any,
-        prompt: Prompt,
-        loaded: LoadedModel,
-        store: BlockStore,
-    ) -> Lookup:
+    def _look_up(self, state: RequestState, request: Any, prompt: Prompt) -> Lookup:
+        loaded, store = self._loaded, self._store
+        assert loaded is not None and store is not None
         session = (state.session or "") if self._config.isolate_sessions else ""
         state.root = replace(loaded.root, namespace=state.namespace, session=session)
         state.messages = request.messages or []
@@ -225,16 +220,16 @@ class KVPersistPlugin:
     def take_request(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
     ) -> Prepared | None:
-        state, loaded, store = RequestState.of(request), self._loaded, self._store
+        state = RequestState.of(request)
         lookup, state.lookup = state.lookup, None
-        if loaded is None or store is None:
+        if self._loaded is None or self._store is None:
             self._record(state, Outcome.stock(len(prompt.ids), self._refusal))
             return None
         try:
-            if lookup is None or lookup.rendered is not prompt or lookup.model is not loaded:
+            if lookup is None or lookup.rendered is not prompt or lookup.model is not self._loaded:
                 if lookup is not None:
                     lookup.close()
-                lookup = self._look_up(state, request, prompt, loaded, store)
+                lookup = self._look_up(state, request, prompt)
             reuse = lookup.restore()
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")

@@ -25,6 +25,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.caches import PluginPromptCache
+from mlx_lm_kvpersist.host.probes import GENERATION_ARGS
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
@@ -188,7 +189,7 @@ class Replayer:
         if session is not None:
             headers["X-Session-ID"] = session
         manager.ask("request_received", request=request, headers=headers, body={})
-        args = SimpleNamespace(chat_template_kwargs=None)
+        args = SimpleNamespace(**vars(GENERATION_ARGS), chat_template_kwargs=None)
         prompt, segments, types, *_ = self._generator._tokenize(self.tokenizer, request, args)
         caches, rest = self._cache.fetch_nearest_cache(self._key, prompt)
         n_reused = len(prompt) - len(rest)
