@@ -73,7 +73,7 @@ class KVPersistPlugin:
             logger.info("kvpersist: %s", self._places())
 
     def _places(self) -> str:
-        """Return where conversations are kept and how much of it is used, for the log."""
+        """Return where conversations are kept and how much space they take, for the log."""
         assert self._store is not None
         ram = show_bytes(self._config.limits.max_ram_bytes)
         return f"conversations in {self._store.disk.space()}, and up to {ram} of RAM"
@@ -96,7 +96,7 @@ class KVPersistPlugin:
         self._loaded, self._refusal = None, ""
         if self._store is not None:
             self._store.release_prefetched()
-        # What was learned of one model's speed says nothing of another's.
+        # The speeds of one model are not those of another.
         self._policy = ReusePolicy(self._config.canary, self._config.min_reuse)
         try:
             self._loaded = self._describe(provider)
@@ -135,7 +135,7 @@ class KVPersistPlugin:
         return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
 
     def _content_hash(self, path: Path) -> str:
-        """Hash a file once: weights are gigabytes, and change as seldom as their stamp does."""
+        """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
         assert self._store is not None
         stat = path.stat()
         stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"

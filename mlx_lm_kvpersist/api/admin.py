@@ -18,8 +18,8 @@ KEY_VARIABLE = "KVPERSIST_ADMIN_KEY"
 def json_view(answer: Callable[[], Any], key: str | None = None) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 
-    What it shows was said in private. key: who sends it may ask from anywhere, others may not
-    ask; without a key, programs of the server's own machine may.
+    The answers quote private conversations. With a `key`, every request must carry it, and may come
+    from anywhere. Without one, only programs of the server's own machine may ask.
     """
 
     def handle(handler: Any) -> None:
@@ -38,8 +38,8 @@ def json_view(answer: Callable[[], Any], key: str | None = None) -> Callable[[An
 def why_refused(address: str, headers: Message, key: str | None) -> str:
     """Return why a request may not be answered; "" when it may.
 
-    A proxy on this machine has its address, and so has a browser whose page has had its own
-    name resolved to this machine. Both show in the headers.
+    A proxy on this machine has this machine's address. So has a browser on this machine that shows
+    a hostile page whose name was made to resolve to this machine. The headers reveal both.
     """
     if key is not None:
         # http.server reads headers as Latin-1.

@@ -1,8 +1,8 @@
 """Where clients put the name of a conversation, and which namespace a request belongs to.
 
-A key is a hint about what belongs together. What is reused is decided by the text alone, so a
-wrong key costs nothing and a missing one little. Names of people (`user`, `safety_identifier`, a
-whole `metadata.user_id`) are never keys.
+A key is a hint about which requests belong together. Which tokens are reused is decided by the text
+alone, so a wrong key costs nothing and a missing one little. Names of people (`user`,
+`safety_identifier`, a whole `metadata.user_id`) are never keys.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Codex's header names are too common to be trusted from anyone else."""
+    """Codex's header names are too common to be trusted from other clients."""
     said = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
     if "codex" not in said:
         return None
@@ -109,8 +109,8 @@ def session_key(
 def namespace(headers: Message, *, by_key: bool) -> str:
     """Return the namespace of a request: the one that it names, with `by_key` a digest.
 
-    Nothing is shared between namespaces; most requests are in the nameless one. The digest is of
-    API key and name together, so that knowing it, as the operator's lists show it, opens nothing.
+    Nothing is shared between namespaces; most requests are in the nameless one. The digest covers
+    the API key and the name. The operator's lists show it; knowing it gives no access.
     """
     named = headers.get(NAMESPACE_HEADER) or ""
     if not by_key:
@@ -123,7 +123,7 @@ def namespace(headers: Message, *, by_key: bool) -> str:
 
 
 def unshared(namespace: str) -> str:
-    """Return a namespace that no other request is in: with isolation, for one without a session."""
+    """Return a namespace of its own for a request that, with isolation, has no session."""
     return short_name(f"{namespace}/{secrets.token_hex(16)}")
 
 

@@ -19,9 +19,9 @@ else:
 class PluginBatchGenerator(StockBatchGenerator):  # type: ignore[misc]
     """Merges as stock does, after asking the plugins. Generation thread.
 
-    To merge one layer's caches of several sequences mlx-lm asks the cache of the first sequence
-    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter
-    until the batch is made; nothing of `_make_batch` is written again here.
+    To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
+    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter while
+    the batch is made. `_make_batch` itself stays stock's.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,15 +58,15 @@ class MergeAdapter:
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     """A prompt cache for the batched path, where nothing catches an exception. Generation thread.
 
-    Stock's generation thread dies of an exception here, and of a fetch that leaves no token to
-    feed (in 0.31.x all requests then hang while /health says ok). So plugins cannot raise through
-    this class, and every fetch leaves at least one token.
+    An exception here, or a fetch that leaves no token to feed, ends stock's generation thread (in
+    0.31.x all requests then hang while /health says ok). So plugins cannot raise through this
+    class, and every fetch leaves at least one token.
     """
 
     def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
         if isinstance(tokens, TakenTokens):
             taken = tokens.taken
-            # Given out once: the server changes these caches from here on.
+            # They are returned only once, because the server changes them from here on.
             caches, taken.caches = taken.caches, None
             return (None, tokens) if caches is None else (caches, tokens[taken.n_cached :])
         cache, rest = super().fetch_nearest_cache(model, tokens)
@@ -94,11 +94,11 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
 
 
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands in for mlx-lm's `quantized_scaled_dot_product_attention`.
+    """Return the replacement of mlx-lm's `quantized_scaled_dot_product_attention`.
 
-    A plugin's cache shows `bits` and returns, as keys, a tuple with a method
-    `attend(queries, values, scale, mask)` -> [B, heads, N, values' dimension]. All other keys are
-    attended to as before, also by other users of mlx_lm in the process.
+    A plugin's cache has an attribute `bits`, and its keys are a tuple with a method
+    `attend(queries, values, scale, mask)` -> [B, heads, N, values' dimension]. For all other keys
+    stock's function is called.
     """
 
     @functools.wraps(stock)

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, and tells the plugins. One object a connection, on its own thread.
 
-    A connection can carry several requests, and only some are completions. What belongs to one
-    request is forgotten when the next begins.
+    A connection can carry several requests, and only some are completions. The state of a request
+    is reset when the next one begins.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -101,7 +101,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Tell the client why there is no reply, or why it ends early; stock closes silently."""
+        """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
         status = getattr(error, "status", 500)
         if status == 500:
             logger.exception("a reply failed")
@@ -172,7 +172,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._is_ok = status_code == 200
 
     def end_headers(self) -> None:
-        """Add the plugins' headers at the last moment: without streaming, the reply is known."""
+        """Add the plugins' headers as late as possible: without streaming, the reply is known."""
         if self._completion is not None and self._is_ok:
             self._is_ok = False
             answers = manager.ask_all("response_headers", request=self._completion)
@@ -210,7 +210,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
 
 def is_header(name: str, value: str) -> bool:
-    """Tell whether a header can be sent and ends where it should."""
+    """Tell whether a header is printable ASCII, so that it cannot add another header."""
     is_plain = all(text.isascii() and text.isprintable() for text in (name, value))
     return is_plain and bool(name) and not set(name) & set(" :")
 

@@ -48,7 +48,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                     and manager.ask("batches", model=self.model) is not False
                 )
         except Exception as error:
-            # Otherwise the next request would find this model loaded and be served without us.
+            # Otherwise the next request would find this model loaded, without its plugins.
             if hasattr(self, "reset"):  # from 0.32.0
                 self.reset()
             else:
@@ -76,10 +76,10 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 def let_plugins_make_caches(model: Any) -> bool:
     """Set `make_cache` on this model, unless no plugin makes caches for it.
 
-    Every binding of mlx-lm's `make_prompt_cache` asks the model first, so one attribute of one
-    object reaches them all and nothing else in the process changes.
+    mlx-lm's `make_prompt_cache` asks the model first, under whatever name it was imported. So one
+    attribute of one object is enough, and nothing else in the process changes.
 
-    Raises what the hook raises: here, while the model is loaded, that can still be reported.
+    Raises what the hook raises: while the model is being loaded, that can still be reported.
     """
     if manager.ask("make_prompt_cache", model=model) is None:
         return False
@@ -91,7 +91,7 @@ def let_plugins_make_caches(model: Any) -> bool:
 
     def make_cache() -> list[Any]:
         model: Any = reference()
-        # Nothing catches an exception here later, and the generation thread would die.
+        # Later nothing would catch an exception, and it would end the generation thread.
         caches = manager.ask_first("make_prompt_cache", model=model)
         if caches is None:
             caches = own(model) if own is not None else (KVCache() for _ in model.layers)

@@ -1,4 +1,4 @@
-"""A prompt on its way to the model, and the token ids that remember who took it."""
+"""A prompt on its way to the model, and token ids that know which plugin took the request."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Prepared:
 class TakenTokens(list[int]):
     """Token ids of a request that a plugin took.
 
-    The stock server hands a prompt's ids, and slices of them, through the batch generator and
-    back to the prompt cache; nothing else of the request makes that journey. Slices and in-place
-    appends keep `taken`.
+    The stock server passes a prompt's ids, and slices of them, through the batch generator and back
+    to the prompt cache. It passes nothing else of the request. Slices and in-place appends keep
+    `taken`.
     """
 
     def __init__(self, ids: Iterable[int], taken: Prepared) -> None:

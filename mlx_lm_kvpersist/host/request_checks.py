@@ -1,7 +1,7 @@
-"""Refuses the requests that would end stock's generation thread or leave a client without answer.
+"""Refuses requests that would end stock's generation thread or leave a client without an answer.
 
-Stock's batched path catches no exception, and MLX checks no index on the CPU. A value that stock
-can serve, however odd, is left to stock.
+Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
+can serve are left to stock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_body_length(length: str | None) -> None:
 
 
 def check_bias(bias: Any) -> None:
-    """Refuse a logit_bias for which stock's conversion raises what it does not catch."""
+    """Refuse a logit_bias for which stock's conversion raises an error that it does not catch."""
     if isinstance(bias, dict):
         is_right = all(isinstance(n, str | int | float) and _fits_float(n) for n in bias.values())
         _require(is_right, "logit_bias", bias, "numbers for token ids")
@@ -121,7 +121,7 @@ def _require(is_right: bool, name: str, value: Any, expected: str) -> None:
 
 
 def require_text(name: str, value: Any) -> None:
-    """Refuse what is no text, or cannot be encoded: half of a surrogate pair cannot."""
+    """Refuse a value that is not text, or cannot be encoded, such as half a surrogate pair."""
     _require(isinstance(value, str), name, value, "text")
     try:
         value.isascii() or value.encode()

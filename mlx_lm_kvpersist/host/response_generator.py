@@ -29,7 +29,7 @@ else:
     Stock = object
 
 LAST_ANSWERS_S = 1.0
-"""How long clients are still told that the server ends."""
+"""How long the server still answers, with an error, before it ends."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class RequestQueue(Queue[Any]):
             super().put(item, block, timeout)
 
     def close(self, error: Exception) -> None:
-        """Answer every request that is queued or being served with `error`, and refuse others."""
+        """Answer all requests that are queued or being served with `error`, and refuse new ones."""
         with self._closing:
             self._error = error
             for reply_queue in self._reply_queues:
@@ -61,9 +61,9 @@ class RequestQueue(Queue[Any]):
 
 @dataclass(frozen=True)
 class Rendered:
-    """What stock's tokenizing made of a request: its own tuple, and the prompt in it.
+    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
 
-    `prompt` is None where plugins must not change it: it has images.
+    `prompt` is None if it has images: plugins must not change it.
     """
 
     tokenizer: Any
@@ -233,7 +233,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
         check_prompt_ids(stock[0])
         ids, segments, segment_types, *rest = stock
-        # From 0.32.1 the images of a prompt come last; their positions count on these very ids.
+        # From 0.32.1 the images of a prompt come last; their positions refer to these ids.
         has_images = len(rest) > 1 and rest[1] is not None
         prompt = None if has_images else Prompt(ids, segments, segment_types)
         return Rendered(tokenizer, stock, prompt)

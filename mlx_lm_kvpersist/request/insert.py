@@ -24,10 +24,10 @@ from .model import LoadedModel
 from .restore import STATE, Stored, needed_at, stored_state, stored_window, window_kind
 
 REPLY = "assistant"
-"""The server's cache type at the end of a reply. At the ends of earlier segments it is another."""
+"""The server's cache type at the end of a reply; the ends of earlier segments have others."""
 
 MAX_CHECKPOINTS = 6
-"""Of a conversation, beside the first: its last three turns have two each."""
+"""Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
 
 MAX_BRANCHES = 4
 """Older checkpoints that stay because conversations diverge there."""
@@ -48,10 +48,10 @@ def insert(
 ) -> None:
     """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer.
 
-    At the end of a reply everything is written and the session moves. Before it, at the end of the
-    system prompt or of the user's message, full blocks are written and the rest stays in RAM: if
-    the client disconnects, what it waited for so far is not lost. Where a model can only go on
-    from checkpoints, this is one: the block ends here, and all of it is written.
+    At the end of a reply all blocks are written, and the session's leaf moves. At the end of the
+    system prompt or of the user's message, full blocks are written and a partial one stays in RAM:
+    if the client disconnects, the full blocks are kept. If the model can go on only from
+    checkpoints, each of these places becomes one: the block ends there, and all of it is written.
     """
     spec = model.spec
     n_cached = n_cached_tokens(spec, caches)
@@ -59,14 +59,14 @@ def insert(
     if n_tokens == 0:
         return
     if not spec.any_prefix and n_cached is not None and n_cached != n_tokens:
-        return  # what windows and states hold cannot be cut back to the tokens
+        return  # windows and states cannot be cut back to fewer tokens
     ended = cache_type == REPLY
     if ended and n_tokens > sequence.n_prompt:
         prompt, reply = tokens[: sequence.n_prompt], tokens[sequence.n_prompt : n_tokens]
         sequence.request.produced = (prompt, reply)
     before = sequence.chain
     if spec.any_prefix:
-        # Only full blocks stay as they are: a longer one takes the place of the last.
+        # Only full blocks stay: a partial one is replaced by a longer block.
         before = list(takewhile(lambda block: block.n_tokens == BLOCK_TOKENS, before))
     if not spec.any_prefix and before and not ended:
         if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
@@ -155,7 +155,7 @@ def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedMod
     if chain:
         parent = chain[-1].key
         if model.text is not None:
-            # Not as its row has it: nothing else would notice if that were damaged.
+            # Computed, not read from its row: no check would find damage there.
             _, pending = model.text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
     for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
         block_ids = ids[start : start + BLOCK_TOKENS]
@@ -172,10 +172,10 @@ def _chain(root: Root, ids: list[int], before: ListLike[Block], model: LoadedMod
 def _replaced_tails(
     chain: list[Block], n_reused: int, store: BlockStore
 ) -> list[tuple[bytes, bytes]]:
-    """Return partial blocks whose tokens all stand in a block of the chain, with that block.
+    """Return the keys of partial blocks that a block of the chain contains, each with that block's.
 
-    Only blocks behind what was reused can have such siblings: the ends of this conversation's
-    earlier turns. One that is in RAM alone is dropped.
+    They are the ends of this conversation's earlier turns, so they are siblings of blocks after the
+    `n_reused` tokens. A partial block that is in RAM only is dropped.
     """
     replaced = []
     for block in chain:
@@ -221,17 +221,17 @@ def superseded_checkpoints(
 
 
 def _replies_left(chain: ListLike[Block], n_reused: int, store: BlockStore) -> list[Block]:
-    """Return the checkpoints of replies that began where this chain went on, and lead nowhere.
+    """Return the checkpoints of replies that branch off where this chain went on, without children.
 
-    A reply has one, at its end; a turn of another conversation has one before it.
+    A reply has one checkpoint, at its end. A turn of another conversation has one before it, too.
     """
-    # A window may have been cut some tokens behind the last block that both have.
+    # `n_reused` may be some tokens after the end of the last block that both have.
     fork = bisect_right([block.stop for block in chain], n_reused) - 1
     if fork < 0 or fork + 1 >= len(chain):
         return []
     children = store.children(chain[fork].key, limit=FEW + 1)
     if len(children) > FEW:
-        return []  # so many are conversations with one beginning
+        return []  # so many children are conversations that begin alike
     left: list[Block] = []
     for child in children:
         branch: list[Block] = []

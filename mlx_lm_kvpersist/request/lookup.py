@@ -24,16 +24,16 @@ MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
 
 _MAX_TRIES = 3
-"""Blocks can go between find and restore: a turn that is being saved replaces the end of the one
-before it, another server makes room, a check fails. Then the prompt is looked up without them."""
+"""Blocks can disappear between find and restore: a turn that is being saved replaces the end of the
+turn before it, another server evicts, a check fails. Then the prompt is matched again."""
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a lookup came to: the prompt to feed, and caches that hold its first tokens.
+    """The result of a lookup: the prompt to feed, and caches that hold its first tokens.
 
     `caches` is None when nothing is reused. `chain` are the stored blocks that the caches hold
-    whole. `outcome` counts the tokens and gives the reason why not more were reused.
+    as a whole. `outcome` counts the tokens and says why not more were reused.
     """
 
     prompt: Prompt
@@ -46,7 +46,8 @@ class Reuse:
 class _Found:
     """A prompt that begins with stored ids, of which the first `n_tokens` are worth restoring.
 
-    `refusal` says why not more of a diverging prompt, one that does not go on as what is stored.
+    `diverges`: the prompt goes on differently from what is stored. `refusal` then says why not all
+    matching tokens are worth it.
     """
 
     prompt: Prompt
@@ -121,9 +122,9 @@ class Lookup:
         self._found = _Found(prompt, match, diverges, n_tokens, refusal)
 
     def prefetch(self) -> bool:
-        """Start to read from disk what `restore` will want; False when that is little.
+        """Start to read from disk the blocks that `restore` will need; False if they are few.
 
-        Nothing depends on it: by the time of `restore` these blocks may be gone, or others stored.
+        `restore` does not depend on it: by then these blocks may be gone, or others stored.
         """
         if self._found is None:
             return False
@@ -150,10 +151,10 @@ class Lookup:
             self._prefetch = None
 
     def restore(self) -> Reuse:
-        """Load what was found into caches, as much of it as can be had and is worth it."""
+        """Load the stored tokens into caches, as many as can be read and are worth it."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
-            prefetch.stop()  # what it has not read by now is read faster from here
+            prefetch.stop()  # blocks that it has not read yet are read faster from here
         started = time.perf_counter()
         n_quarantined = self._store.counters.blocks_quarantined
         n_wanted = 0

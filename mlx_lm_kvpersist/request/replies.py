@@ -41,7 +41,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply, its end token not; size and digest of the prompt that it answered."""
+    """The ids of a reply without its end token; size and digest of the prompt that it answered."""
 
     ids: list[int]
     n_prompt_bytes: int
@@ -80,7 +80,7 @@ def remember(
     text, content = model.text.decode(ids), sent.get("content") or ""
     if not ended and (sent.get("tool_calls") or not _shown(text).endswith(_shown(content))):
         return  # a stop word was cut off
-    # A broken character reads as the text has it, but its bytes, which later replies count, differ.
+    # A broken character is equal as text, but not as bytes, and later replies count bytes.
     is_plain = unicodedata.is_normalized("NFC", text) and REPLACEMENT not in text
     if text == content == text.strip() and is_plain:
         return
@@ -113,9 +113,9 @@ def respell(
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
     before = blake2b(digest_size=_DIGEST_BYTES)
-    n_bytes = 0  # hashed by `before`
+    n_bytes = 0  # that `before` has hashed
     ids: list[int] = []
-    n_read = 0  # of the prompt's tokens; `ids` stand for them
+    n_read = 0  # tokens of the prompt that `ids` stand for
     boundaries: dict[int, int] = {}
 
     def copy_up_to(stop: int) -> None:
@@ -144,7 +144,7 @@ def respell(
 
 
 def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
-    """Tell whether a template rendered this reply, and no white space that is not the reply's."""
+    """Tell whether a template rendered this reply, without white space that is not in the reply."""
     lead, tail = _blank_ends(rendered)
     own_lead, own_tail = _blank_ends(own)
     if not own_lead.endswith(lead) or not own_tail.startswith(tail):
@@ -163,7 +163,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _parts(text: str, tokenizer: Any) -> Iterator[str]:
-    """Yield a reply's text without white space and its tool calls, in a form that equal ones share.
+    """Yield a reply's text without white space and its tool calls, in a form for comparison.
 
     The server's own parser reads the calls. One that it cannot read is text.
     """
@@ -182,7 +182,7 @@ def _parts(text: str, tokenizer: Any) -> Iterator[str]:
 def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
     """Yield the key of each assistant message: a hash over the messages up to it.
 
-    It does not matter which form a client chose for them, and whether it sends reasoning back.
+    The key does not depend on the form in which a client sends content, nor on reasoning.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
     for message in messages:
@@ -199,7 +199,7 @@ def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
 
 
 def _call_of(call: Any) -> list[Any]:
-    """Return a message's tool call, in a form that equal ones share."""
+    """Return a message's tool call in a form for comparison."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return [call]
