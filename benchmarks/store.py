@@ -27,8 +27,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_model
 
-from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, n_bytes
-from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes
 from mlx_lm_kvpersist.cache.packed import headroom
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids

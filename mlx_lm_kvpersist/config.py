@@ -15,7 +15,7 @@ import platformdirs
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
 from .cache.attention import STRATEGIES, Strategy
-from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionChoice
+from .cache.packed import GROUP_SIZES, OWN_BITS, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
 from .units import parse_budget, parse_folder, parse_size

@@ -20,10 +20,10 @@ from .api.normalise import normalise
 from .api.session_keys import namespace, session_key, unshared
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.calibration import with_plans
+from .cache.canary import warm_up
 from .cache.fingerprint import content_hash, model_fingerprint
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
-from .cache.warm_up import warm_up
 from .errors import ModelNotSupported
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt

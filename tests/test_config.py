@@ -8,7 +8,7 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
-from mlx_lm_kvpersist.cache.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.packed import PrecisionChoice
 from mlx_lm_kvpersist.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Attention over packed keys and values of any shape: three strategies with the same result.
+"""Attention over packed keys and values: three strategies with the same result, and the choice.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
@@ -13,14 +13,14 @@ mask is None, "causal" (the queries are the last N of the S tokens), or an array
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from . import packed as pk
-from .packed import Packed
-from .precision import KVPrecision
+from .packed import KVPrecision, Packed
 
 Strategy = Literal["dequantize", "packed", "tiled"]
 STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
@@ -31,6 +31,80 @@ MAX_DEQUANTIZED_BYTES = 256 << 20
 
 NEAR_BYTES = 16 << 20
 """Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
+
+
+PHASES = ("prefill", "decode", "batch_decode")
+_FEW_ROWS = 2
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The strategies of one group: for prefill, for decoding one or two sequences, and for more.
+
+    If the model takes packed keys, at most `max_dequantized_bytes` are dequantized together: beyond
+    that `dequantize` becomes `tiled`, unless the limit is None. A tile has `tile_bytes` of
+    dequantized keys and values. `measured_ms` has one layer's time per phase and strategy.
+    """
+
+    prefill: Strategy = "dequantize"
+    decode: Strategy = "dequantize"
+    batch_decode: Strategy = "dequantize"
+    can_take_packed: bool = False
+    max_dequantized_bytes: int | None = MAX_DEQUANTIZED_BYTES
+    tile_bytes: int = MAX_DEQUANTIZED_BYTES
+    measured_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for phase in PHASES:
+            if (strategy := getattr(self, phase)) not in STRATEGIES:
+                raise ValueError(f"{phase} is {strategy!r}; expected one of {STRATEGIES}")
+            if strategy != "dequantize" and not self.can_take_packed:
+                raise ValueError(f"{phase} is {strategy!r}, but the model cannot take packed keys")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionPlan:
+        return self
+
+    def choose(self, n_queries: int, n_keys: int, n_rows: int, token_bytes: int) -> Strategy:
+        """Return the strategy for `n_queries` against `n_keys` of each of `n_rows` sequences.
+
+        `token_bytes` are those of one token's key and value, dequantized, all heads of one layer.
+        """
+        if n_queries > 1:
+            strategy = self.prefill
+        elif n_rows <= _FEW_ROWS:
+            strategy = self.decode
+        else:
+            strategy = self.batch_decode
+        if (
+            strategy == "dequantize"
+            and self.can_take_packed
+            and self.max_dequantized_bytes is not None
+            and n_rows * n_keys * token_bytes > self.max_dequantized_bytes
+        ):
+            return "tiled"
+        return strategy
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {
+            **{
+                phase: {
+                    "strategy": getattr(self, phase),
+                    "ms": dict(self.measured_ms.get(phase, {})),
+                }
+                for phase in PHASES
+            },
+            "can_take_packed": self.can_take_packed,
+            "max_dequantized_bytes": self.max_dequantized_bytes,
+            "tile_bytes": self.tile_bytes,
+        }
+
+
+def forced_plan(strategy: Strategy, can_take_packed: bool) -> AttentionPlan:
+    """Return the plan that always takes `strategy` if the model can take packed keys."""
+    if strategy == "dequantize" or not can_take_packed:
+        return AttentionPlan(can_take_packed=can_take_packed, max_dequantized_bytes=None)
+    return AttentionPlan(strategy, strategy, strategy, can_take_packed)
 
 
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
@@ -45,9 +119,6 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     buffers: Packed
     n_tokens: int
     tile_bytes: int | None
-
-    def __new__(cls, parts: Iterable[mx.array]) -> PackedKV:
-        return super().__new__(cls, parts)
 
     @classmethod
     def of(
@@ -105,9 +176,16 @@ def packed_attention(
     """
     n_rows, n_heads, n_queries, k_dim = queries.shape
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
-    all_keys, all_values = _without_slices(keys, values)
+    # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
+    # whole, and masks hide the spare room; otherwise the tokens are copied.
+    all_keys: Packed = keys
+    all_values: Packed = values
+    capacity = keys.buffers[0].shape[2]
+    if (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity:
+        all_keys, all_values = keys.buffers, values.buffers
+    # This copies only arrays that are slices.
+    all_keys, all_values = pk.each(mx.contiguous, all_keys), pk.each(mx.contiguous, all_values)
     capacity = all_keys[0].shape[2]
-    visible = _Visible(mask, n_queries, n_keys, n_kv_heads)
     scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
     parts: list[mx.array] = []
@@ -123,9 +201,8 @@ def packed_attention(
             group_size=keys.precision.group_size,
             bits=keys.precision.bits,
         )
-        scores = visible.hide(
-            scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity), at, slice(0, capacity)
-        )
+        scores = scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity)
+        scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
         weights = mx.softmax(scores, axis=-1, precise=True)
         out = mx.quantized_matmul(
             weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity),
@@ -135,7 +212,7 @@ def packed_attention(
             bits=values.precision.bits,
         )
         parts.append(out.reshape(n_rows, n_heads, n, -1))
-    return _joined(parts, axis=2).astype(queries.dtype)
+    return mx.concatenate(parts, axis=2).astype(queries.dtype)
 
 
 def tiled_attention(
@@ -177,8 +254,8 @@ def tiled_attention(
             else:
                 last = _one_head(block, keys, values, (rows, heads), scale, seen, tile_bytes, last)
             heads_out.append(last)
-        rows_out.append(_joined(heads_out, axis=1))
-    return _joined(rows_out, axis=0)
+        rows_out.append(mx.concatenate(heads_out, axis=1))
+    return mx.concatenate(rows_out, axis=0)
 
 
 def _one_head(
@@ -197,7 +274,6 @@ def _one_head(
     """
     _, n_repeats, n_queries, _ = queries.shape
     n_keys, dtype = keys.n_tokens, queries.dtype
-    visible = _Visible(mask, n_queries, n_keys, 1)
     scaled = (queries * scale)[:, None]
     n_tile = max(1, tile_bytes // _token_bytes(keys, values, dtype))
     n_block = max(1, tile_bytes // (4 * n_repeats * n_tile))
@@ -211,11 +287,11 @@ def _one_head(
             if after is not None:
                 block = mx.depends([block], [after])[0]
             scores = (block @ tile_keys.swapaxes(-1, -2)).astype(mx.float32)
-            scores = visible.hide(scores, at, tokens)
+            scores = _hidden(scores, mask, n_queries, n_keys, at, tokens)
             running[i] = state = _Running.after(running[i], scores, tile_values)
             after = state.out
     done = [state.out / state.total for state in running if state is not None]
-    return _joined(done, axis=3)[:, 0].astype(dtype)
+    return mx.concatenate(done, axis=3)[:, 0].astype(dtype)
 
 
 class _Running:
@@ -240,47 +316,40 @@ class _Running:
         return cls(highest, total, out)
 
 
-class _Visible:
-    """A mask for parts of the queries and keys, of scores [B, Hkv, Hq / Hkv, n, t]."""
+def _hidden(
+    scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice, keys: slice
+) -> mx.array:
+    """Return `scores` [B, Hkv, Hq / Hkv, n, t] with the lowest number for hidden keys.
 
-    def __init__(self, mask: Mask, n_queries: int, n_keys: int, n_kv_heads: int) -> None:
-        if isinstance(mask, str) and mask != "causal":
-            raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
-        self.n_keys = n_keys
-        self.first = n_keys - n_queries
-        self.causal = isinstance(mask, str)
-        self.mask: mx.array | None = None
-        if isinstance(mask, mx.array):
-            rows, heads, *rest = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-            groups = (1, 1) if heads == 1 else (n_kv_heads, heads // n_kv_heads)
-            self.mask = mask.reshape(rows, *groups, *rest)
-
-    def hide(self, scores: mx.array, queries: slice, keys: slice) -> mx.array:
-        """Return `scores` of these queries and keys, with the lowest number for hidden keys.
-
-        Keys may reach beyond the last token; those are hidden from every query.
-        """
-        lowest = mx.finfo(scores.dtype).min
-        at = mx.arange(keys.start, keys.stop)
-        if self.causal:
-            if keys.stop - 1 <= self.first + queries.start:
-                return scores
-            own = mx.arange(self.first + queries.start, self.first + queries.stop)
-            return mx.where(at <= own[:, None], scores, lowest)
-        if self.mask is not None:
-            last = min(keys.stop, self.n_keys)
-            part = _cut(_cut(self.mask, 3, queries), 4, slice(keys.start, last))
-            n_missing = keys.stop - last
-            if n_missing and part.shape[4] > 1:
-                part = mx.pad(part, [(0, 0)] * 4 + [(0, n_missing)])
-            if part.dtype == mx.bool_:
-                scores = mx.where(part, scores, lowest)
-            else:
-                # -inf everywhere would end in NaN.
-                scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
-        if keys.stop > self.n_keys:
-            scores = mx.where(at < self.n_keys, scores, lowest)
-        return scores
+    They are those of a part of the queries and keys. Keys may reach beyond the last token; those
+    are hidden from every query.
+    """
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
+    lowest = mx.finfo(scores.dtype).min
+    at = mx.arange(keys.start, keys.stop)
+    if isinstance(mask, str):
+        first = n_keys - n_queries
+        if keys.stop - 1 <= first + queries.start:
+            return scores
+        own = mx.arange(first + queries.start, first + queries.stop)
+        return mx.where(at <= own[:, None], scores, lowest)
+    if mask is not None:
+        rows, heads, *rest = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
+        last = min(keys.stop, n_keys)
+        part = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
+        part = _cut(part, 4, slice(keys.start, last))
+        if keys.stop > last and part.shape[4] > 1:
+            part = mx.pad(part, [(0, 0)] * 4 + [(0, keys.stop - last)])
+        if part.dtype == mx.bool_:
+            scores = mx.where(part, scores, lowest)
+        else:
+            # -inf everywhere would end in NaN.
+            scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
+    if keys.stop > n_keys:
+        scores = mx.where(at < n_keys, scores, lowest)
+    return scores
 
 
 def _cut(x: mx.array, axis: int, part: slice) -> mx.array:
@@ -302,23 +371,6 @@ def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:
 def _slices(n: int, step: int) -> Iterator[slice]:
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
-
-
-def _joined(parts: list[mx.array], axis: int) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
-
-
-def _without_slices(keys: PackedKV, values: PackedKV) -> tuple[Packed, Packed]:
-    """Return keys and values that are not slices, which CUDA's quantized_matmul refuses.
-
-    If little of the buffers is spare, these are the whole buffers, whose spare room masks hide;
-    `contiguous` copies only those that are slices themselves. Otherwise the tokens are copied.
-    """
-    capacity = keys.buffers[0].shape[2]
-    n_spare = capacity - keys.n_tokens
-    if n_spare * 4 <= capacity and values.buffers[0].shape[2] == capacity:
-        return pk.each(mx.contiguous, keys.buffers), pk.each(mx.contiguous, values.buffers)
-    return pk.each(mx.contiguous, keys), pk.each(mx.contiguous, values)
 
 
 def _token_bytes(keys: PackedKV, values: PackedKV, dtype: mx.Dtype) -> int:

@@ -1,6 +1,6 @@
 """Measure which attention strategy is quickest on this device for one model's shapes.
 
-Each phase (see `attention_plan`) starts with few tokens and grows while its time allows, because
+Each phase (see `AttentionPlan`) starts with few tokens and grows while its time allows, because
 the same work takes microseconds on one device and seconds on another. The strategies take turns,
 so that a disturbance hits all of them. A strategy that computes something else takes no part:
 MLX 0.32.4 multiplies wrongly by packed float32 keys on a Hopper GPU. The result is kept in a JSON
@@ -29,20 +29,20 @@ from . import packed as pk
 from .attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
+    PHASES,
     STRATEGIES,
+    AttentionPlan,
     Mask,
     PackedKV,
     Strategy,
     dequantized_attention,
+    forced_plan,
     packed_attention,
     tiled_attention,
 )
-from .attention_plan import PHASES, AttentionPlan, forced_plan
 from .observe import AttentionShape, probe_packed
-from .packed import Packed
-from .precision import KVPrecision
-from .slots import replaced, slots_of
-from .spec import ModelCacheSpec
+from .packed import KVPrecision, Packed
+from .spec import ModelCacheSpec, replaced, slots_of
 
 logger = logging.getLogger(__name__)
 

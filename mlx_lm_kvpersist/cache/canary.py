@@ -1,16 +1,33 @@
-"""The canary: compute the last tokens of restored caches again, and see whether they agree."""
+"""The canary: compute the last tokens of restored caches again, and see whether they agree.
+
+It is run once when a model is loaded, before a request has to wait for it, and over what was
+restored from disk.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..errors import ModelNotSupported
 from . import packed as pk
-from .join import Piece, Pieces
-from .slots import Fields, slots_of, tokens
-from .spec import LayerGroup, ModelCacheSpec
+from .blocks import (
+    BLOCK_TOKENS,
+    Piece,
+    Pieces,
+    concatenated,
+    copy_state,
+    join,
+    split_blocks,
+    split_windows,
+)
+from .packed import headroom
+from .spec import Fields, LayerGroup, ModelCacheSpec, cached_positions, slots_of, tokens
+
+logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -20,92 +37,142 @@ Arithmetic noise moves a few values to the next of 16 steps: some percent. KV of
 positions or another model differs by about its whole norm.
 """
 
+_IDS = tuple(i % 16 + 1 for i in range(24))
+_CUT = 16
+
+_LONG_TOKENS = 8192
+_LONG_BYTES = 512 << 20
+"""A long restore takes at most this much memory while it is warmed up."""
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""Fields of a model's arguments that may be the length of a table of position embeddings."""
+
 
 def canary_difference(
-    model: Any,
-    spec: ModelCacheSpec,
-    caches: Sequence[Any],
-    pieces: Pieces,
-    ids: Sequence[int],
+    model: Any, spec: ModelCacheSpec, caches: Sequence[Any], ids: Sequence[int]
 ) -> float:
     """Run the last tokens of restored caches again; return how far their KV differs, 0 for equal.
 
-    The caches were joined from `pieces` (the `trailing` ones suffice) and hold the tokens `ids`.
-    The result is the largest, over slots, keys and values, of the median over
-    tokens of |new - old| / |old|. Afterwards the caches hold the stored values again, so that a
-    reply does not depend on whether there was a canary. 0 also where the caches cannot forget
-    tokens, to compute them again: a state cannot, nor a window that has dropped those before it.
+    The caches hold the tokens `ids`. The result is the largest, over slots, keys and values, of
+    the median over tokens of |new - old| / |old|. Afterwards the caches hold the stored values
+    again, so that a reply does not depend on whether there was a canary. 0 also where the caches
+    cannot forget tokens, to compute them again: a state cannot, nor a window that has dropped
+    those before it.
     """
     if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
         return 0.0
     n_tokens = min(CANARY_TOKENS, len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
     slots = slots_of(caches)
-    sources = [(group, pieces.blocks) for group in spec.full]
-    for window, groups in spec.sliding.items():
-        sources += [(group, pieces.windows[window]) for group in groups]
-    used = [slots[number] for group, _ in sources for number in group.slots]
+    used = [slots[number] for group in spec.groups for number in group.slots]
+    stored = [_stacked(group, slots, start, stop) for group in spec.groups]
+    mx.eval(stored)  # before the buffers change
     for slot in used:
         slot.trim(n_tokens)
     model(mx.array([list(ids[start:])]), cache=list(caches))
-    differences, stored = [], []
-    for group, source in sources:
-        for part in ("k", "v"):
-            old, difference = _compared(group, part, source, slots, start, stop)
-            differences.append(difference)
-            stored.append((group, part, old))
+    differences = []
+    for group, old in zip(spec.groups, stored, strict=True):
+        new = _stacked(group, slots, start, stop)
+        of_values = group.precision.of_values if group.precision else None
+        for precision, *both in zip((group.precision, of_values), old, new, strict=True):
+            was, now = (
+                (fields[0] if precision is None else pk.read(fields, precision)).astype(mx.float32)
+                for fields in both
+            )
+            error = mx.square(now - was).sum(axis=(1, 3))
+            size = mx.square(was).sum(axis=(1, 3))
+            ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
+            differences.append(ratio[:, n_tokens // 2])
     worst = float(mx.max(mx.concatenate(differences)))
-    for group, part, old in stored:
+    for group, old in zip(spec.groups, stored, strict=True):
         for place, number in enumerate(group.slots):
-            buffers = slots[number].keys if part == "k" else slots[number].values
-            buffers = [buffers] if isinstance(buffers, mx.array) else buffers
-            for buffer, values in zip(buffers, old, strict=True):
-                buffer[:, :, start:stop] = values[place : place + 1]
+            for held, fields in zip((slots[number].keys, slots[number].values), old, strict=True):
+                buffers = [held] if isinstance(held, mx.array) else held
+                for buffer, values in zip(buffers, fields, strict=True):
+                    buffer[:, :, start:stop] = values[place : place + 1]
     mx.eval([(slot.keys, slot.values) for slot in used])
     return worst
 
 
-def _compared(
-    group: LayerGroup,
-    part: str,
-    pieces: Sequence[Piece],
-    slots: Sequence[Any],
-    start: int,
-    stop: int,
-) -> tuple[Fields, mx.array]:
-    """Return a group's stored keys or values of tokens [start, stop), [slots, H, n, D].
+def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
+    """Return a group's keys and its values of tokens [start, stop), each [slots, H, n, D], lazy.
 
-    And, for each slot, the median over tokens of |new - old| / |old|, [slots]. All slots together:
-    one by one would take a thousand operations.
+    All slots together: one by one would take a thousand operations.
     """
-    last = trailing(pieces)
-    n_more = sum(piece.stop - piece.start for piece in last) - (stop - start)
-    old = tuple(
-        mx.concatenate([piece.arrays[name][:, :, piece.start : piece.stop] for piece in last], 2)[
-            :, :, n_more:
-        ]
-        for name in group.array_names[part]
-    )
-    by_slot = [tokens(slots[slot], start, stop)[part == "v"] for slot in group.slots]
-    new = tuple(mx.concatenate(list(arrays), axis=0) for arrays in zip(*by_slot, strict=True))
-    precision = group.precision.of_values if group.precision and part == "v" else group.precision
-    was, now = (
-        (fields[0] if precision is None else pk.read(fields, precision)).astype(mx.float32)
-        for fields in (old, new)
-    )
-    error = mx.square(now - was).sum(axis=(1, 3))
-    size = mx.square(was).sum(axis=(1, 3))
-    ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
-    return old, ratio[:, (stop - start) // 2]
+    by_slot = [tokens(slots[number], start, stop) for number in group.slots]
+    return [
+        tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
+        for part in zip(*by_slot, strict=True)
+    ]
 
 
-def trailing(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the last pieces, which hold the tokens that the canary recomputes."""
-    last: list[Piece] = []
-    n_missing = CANARY_TOKENS
-    for piece in reversed(pieces):
-        if n_missing <= 0:
-            break
-        last.insert(0, piece)
-        n_missing -= piece.stop - piece.start
-    return last
+def warm_up(model: Any, spec: ModelCacheSpec) -> None:
+    """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
+
+    A GPU's kernels are compiled, or loaded, when they are first used. Which kernel attends depends
+    on the number of keys, so the canary also runs over a long cache of zeros. Where caches can
+    step back, the canary of the short one also shows whether the model goes on from restored
+    caches as it did from its own.
+
+    Raises:
+        ModelNotSupported: it does not, or fails; it may keep state outside its caches.
+    """
+    try:
+        difference = _difference(model, spec)
+    except Exception as error:
+        raise ModelNotSupported(f"its caches cannot be cut and joined: {error!r}") from error
+    if not difference <= CANARY_TOLERANCE:
+        raise ModelNotSupported(
+            f"what it computes after a restore differs by {difference:.0%}: "
+            "it keeps state outside its caches"
+        )
+    try:
+        _warm_up_long(model, spec)
+    except Exception as error:
+        logger.debug("the first long restore will be slower: %r", error)
+    mx.clear_cache()
+
+
+def _difference(model: Any, spec: ModelCacheSpec) -> float:
+    """Return what the canary finds after a few tokens were cut and joined, 0 without a canary."""
+    n_tokens = len(_IDS)
+    caches = spec.make_cache()
+    mx.eval(model(mx.array([_IDS]), cache=caches))
+    blocks, windows, state = [], {}, {}
+    if spec.full:
+        blocks = _pieces(split_blocks(spec, caches, [(0, _CUT), (_CUT, n_tokens)]))
+    slots = slots_of(caches)
+    for window, groups in spec.sliding.items():
+        first = max(cached_positions(slots[slot])[0] for group in groups for slot in group.slots)
+        span = max(first, n_tokens - window), n_tokens
+        windows[window] = _pieces(split_windows(spec, window, caches, [span]))
+    if spec.recurrent:
+        state = copy_state(spec, caches)
+    pieces = Pieces(n_tokens, blocks, windows, state)
+    restored = join(spec, pieces, headroom(1), whole=False)
+    return canary_difference(model, spec, restored, _IDS)
+
+
+def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
+    """Join blocks of zeros from RAM and run the canary over them, as after a long prompt's restore.
+
+    A model with windows or states has no canary at this length.
+    """
+    limits = [getattr(getattr(model, "args", None), name, None) for name in _POSITIONS]
+    n_tokens = min(
+        _LONG_TOKENS,
+        _LONG_BYTES // max(1, spec.bytes_per_token),
+        *(limit for limit in limits if isinstance(limit, int)),
+    )
+    n_blocks = n_tokens // BLOCK_TOKENS
+    if n_blocks == 0 or not spec.any_prefix:
+        return
+    zeros = {name: mx.zeros(form, dtype) for name, form, dtype in spec.block_arrays(BLOCK_TOKENS)}
+    mx.eval(zeros)
+    pieces = Pieces(n_blocks * BLOCK_TOKENS, [Piece(zeros, 0, BLOCK_TOKENS)] * n_blocks)
+    restored = join(spec, pieces, headroom(1))
+    canary_difference(model, spec, restored, [1] * pieces.n_tokens)
+
+
+def _pieces(cut: list[dict[str, mx.array]]) -> list[Piece]:
+    return [Piece(arrays, 0, next(iter(arrays.values())).shape[2]) for arrays in cut]

@@ -11,10 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from .attention import PackedKV
-from .attention_plan import forced_plan
+from .attention import PackedKV, forced_plan
 from .quantized import SequenceQuantizedKVCache
-from .slots import slots_of
+from .spec import slots_of
 
 logger = logging.getLogger(__name__)
 

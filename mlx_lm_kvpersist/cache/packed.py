@@ -1,4 +1,4 @@
-"""Arithmetic on keys or values, quantized or not: quantize, append in place, read back.
+"""The precision of keys and values, and the arithmetic on them: quantize, append, read back.
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
 [B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
@@ -10,14 +10,89 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import mlx.core as mx
 
-from .precision import KVPrecision
-
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
+
+
+GROUP_SIZES = (64, 32, 128)
+"""The group sizes that MLX has kernels for, in the order in which they are tried."""
+
+OWN_BITS = 16
+"""Stands for full precision: the dtype that the model computes in."""
+
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class KVPrecision:
+    """MLX affine quantization: `bits` per number, one scale and bias per `group_size` numbers.
+
+    `value_bits` are the bits of values; None stands for the same as keys.
+
+    Raises:
+        ValueError: MLX has no kernel for these bits or this group size.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    value_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.value_bits is None:
+            object.__setattr__(self, "value_bits", self.bits)
+        for bits in (self.bits, self.value_bits):
+            if bits not in _BITS:
+                raise ValueError(f"bits is {bits}; MLX quantizes to {_BITS}")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
+            )
+
+    def __str__(self) -> str:
+        bits = (
+            f"{self.bits}b" if self.value_bits == self.bits else f"k{self.bits}v{self.value_bits}b"
+        )
+        return f"{bits}{self.group_size}"
+
+    @cached_property
+    def of_values(self) -> KVPrecision:
+        """The precision of the values, as a precision of its own."""
+        assert self.value_bits is not None
+        return KVPrecision(self.value_bits, self.group_size)
+
+    def fits(self, dim: int) -> bool:
+        """Return whether a last dimension of `dim` numbers can be quantized."""
+        return dim > 0 and dim % self.group_size == 0
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """The requested bits of keys and of values; `OWN_BITS` requests full precision.
+
+    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    group_size: int | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether full precision is requested."""
+        return OWN_BITS in (self.key_bits, self.value_bits)
+
+    def candidates(self) -> list[KVPrecision]:
+        """Return the precisions to try, in order; none for full precision."""
+        if self.is_own:
+            return []
+        sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
+        return [KVPrecision(self.key_bits, size, self.value_bits) for size in sizes]
 
 
 def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:
@@ -78,16 +153,16 @@ def append(held: Held | None, start: int, new: Held) -> Held:
     """
     if held is None:
         return each(lambda x: _grown([x]), new)
-    return each(lambda buffer, x: _appended(buffer, start, x), held, new)
 
+    def appended(buffer: mx.array, x: mx.array) -> mx.array:
+        stop = start + x.shape[2]
+        if stop <= buffer.shape[2]:
+            buffer[:, :, start:stop] = x
+            return buffer
+        # astype: concatenate would promote, and scales of a wider dtype widen the activations.
+        return _grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
 
-def _appended(buffer: mx.array, start: int, new: mx.array) -> mx.array:
-    stop = start + new.shape[2]
-    if stop <= buffer.shape[2]:
-        buffer[:, :, start:stop] = new
-        return buffer
-    # astype: concatenate would promote, and scales of a wider dtype widen the activations.
-    return _grown([buffer[:, :, :start], new.astype(buffer.dtype)] if start else [new])
+    return each(appended, held, new)
 
 
 def _grown(parts: list[mx.array]) -> mx.array:

@@ -16,10 +16,22 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from ..errors import ModelNotSupported
 from .observe import logits_difference
-from .precision import KVPrecision, PrecisionChoice
+from .packed import KVPrecision, PrecisionChoice
 from .quantized import SequenceQuantizedKVCache
-from .slots import COMPOSITE, KEPT, REFUSED, GroupKind, replaced, slots_of, window_of
-from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
+from .spec import (
+    COMPOSITE,
+    KEPT,
+    REFUSED,
+    Batching,
+    GroupKind,
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    dtype_name,
+    replaced,
+    slots_of,
+    window_of,
+)
 
 logger = logging.getLogger(__name__)
 

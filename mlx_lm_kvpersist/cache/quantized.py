@@ -9,10 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import packed as pk
-from .attention import PackedKV
-from .attention_plan import AttentionPlan
-from .packed import Packed
-from .precision import KVPrecision
+from .attention import AttentionPlan, PackedKV
+from .packed import KVPrecision, Packed
 
 if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache
@@ -66,31 +64,8 @@ class PackedCache(Buffers):
     values: Packed | None
     precision: KVPrecision
     plan: AttentionPlan | None = None
-    _fetched_packed = False
-
-    @property
-    def bits(self) -> int:
-        """Bits of the keys.
-
-        Raises:
-            AttributeError: the last fetch was dequantized.
-        """
-        if not self._fetched_packed:
-            raise AttributeError(f"{type(self).__name__} was read dequantized and has no bits")
-        return self.precision.bits
-
-    @property
-    def group_size(self) -> int:
-        """Numbers that share a scale.
-
-        Raises:
-            AttributeError: the last fetch was dequantized.
-        """
-        if not self._fetched_packed:
-            raise AttributeError(
-                f"{type(self).__name__} was read dequantized and has no group_size"
-            )
-        return self.precision.group_size
+    bits: int
+    group_size: int
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
@@ -107,10 +82,12 @@ class PackedCache(Buffers):
             n_rows, n_heads, _, k_dim = keys.shape
             token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
             strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
-        self._fetched_packed = strategy != "dequantize"
-        if self.plan is None or not self._fetched_packed:
+        if self.plan is None or strategy == "dequantize":
+            self.__dict__.pop("bits", None)
+            self.__dict__.pop("group_size", None)
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
+        self.bits, self.group_size = self.precision.bits, self.precision.group_size
         tile_bytes = self.plan.tile_bytes if strategy == "tiled" else None
         return (
             PackedKV.of(self.keys, self.precision, start + n_new, tile_bytes),

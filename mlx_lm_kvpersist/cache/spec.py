@@ -1,4 +1,9 @@
-"""The geometry of a model's prompt cache, found by running the model."""
+"""The geometry of a model's prompt cache, and what its slots hold.
+
+A prompt cache is a list with one cache per layer. A CacheList is flattened; only its leaf caches
+count. These, in order, are the slots. This module alone knows the internals of mlx-lm's cache
+classes. Generation thread.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,53 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
-from .attention_plan import AttentionPlan
-from .precision import KVPrecision, PrecisionChoice
-from .slots import GroupKind
+from .attention import AttentionPlan
+from .packed import KVPrecision, PrecisionChoice
+from .quantized import SequenceQuantizedKVCache
+
+Fields = tuple[mx.array, ...]
+"""Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
+
+
+class GroupKind(Enum):
+    """Which prefixes a group's caches can be restored to."""
+
+    FULL = "full"
+    """Any prefix: the cache holds every token."""
+    SLIDING = "sliding"
+    """A prefix whose last window of tokens is stored."""
+    RECURRENT = "recurrent"
+    """A prefix at whose end the state was copied."""
+
+
+KEPT: dict[type, GroupKind] = {
+    SequenceQuantizedKVCache: GroupKind.FULL,
+    KVCache: GroupKind.FULL,
+    RotatingKVCache: GroupKind.SLIDING,
+    ChunkedKVCache: GroupKind.SLIDING,
+    ArraysCache: GroupKind.RECURRENT,
+}
+"""The classes that can be stored and restored."""
+
+COMPOSITE = CacheList
+"""Stored by its parts."""
+
+BATCH_FORMS = ("BatchKVCache", "BatchRotatingKVCache")
+"""Classes of a batch: merged from supported classes, and extracted to them."""
+
+REFUSED = {
+    "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
+    "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
+}
+"""Classes of mlx-lm that no known model makes, and why they are not supported."""
 
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
@@ -260,3 +308,86 @@ def dtype_name(dtype: mx.Dtype) -> str:
 def forms_bytes(forms: Iterable[ArrayForm]) -> int:
     """Bytes of arrays of these forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)
+
+
+def slots_of(caches: Sequence[Any]) -> list[Any]:
+    """Return the slots of a prompt cache."""
+    slots: list[Any] = []
+    for cache in caches:
+        slots += slots_of(cache.caches) if isinstance(cache, COMPOSITE) else [cache]
+    return slots
+
+
+def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
+    """Return a prompt cache of the same structure as `caches` with these slots."""
+    rest = iter(slots)
+    return [_replaced(cache, rest) for cache in caches]
+
+
+def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
+    # A closure that calls itself is a reference cycle: it would keep the caches alive.
+    if not isinstance(cache, COMPOSITE):
+        return next(rest)
+    again = copy.copy(cache)
+    again.caches = tuple(_replaced(part, rest) for part in cache.caches)
+    return again
+
+
+def window_of(cache: Any) -> int:
+    """Return how many of its last tokens a sliding cache needs to continue."""
+    return int(cache.chunk_size if isinstance(cache, ChunkedKVCache) else cache.max_size)
+
+
+def cached_positions(cache: Any) -> tuple[int, int]:
+    """Return the positions [start, stop) whose keys and values a cache holds.
+
+    In a ring extracted from a batch, positions before its window may be padding.
+    """
+    if cache.keys is None:
+        return 0, 0
+    stop = int(cache.offset)
+    if isinstance(cache, RotatingKVCache):
+        size = int(cache.keys.shape[2])
+        # Behind `_idx` a full ring holds its oldest tokens; one that still grows holds none.
+        n_tokens = size if cache._idx == size or cache._idx < stop else int(cache._idx)
+        return max(0, stop - n_tokens), stop
+    if isinstance(cache, ChunkedKVCache):
+        return int(cache.start_position), stop
+    return 0, stop
+
+
+def tokens(cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
+    """Return keys and values of positions [start, stop) in temporal order, as lazy views.
+
+    Raises:
+        ValueError: the cache does not hold them all.
+    """
+    first, end = cached_positions(cache)
+    if not first <= start <= stop <= end:
+        raise ValueError(f"positions {start} to {stop} of a cache that holds {first} to {end}")
+    if isinstance(cache, SequenceQuantizedKVCache):
+        return cache.packed(start, stop)
+    keys, values = cache.keys, cache.values
+    if isinstance(cache, RotatingKVCache):
+        keys, values = cache._temporal_order(keys), cache._temporal_order(values)
+        first = end - keys.shape[2]
+    at = slice(start - first, stop - first)
+    return (keys[:, :, at],), (values[:, :, at],)
+
+
+def refill(cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
+    """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
+
+    The arrays become its own. Those of a full cache may have spare room; those of a sliding cache
+    hold exactly these positions.
+    """
+    if isinstance(cache, SequenceQuantizedKVCache):
+        assert len(keys) == len(values) == 3
+        cache.keys, cache.values = keys, values
+    else:
+        (cache.keys,), (cache.values,) = keys, values
+    cache.offset = stop
+    if isinstance(cache, RotatingKVCache):
+        cache._idx = stop - start
+    if isinstance(cache, ChunkedKVCache):
+        cache.start_position = start

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.precision import OWN_BITS, PrecisionChoice
+from ..cache.packed import OWN_BITS, PrecisionChoice
 from ..cache.spec import ModelCacheSpec
 from ..errors import ModelNotSupported
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from mlx_lm.utils import load
 
-from ..cache.precision import PrecisionChoice
-from ..cache.slots import GroupKind
-from ..cache.spec import Batching, ModelCacheSpec, TensorShape
+from ..cache.packed import PrecisionChoice
+from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
 from ..errors import ConfigError, KVPersistError, ModelNotSupported
 from ..units import show_bytes

@@ -12,8 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
-from ..cache.slots import cached_positions, slots_of
-from ..cache.spec import ModelCacheSpec
+from ..cache.spec import ModelCacheSpec, cached_positions, slots_of
 from ..match.block import Block, Root, block_key, checkpoint, pack_ids
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Turn

@@ -20,9 +20,8 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
-from ..cache.blocks import n_bytes
-from ..cache.canary import CANARY_TOLERANCE, canary_difference, trailing
-from ..cache.join import Joiner, Piece, Pieces
+from ..cache.blocks import Joiner, Piece, n_bytes
+from ..cache.canary import CANARY_TOLERANCE, canary_difference
 from ..cache.packed import headroom
 from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit, forms_bytes
 from ..match.block import Block, Root
@@ -149,8 +148,6 @@ class Restored:
 
     n_tokens: int
     caches: list[Any] = field(default_factory=list)
-    last: dict[int | None, list[Piece]] = field(default_factory=dict)
-    """The pieces that the canary looks at, by window. The others need not stay in memory."""
     n_from_disk: int = 0
     from_disk: list[Block] = field(default_factory=list)
     join_s: float = 0.0
@@ -187,11 +184,8 @@ def restore(
         if not restored.is_checkpoint:
             n_tokens = restored.start
     if canary and restored.from_disk:
-        windows = {window: restored.last[window] for window in model.spec.sliding}
-        tails = Pieces(restored.n_tokens, restored.last.get(None, ()), windows)
-        difference = canary_difference(
-            model.model, model.spec, restored.caches, tails, ids[: restored.n_tokens]
-        )
+        restored_ids = ids[: restored.n_tokens]
+        difference = canary_difference(model.model, model.spec, restored.caches, restored_ids)
         if not difference <= CANARY_TOLERANCE:
             for block in restored.from_disk:
                 store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")
@@ -248,9 +242,7 @@ def _read(
         if one.window is None and one.block.is_checkpoint:
             joiner.add_state(loaded.arrays)
             continue
-        piece = Piece(loaded.arrays, one.start, one.stop)
-        joiner.add(piece, one.window)
-        restored.last[one.window] = trailing([*restored.last.get(one.window, ()), piece])
+        joiner.add(Piece(loaded.arrays, one.start, one.stop), one.window)
     restored.caches = joiner.finish()
     restored.join_s += perf_counter() - started
     restored.n_from_disk = max(n_from_disk.values(), default=0)

@@ -20,12 +20,11 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from ..cache.attention import Strategy
-from ..cache.attention_plan import AttentionPlan, forced_plan
+from ..cache.attention import AttentionPlan, Strategy, forced_plan
 from ..cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from ..cache.calibration import packed_is_right
 from ..cache.observe import AttentionShape
-from ..cache.precision import KVPrecision, PrecisionChoice
+from ..cache.packed import KVPrecision, PrecisionChoice
 from ..cache.spec import ModelCacheSpec
 from ..errors import SelfTestFailed
 from ..host.prompt import Prompt

@@ -12,15 +12,22 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.blocks import (
     BLOCK_TOKENS,
+    Piece,
+    Pieces,
     copy_state,
+    join,
     n_bytes,
     n_cached_tokens,
     split_blocks,
 )
-from mlx_lm_kvpersist.cache.join import Piece, Pieces, join
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
-from mlx_lm_kvpersist.cache.slots import GroupKind
-from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape, arrays_fit
+from mlx_lm_kvpersist.cache.spec import (
+    GroupKind,
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    arrays_fit,
+)
 
 from .conftest import VOCAB, address, random_kv, same_packed
 from .test_quantized import PRECISION
@@ -259,9 +266,8 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
     ranges = [(i * 50, i * 50 + 50) for i in range(n_blocks)]
     found = []
     for few in (False, True):
-        for module in ("blocks", "join"):
-            name = f"mlx_lm_kvpersist.cache.{module}.prefers_few_copies"
-            monkeypatch.setattr(name, lambda few=few: few)
+        name = "mlx_lm_kvpersist.cache.blocks.prefers_few_copies"
+        monkeypatch.setattr(name, lambda few=few: few)
         caches = caches_of(200)
         blocks = split_blocks(SPEC, caches, ranges)
         addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
@@ -338,7 +344,7 @@ class _Operations:
 def test_b5_a_hot_32k_prompt_is_joined_with_few_large_operations(
     monkeypatch: pytest.MonkeyPatch, is_gpu: bool
 ) -> None:
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.join.prefers_few_copies", lambda: is_gpu)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.prefers_few_copies", lambda: is_gpu)
     n_layers, n_blocks = 32, 128
     shape = TensorShape(1, 32, "float32")
     group = LayerGroup(

@@ -3,9 +3,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.precision import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.slots import GroupKind
-from mlx_lm_kvpersist.cache.spec import LayerGroup, TensorShape
+from mlx_lm_kvpersist.cache.packed import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, TensorShape
 
 
 def test_reads_like_a_name() -> None:

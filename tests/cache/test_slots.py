@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvpersist.cache.slots import (
+from mlx_lm_kvpersist.cache.spec import (
     BATCH_FORMS,
     COMPOSITE,
     KEPT,
@@ -47,7 +47,7 @@ def classes_of_host() -> list[str]:
 def test_every_cache_class_of_mlx_lm_is_kept_or_refused_by_name(name: str) -> None:
     kept = {cls.__name__ for cls in KEPT} | {COMPOSITE.__name__}
     assert (name in kept) + (name in BATCH_FORMS) + (name in REFUSED) + (name in NO_CACHES) == 1, (
-        f"mlx_lm.models.cache.{name} is new: kv/slots.py must know how it is kept, or why not"
+        f"mlx_lm.models.cache.{name} is new: cache/spec.py must know how it is kept, or why not"
     )
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.canary import CANARY_TOKENS
-from mlx_lm_kvpersist.cache.slots import slots_of
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.warm_up import warm_up
+from mlx_lm_kvpersist.cache.canary import CANARY_TOKENS, warm_up
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec, slots_of
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from models_check.build import build
 
@@ -90,7 +88,7 @@ def test_b5_a_long_warm_up_is_bounded_by_memory_and_by_positions(
     n_tokens: int | None,
 ) -> None:
     assert llama_spec.bytes_per_token == 320
-    monkeypatch.setattr("mlx_lm_kvpersist.cache.warm_up._LONG_BYTES", max_bytes)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.canary._LONG_BYTES", max_bytes)
     model = Recording(llama_model)
     model.args = SimpleNamespace(n_positions=n_positions)
     warm_up(model, llama_spec)

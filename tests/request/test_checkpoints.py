@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.slots import GroupKind
-from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.block import Block, block_key, checkpoint, pack_ids
 from mlx_lm_kvpersist.request.insert import MAX_CHECKPOINTS, superseded_checkpoints
 from mlx_lm_kvpersist.request.outcome import Reason

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.join import _Buffers
+from mlx_lm_kvpersist.cache.blocks import _Buffers
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match import block as block_module

@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.slots import GroupKind
-from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.costs import (
