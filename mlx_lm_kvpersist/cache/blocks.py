@@ -345,7 +345,7 @@ class _Buffers:
         mx.eval(self.arrays)
 
     def join(self) -> None:
-        """Make every buffer of all pieces at once.
+        """Make every buffer of all pieces at once, those with the most bytes first.
 
         Starting a copy costs more than copying. So as many slots as memory allows are joined while
         they are still stacked, which takes one copy per piece and array, and are then taken apart.
@@ -353,21 +353,21 @@ class _Buffers:
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self._forms)
         left = total + total // _SPARE_SHARE
-        for form in self._forms:
+        for form in sorted(self._forms, key=lambda form: forms_bytes([form]), reverse=True):
             name, (n_slots, n_heads, _, dim), dtype = form
             buffers = self.arrays[name]
-            spare = [mx.zeros((1, n_heads, self._headroom, dim), dtype)]
             slot_bytes = forms_bytes([form]) // n_slots
             while (first := len(buffers)) < n_slots:
-                n_at_once = max(1, left // (2 * slot_bytes))
-                at = slice(first, first + n_at_once)
-                stacked = mx.concatenate(
-                    [one.arrays[name][at, :, one.start : one.stop] for one in pieces], axis=2
-                )
-                made = [
-                    concatenated([slot, *spare] if self._headroom else [slot], axis=2)
-                    for slot in mx.split(stacked, stacked.shape[0])
-                ]
+                n_at_once = min(max(1, left // (2 * slot_bytes)), n_slots - first)
+                parts = [piece.arrays[name] for piece in pieces]
+                if n_at_once < n_slots:
+                    parts = [part[first : first + n_at_once] for part in parts]
+                for i, piece in enumerate(pieces):
+                    if piece.stop - piece.start < parts[i].shape[2]:
+                        parts[i] = parts[i][:, :, piece.start : piece.stop]
+                spare = mx.zeros((n_at_once, n_heads, self._headroom, dim), dtype)
+                stacked = mx.concatenate([*parts, spare], axis=2)
+                made = [copied(slot) for slot in mx.split(stacked, n_at_once)]
                 mx.eval(made)
                 buffers += made
                 left -= slot_bytes * len(made)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache import attention, blocks, join, packed
+from mlx_lm_kvpersist.cache import attention, blocks, packed
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.packed import PrecisionChoice
 from mlx_lm_kvpersist.config import KV_BITS
@@ -154,8 +154,8 @@ QUANTIZED: dict[str, Fault] = {
     "right padding stays": lambda monkeypatch: padding_not_moved(monkeypatch, BATCH),
     "packed attention": after(attention, "packed_attention", head_swapped),
     "tiled attention": after(attention, "tiled_attention", head_swapped),
-    "restore is one short": after(join.Joiner, "finish", one_token_less),
-    "restore is one off": after(join.Joiner, "finish", tokens_one_on),
+    "restore is one short": after(blocks.Joiner, "finish", one_token_less),
+    "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),
     "layers swapped in blocks": after(blocks, "_split", layers_swapped),
     "scales of values for keys": after(blocks, "_split", blocks_swapped),
 }
@@ -166,7 +166,7 @@ OWN: dict[str, Fault] = {
     "extract is one off": after(FullPrecisionBatchKVCache, "extract", one_token_on),
     "offset": after(FullPrecisionBatchKVCache, "update_and_fetch", offset_one_on),
     "mask": after(FullPrecisionBatchKVCache, "make_mask", no_mask),
-    "restore is one short": after(join.Joiner, "finish", one_token_less),
+    "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "layers swapped in blocks": after(blocks, "_split", layers_swapped),
 }
 FAULTS = [("4", name) for name in QUANTIZED] + [("16", name) for name in OWN]
