@@ -29,7 +29,7 @@ from mlx_lm.utils import load_model
 
 from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes
 from mlx_lm_kvpersist.cache.packed import headroom
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec, token_arrays
 from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.model import LoadedModel
@@ -137,7 +137,7 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Stored]:
     """Return a chain of whole blocks whose arrays are random and all different."""
     rng = np.random.Generator(np.random.SFC64(0))
     arrays: dict[str, mx.array] = {}
-    for name, shape, dtype in spec.block_arrays(BLOCK_TOKENS):
+    for name, shape, dtype in token_arrays(spec.full, BLOCK_TOKENS):
         if dtype == mx.uint32:
             arrays[name] = mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
         else:
@@ -382,7 +382,9 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
 
 
 def _zeros(spec: ModelCacheSpec, n_tokens: int) -> dict[str, mx.array]:
-    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in spec.block_arrays(n_tokens)}
+    arrays = {
+        name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, n_tokens)
+    }
     mx.eval(arrays)
     return arrays
 

@@ -29,6 +29,8 @@ from .spec import (
     forms_bytes,
     refill,
     slots_of,
+    state_arrays,
+    token_arrays,
     tokens,
 )
 
@@ -103,7 +105,7 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
             if form is not None:
                 state[f"{group.name}.{number}"] = concatenated(arrays, axis=0)
     mx.eval(state)
-    if misfit := arrays_fit(spec.state_arrays(), state):
+    if misfit := arrays_fit(state_arrays(spec.recurrent), state):
         raise ValueError(f"the model's states differ from those it was probed with: {misfit}")
     return state
 
@@ -318,7 +320,7 @@ class _Buffers:
         self.n_tokens = n_tokens
         self._headroom = headroom
         self.whole = whole
-        self._forms = [form for g in groups for form in g.token_arrays(n_tokens + headroom)]
+        self._forms = list(token_arrays(groups, n_tokens + headroom))
         self.arrays: dict[str, list[mx.array]] = {
             name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
             for name, (n_slots, *rest), dtype in self._forms

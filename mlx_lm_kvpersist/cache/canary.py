@@ -25,7 +25,15 @@ from .blocks import (
     split_windows,
 )
 from .packed import headroom
-from .spec import Fields, LayerGroup, ModelCacheSpec, cached_positions, slots_of, tokens
+from .spec import (
+    Fields,
+    LayerGroup,
+    ModelCacheSpec,
+    cached_positions,
+    slots_of,
+    token_arrays,
+    tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +175,9 @@ def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
     n_blocks = n_tokens // BLOCK_TOKENS
     if n_blocks == 0 or not spec.any_prefix:
         return
-    zeros = {name: mx.zeros(form, dtype) for name, form, dtype in spec.block_arrays(BLOCK_TOKENS)}
+    zeros = {
+        name: mx.zeros(form, dtype) for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
+    }
     mx.eval(zeros)
     pieces = Pieces(n_blocks * BLOCK_TOKENS, [Piece(zeros, 0, BLOCK_TOKENS)] * n_blocks)
     restored = join(spec, pieces, headroom(1))

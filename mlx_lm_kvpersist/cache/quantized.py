@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache
 
 
-class Buffers(_BaseCache):  # type: ignore[misc]
+class Buffers(_BaseCache, ABC):  # type: ignore[misc]
     """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
 
     `keys` and `values` are None, arrays, or `Packed`.
@@ -25,9 +26,13 @@ class Buffers(_BaseCache):  # type: ignore[misc]
     keys: Any = None
     values: Any = None
 
+    @abstractmethod
+    def size(self) -> int:
+        """Return how many tokens from the beginning of the buffers count as cached."""
+
+    @abstractmethod
     def _end_at(self, n_tokens: int) -> None:
         """Count `n_tokens` from the beginning of the buffers as cached."""
-        raise NotImplementedError
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""

@@ -109,12 +109,12 @@ class LayerGroup:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all slots; 0 for a recurrent group."""
-        return forms_bytes(self.token_arrays(1))
+        return forms_bytes(token_arrays([self], 1))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of all slots, for any number of tokens."""
-        return forms_bytes(self.state_arrays())
+        return forms_bytes(state_arrays([self]))
 
     @property
     def full_precision_bytes(self) -> int:
@@ -126,30 +126,6 @@ class LayerGroup:
         """The names of the arrays of the keys ("k") and values ("v") of this group."""
         fields = [""] if self.precision is None else [f".{field}" for field in _FIELDS]
         return {part: [f"{self.name}.{part}{field}" for field in fields] for part in "kv"}
-
-    def token_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
-        """Yield the arrays of `n_tokens` of this group, [slots, heads, tokens, ...]."""
-        for part, shape, precision in (
-            ("k", self.keys, self.precision),
-            ("v", self.values, self.precision.of_values if self.precision else None),
-        ):
-            if shape is None:
-                return
-            name, *others = self.array_names[part]
-            lead, dtype = (len(self.slots), shape.n_heads, n_tokens), shape.mx_dtype
-            if precision is None:
-                yield name, (*lead, shape.dim), dtype
-                continue
-            yield name, (*lead, shape.dim * precision.bits // 32), mx.uint32
-            for other in others:
-                yield other, (*lead, shape.dim // precision.group_size), dtype
-
-    def state_arrays(self) -> Iterator[ArrayForm]:
-        """Yield the arrays of this group's states, [slots, ...]."""
-        for number, state in enumerate(self.states):
-            if state is not None:
-                shape, dtype = state
-                yield f"{self.name}.{number}", (len(self.slots), *shape), getattr(mx, dtype)
 
     def describe(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -268,20 +244,33 @@ class ModelCacheSpec:
             "groups": [group.describe() for group in self.groups],
         }
 
-    def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
-        """Yield the arrays of a block of `n_tokens`, in stored order."""
-        for group in self.full:
-            yield from group.token_arrays(n_tokens)
 
-    def window_arrays(self, window: int, n_tokens: int) -> Iterator[ArrayForm]:
-        """Yield the arrays of `n_tokens` of the groups with this window."""
-        for group in self.sliding[window]:
-            yield from group.token_arrays(n_tokens)
+def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
+    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
+    for group in groups:
+        for part, shape, precision in (
+            ("k", group.keys, group.precision),
+            ("v", group.values, group.precision.of_values if group.precision else None),
+        ):
+            if shape is None:
+                continue
+            name, *others = group.array_names[part]
+            lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
+            if precision is None:
+                yield name, (*lead, shape.dim), dtype
+                continue
+            yield name, (*lead, shape.dim * precision.bits // 32), mx.uint32
+            for other in others:
+                yield other, (*lead, shape.dim // precision.group_size), dtype
 
-    def state_arrays(self) -> Iterator[ArrayForm]:
-        """Yield the arrays of a state."""
-        for group in self.recurrent:
-            yield from group.state_arrays()
+
+def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:
+    """Yield the arrays of recurrent groups' states, [slots, ...]."""
+    for group in groups:
+        for number, state in enumerate(group.states):
+            if state is not None:
+                shape, dtype = state
+                yield f"{group.name}.{number}", (len(group.slots), *shape), getattr(mx, dtype)
 
 
 def arrays_fit(forms: Iterable[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:

@@ -23,7 +23,14 @@ from typing import Any
 from ..cache.blocks import Joiner, Piece, n_bytes
 from ..cache.canary import CANARY_TOLERANCE, canary_difference
 from ..cache.packed import headroom
-from ..cache.spec import ArrayForm, ModelCacheSpec, arrays_fit, forms_bytes
+from ..cache.spec import (
+    ArrayForm,
+    ModelCacheSpec,
+    arrays_fit,
+    forms_bytes,
+    state_arrays,
+    token_arrays,
+)
 from ..match.block import Block, Root
 from ..match.tree import Match
 from ..store.block_store import BlockStore
@@ -98,7 +105,7 @@ def nearest_checkpoint(
         n_used = min(block.stop, n_tokens) - block.start
         if n_used <= 0:
             break
-        needed.append(Needed(block, 0, n_used, tuple(spec.block_arrays(block.n_tokens))))
+        needed.append(Needed(block, 0, n_used, tuple(token_arrays(spec.full, block.n_tokens))))
     return Checkpoint(n_tokens, needed)
 
 
@@ -123,10 +130,10 @@ def needed_at(
             if found is None:
                 return None
             found_start = block.stop - found.n_tokens
-            forms = tuple(spec.window_arrays(window, found.n_tokens))
+            forms = tuple(token_arrays(spec.sliding[window], found.n_tokens))
             needed.append(Needed(found, first - found_start, last - found_start, forms, window))
     if state is not None:
-        needed.append(Needed(state, 0, 0, tuple(spec.state_arrays())))
+        needed.append(Needed(state, 0, 0, tuple(state_arrays(spec.recurrent))))
     return needed
 
 

@@ -27,6 +27,7 @@ from mlx_lm_kvpersist.cache.spec import (
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
+    token_arrays,
 )
 
 from .conftest import VOCAB, address, random_kv, same_packed
@@ -106,9 +107,9 @@ def test_any_cut_joins_to_the_same_bits(
         ranges.append((start, start + size))
         start += size
     blocks = split_blocks(SPEC, caches, ranges)
-    assert [arrays_fit(SPEC.block_arrays(n), b) for b, n in zip(blocks, sizes, strict=True)] == [
-        None
-    ] * len(sizes)
+    assert [
+        arrays_fit(token_arrays(SPEC.full, n), b) for b, n in zip(blocks, sizes, strict=True)
+    ] == [None] * len(sizes)
     used = [*sizes[:-1], max(1, round(last_used * sizes[-1]))]
     restored = join_blocks(SPEC, list(zip(blocks, used, strict=True)), headroom, whole=whole)
     assert [cache.offset for cache in restored] == [sum(used)] * 3
@@ -353,7 +354,7 @@ def test_b5_a_hot_32k_prompt_is_joined_with_few_large_operations(
     spec = ModelCacheSpec((group,), [SequenceQuantizedKVCache(PRECISION) for _ in range(n_layers)])
     first = {
         name: mx.random.randint(0, 1 << 20, form).astype(dtype)
-        for name, form, dtype in spec.block_arrays(BLOCK_TOKENS)
+        for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
     }
     blocks = [{name: array + n for name, array in first.items()} for n in range(n_blocks)]
     mx.eval(blocks)

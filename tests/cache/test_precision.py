@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.packed import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, TensorShape
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, TensorShape, token_arrays
 
 
 def test_reads_like_a_name() -> None:
@@ -19,7 +19,9 @@ def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
     precision = KVPrecision(bits, group_size)
     group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
     packed = mx.quantize(mx.ones((2, 2, 5, 256)), group_size=group_size, bits=bits)
-    assert [form[1:] for form in group.token_arrays(5)] == [(x.shape, x.dtype) for x in packed] * 2
+    assert [form[1:] for form in token_arrays([group], 5)] == [
+        (x.shape, x.dtype) for x in packed
+    ] * 2
     assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
     assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
 

@@ -25,6 +25,7 @@ from mlx_lm_kvpersist.cache.spec import (
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
+    token_arrays,
 )
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
@@ -119,7 +120,7 @@ def test_a_group_size_can_be_asked_for() -> None:
 def test_keys_may_have_more_bits_than_values() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4))
     assert spec.layout == "k8v4b64"
-    arrays = {name: shape for name, shape, _ in spec.block_arrays(10)}
+    arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
 
 
@@ -127,7 +128,7 @@ def test_nothing_is_quantized_unless_asked_for() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(16, 16))
     assert spec.layout == "own" and spec.groups[0].why == "full precision is requested"
     assert [type(cache) for cache in spec.make_cache()] == [KVCache, KVCache]
-    assert [name for name, _, _ in spec.block_arrays(10)] == ["0.k", "0.v"]
+    assert [name for name, _, _ in token_arrays(spec.full, 10)] == ["0.k", "0.v"]
 
 
 @pytest.mark.parametrize(
@@ -217,20 +218,22 @@ def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
 
 def test_block_arrays_add_up_to_the_bytes_of_their_tokens() -> None:
     spec = ModelCacheSpec.probe(tiny_deepseek_v2())
-    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in spec.block_arrays(10)}
-    assert arrays_fit(spec.block_arrays(10), arrays) is None
+    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
+    assert arrays_fit(token_arrays(spec.full, 10), arrays) is None
     assert n_bytes(arrays) == 10 * spec.bytes_per_token
 
 
 def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
     spec = llama_spec
-    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in spec.block_arrays(10)}
-    assert arrays_fit(spec.block_arrays(9), arrays) == (
+    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
+    assert arrays_fit(token_arrays(spec.full, 9), arrays) == (
         "0.k.weights has shape (2, 2, 10, 8), expected (2, 2, 9, 8)"
     )
     extra = {**arrays, "1.k.weights": arrays["0.k.weights"]}
-    assert arrays_fit(spec.block_arrays(10), extra) == "unknown array 1.k.weights"
+    assert arrays_fit(token_arrays(spec.full, 10), extra) == "unknown array 1.k.weights"
     half = {**arrays, "0.v.scales": arrays["0.v.scales"].astype(mx.float16)}
-    assert arrays_fit(spec.block_arrays(10), half) == "0.v.scales is float16, expected float32"
+    assert (
+        arrays_fit(token_arrays(spec.full, 10), half) == "0.v.scales is float16, expected float32"
+    )
     del arrays["0.v.biases"]
-    assert arrays_fit(spec.block_arrays(10), arrays) == "no array 0.v.biases"
+    assert arrays_fit(token_arrays(spec.full, 10), arrays) == "no array 0.v.biases"
