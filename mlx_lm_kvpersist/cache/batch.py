@@ -16,9 +16,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from . import packed as pk
-from .attention import AttentionPlan
 from .packed import KVPrecision
-from .quantized import Buffers, PackedCache, SequenceQuantizedKVCache
+from .quantized import AttentionPlan, Buffers, PackedCache, SequenceQuantizedKVCache
 
 KeysAndValues = tuple[Any, Any]
 """Arrays, or `Packed`, of some rows [B, H, n, ...]."""

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from .spec import (
+    ArrayForm,
     LayerGroup,
     ModelCacheSpec,
     arrays_fit,
@@ -231,11 +232,22 @@ class Joiner:
     ) -> None:
         self._spec = spec
         self._n_tokens = n_tokens
+        self._whole = whole
+        self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
         self._buffers: dict[int | None, _Buffers] = {}
+        n_held: dict[int | None, int] = dict(windows or {})
         if spec.full:
-            self._buffers[None] = _Buffers(spec.full, n_tokens, headroom, whole=whole)
-        for window, n_cached in (windows or {}).items():
-            self._buffers[window] = _Buffers(spec.sliding[window], n_cached, 0, whole=whole)
+            n_held[None] = n_tokens
+        for window, n_cached in n_held.items():
+            groups = spec.full if window is None else spec.sliding[window]
+            room = headroom if window is None else 0
+            forms = list(token_arrays(groups, n_cached + room))
+            arrays = {
+                name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
+                for name, (n_slots, *rest), dtype in forms
+            }
+            mx.eval(arrays)
+            self._buffers[window] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
 
     def add(self, piece: Piece, window: int | None = None) -> None:
@@ -254,7 +266,7 @@ class Joiner:
         if buffers.n_added > buffers.n_tokens:
             raise ValueError(f"{buffers.n_added} tokens where there should be {buffers.n_tokens}")
         buffers.waiting.append(piece)
-        if not buffers.whole and len(buffers.waiting) >= buffers.n_at_once:
+        if not self._whole and len(buffers.waiting) >= self._n_at_once:
             buffers.place()
 
     def add_state(self, state: Arrays) -> None:
@@ -275,7 +287,7 @@ class Joiner:
                     f"{buffers.n_added} tokens where there should be {buffers.n_tokens}"
                 )
             if buffers.waiting:
-                buffers.join() if buffers.whole else buffers.place()
+                buffers.join() if self._whole else buffers.place()
             start = self._n_tokens - buffers.n_tokens
             for group in buffers.groups if buffers.n_tokens else ():
                 for place, slot in enumerate(group.slots):
@@ -310,25 +322,21 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
     return joiner.finish()
 
 
+@dataclass
 class _Buffers:
-    """The buffers [1, H, S, ...] of some groups' slots, by array name, filled from token 0 on."""
+    """The buffers of some groups' slots, by array name, filled from token 0 on.
 
-    def __init__(
-        self, groups: Sequence[LayerGroup], n_tokens: int, headroom: int, *, whole: bool
-    ) -> None:
-        self.groups = groups
-        self.n_tokens = n_tokens
-        self._headroom = headroom
-        self.whole = whole
-        self._forms = list(token_arrays(groups, n_tokens + headroom))
-        self.arrays: dict[str, list[mx.array]] = {
-            name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
-            for name, (n_slots, *rest), dtype in self._forms
-        }
-        mx.eval(self.arrays)
-        self.waiting: list[Piece] = []
-        self.n_added = 0
-        self.n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
+    `arrays` [1, H, S, ...], one for each slot, have the `forms` of `n_tokens` and `headroom`.
+    `waiting` are the pieces that were added and not yet copied.
+    """
+
+    groups: Sequence[LayerGroup]
+    n_tokens: int
+    headroom: int
+    forms: Sequence[ArrayForm]
+    arrays: dict[str, list[mx.array]]
+    waiting: list[Piece] = field(default_factory=list)
+    n_added: int = 0
 
     def place(self) -> None:
         """Copy the waiting pieces behind those that were placed before."""
@@ -353,9 +361,9 @@ class _Buffers:
         they are still stacked, which takes one copy per piece and array, and are then taken apart.
         """
         pieces, self.waiting = self.waiting, []
-        total = forms_bytes(self._forms)
+        total = forms_bytes(self.forms)
         left = total + total // _SPARE_SHARE
-        for form in sorted(self._forms, key=lambda form: forms_bytes([form]), reverse=True):
+        for form in sorted(self.forms, key=lambda form: forms_bytes([form]), reverse=True):
             name, (n_slots, n_heads, _, dim), dtype = form
             buffers = self.arrays[name]
             slot_bytes = forms_bytes([form]) // n_slots
@@ -367,7 +375,7 @@ class _Buffers:
                 for i, piece in enumerate(pieces):
                     if piece.stop - piece.start < parts[i].shape[2]:
                         parts[i] = parts[i][:, :, piece.start : piece.stop]
-                spare = mx.zeros((n_at_once, n_heads, self._headroom, dim), dtype)
+                spare = mx.zeros((n_at_once, n_heads, self.headroom, dim), dtype)
                 stacked = mx.concatenate([*parts, spare], axis=2)
                 made = [copied(slot) for slot in mx.split(stacked, n_at_once)]
                 mx.eval(made)

@@ -29,19 +29,17 @@ from . import packed as pk
 from .attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
-    PHASES,
     STRATEGIES,
-    AttentionPlan,
     Mask,
     PackedKV,
     Strategy,
     dequantized_attention,
-    forced_plan,
     packed_attention,
     tiled_attention,
 )
 from .observe import AttentionShape, probe_packed
 from .packed import KVPrecision, Packed
+from .quantized import PHASES, AttentionPlan, forced_plan
 from .spec import ModelCacheSpec, replaced, slots_of
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from .attention import PackedKV, forced_plan
-from .quantized import SequenceQuantizedKVCache
+from .attention import PackedKV
+from .quantized import SequenceQuantizedKVCache, forced_plan
 from .spec import slots_of
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .attention import AttentionPlan
 from .packed import KVPrecision, PrecisionChoice
-from .quantized import SequenceQuantizedKVCache
+from .quantized import AttentionPlan, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
 """Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""

@@ -20,11 +20,12 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from ..cache.attention import AttentionPlan, Strategy, forced_plan
+from ..cache.attention import Strategy
 from ..cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from ..cache.calibration import packed_is_right
 from ..cache.observe import AttentionShape
 from ..cache.packed import KVPrecision, PrecisionChoice
+from ..cache.quantized import AttentionPlan, forced_plan
 from ..cache.spec import ModelCacheSpec
 from ..errors import SelfTestFailed
 from ..host.prompt import Prompt

@@ -19,19 +19,17 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache import packed as pk
 from mlx_lm_kvpersist.cache.attention import (
-    AttentionPlan,
     Mask,
     PackedKV,
     Strategy,
     dequantized_attention,
-    forced_plan,
     packed_attention,
     tiled_attention,
 )
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import AttentionShape, observed_attention, probe_packed
 from mlx_lm_kvpersist.cache.packed import KVPrecision
-from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache, forced_plan
 from mlx_lm_kvpersist.host.patches import PATCHES
 
 from .conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3

@@ -16,14 +16,13 @@ from mlx_lm_kvpersist.cache import calibration
 from mlx_lm_kvpersist.cache.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
-    PHASES,
-    AttentionPlan,
     Strategy,
     packed_attention,
 )
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
 from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.quantized import PHASES, AttentionPlan
 
 SHAPE = AttentionShape(4, 2, 64, 64)
 PRECISION = KVPrecision(4, 32)

@@ -12,11 +12,10 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.cache.attention import AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import observed_attention
 from mlx_lm_kvpersist.cache.packed import KVPrecision
-from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache, forced_plan
 from mlx_lm_kvpersist.host.patches import PATCHES
 
 from .conftest import ARCHITECTURES, VOCAB, tiny_gemma3
