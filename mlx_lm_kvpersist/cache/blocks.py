@@ -235,19 +235,19 @@ class Joiner:
         self._whole = whole
         self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
         self._buffers: dict[int | None, _Buffers] = {}
-        n_held: dict[int | None, int] = dict(windows or {})
-        if spec.full:
-            n_held[None] = n_tokens
-        for window, n_cached in n_held.items():
-            groups = spec.full if window is None else spec.sliding[window]
-            room = headroom if window is None else 0
+        n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
+        for window, n_cached in (windows or {}).items():
+            n_held[window] = n_cached
+        for at, n_cached in n_held.items():
+            groups = spec.full if at is None else spec.sliding[at]
+            room = headroom if at is None else 0
             forms = list(token_arrays(groups, n_cached + room))
             arrays = {
                 name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
                 for name, (n_slots, *rest), dtype in forms
             }
             mx.eval(arrays)
-            self._buffers[window] = _Buffers(groups, n_cached, room, forms, arrays)
+            self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
 
     def add(self, piece: Piece, window: int | None = None) -> None:
