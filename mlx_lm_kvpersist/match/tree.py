@@ -287,9 +287,13 @@ def _own_tail(prompt: Sequence[int], rest: str, tokens: TokenText) -> list[int] 
 def _common_boundary(
     prompt: Sequence[int], stored: Sequence[int], tokens: TokenText
 ) -> tuple[int, list[int]]:
-    """Return how many stored ids end with a token that the prompt has there, and its ids behind."""
-    place = {end: i for i, end in enumerate(tokens.n_bytes_ends(prompt), start=1)}
-    ends = tokens.n_bytes_ends(stored)
+    """Return how many stored ids end with a token that the prompt has there, and its ids behind.
+
+    Characters are counted, not bytes: a stored byte that is no character is a replacement
+    character in the prompt.
+    """
+    place = {end: i for i, end in enumerate(tokens.ends(prompt), start=1)}
+    ends = tokens.ends(stored)
     for n in range(len(stored), 0, -1):
         i = place.get(ends[n - 1])
         if i is not None and prompt[i - 1] == stored[n - 1]:

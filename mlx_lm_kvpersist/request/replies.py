@@ -4,7 +4,8 @@ The rule: the prompt that the model reads is, byte for byte, what the template r
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
 1. the client sent back the content and the tool calls that it was sent for these ids;
-2. the prompt before the reply reads, byte for byte, as it did when the model produced the ids;
+2. the prompt before the reply reads as it did when the model produced the ids, character for
+   character: bytes of the model that are no character read as clients see them, as U+FFFD;
 3. what the template renders from there to the next end token is the same reply: the same text
    but for white space and Unicode normalisation, reasoning included, and the same tool calls;
 4. the reply's ids begin and end with the white space that is rendered there, so that none which
@@ -28,7 +29,6 @@ from typing import Any
 
 from ..host.prompt import Prompt
 from ..match.block import Root, pack_ids, unpack_ids
-from ..match.text import REPLACEMENT
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
 from ..store.records import Turn
@@ -41,7 +41,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply without its end token; size and digest of the prompt that it answered."""
+    """The ids of a reply without its end token; size and digest of the text of its prompt."""
 
     ids: list[int]
     n_prompt_bytes: int
@@ -80,11 +80,9 @@ def remember(
     text, content = model.text.decode(ids), sent.get("content") or ""
     if not ended and (sent.get("tool_calls") or not _shown(text).endswith(_shown(content))):
         return  # a stop word was cut off
-    # A broken character is equal as text, but not as bytes, and later replies count bytes.
-    is_plain = unicodedata.is_normalized("NFC", text) and REPLACEMENT not in text
-    if text == content == text.strip() and is_plain:
+    if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
         return
-    before = model.text.to_bytes(prompt)
+    before = model.text.decode(prompt).encode()
     made = _Reply(ids, len(before), blake2b(before, digest_size=_DIGEST_BYTES).digest())
     *_, key = _reply_keys([*messages, {**sent, "role": "assistant"}])
     store.save_turn(Turn(root, (), None, (StoredReply(key, made.to_bytes()),)), [])
@@ -136,7 +134,7 @@ def respell(
         copy_up_to(start)
         ids += reply.ids
         n_read = stop
-        own = tokens.to_bytes(reply.ids)
+        own = tokens.decode(reply.ids).encode()
         up_to.update(own)
         before, n_bytes = up_to, reply.n_prompt_bytes + len(own)
     copy_up_to(len(prompt.ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from itertools import count
@@ -351,6 +352,43 @@ def test_a_reply_that_ends_inside_a_character(
         assert is_fed_as_it_was(first, after)
     else:  # mlx-lm 0.31.3 does not send what is incomplete
         assert after.fed == after.rendered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_of_any_bytes_are_found_again(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str
+) -> None:
+    """A model that samples at random: bytes that are no character, bytes 0, spaces at the ends."""
+    tokenizer = tokenizers[kind]
+    special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    plain = sorted(set(tokenizer.get_vocab().values()) - special)
+    for seed in range(12):
+        rng = random.Random(seed)
+        chat = chat_with(tokenizer, store, Template())
+        messages, before = [], 0
+        for n in range(6):
+            messages.append({"role": "user", "content": f"{n}. Grüße 🎉"})
+            turn = chat.turn(messages, rng.choices(plain, k=60), finish_reason="length")
+            assert turn.n_reused >= before, (seed, n)
+            messages.append(turn.message)
+            before = turn.n_total
+
+
+def test_a_reply_that_was_not_remembered_costs_what_differs_alone(
+    tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill before it was written: its text is found up to the first difference."""
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    byte = {chat.tokens.to_bytes([i]): i for i in chat.tokenizer.get_vocab().values()}
+    said = [byte[bytes([n])] for n in b"~\xff^~^~\0 yes"]
+    with monkeypatch.context() as lost:
+        lost.setattr("tests.support.chat.remember", lambda *args: None)
+        first = chat.turn([QUESTION], said, finish_reason="length")
+    talk = [QUESTION, first.message, NEXT]
+    second = chat.turn(talk, exactly(chat, " yes"), finish_reason="length")
+    assert second.n_reused == len(first.fed) + said.index(byte[b"\0"])
+    talk += [second.message, NEXT]
+    assert chat.turn(talk, exactly(chat, "no")).n_reused >= second.n_total
 
 
 def test_an_empty_reply(tokenizers: dict[str, Any], store: BlockStore) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from hashlib import sha256
 from pathlib import Path
 
-from tests.support import wait_until
+from tests.support import ServerProcess, wait_until
 
 
 def n_tokens(store: Path, session: str) -> int:
@@ -25,6 +26,16 @@ def n_tokens(store: Path, session: str) -> int:
 def wait_for_commit(store: Path, session: str, tokens: int) -> None:
     """Return when a session's last turn, of so many tokens in all, is committed."""
     wait_until(lambda: n_tokens(store, session) == tokens, f"{tokens} tokens of {session!r}")
+
+
+def wait_for_writer(server: ServerProcess) -> None:
+    """Return when the server's writer has nothing more to do."""
+
+    def is_idle() -> bool:
+        stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+        return bool(stats["store"]["queue"]["tasks"] == 0)
+
+    wait_until(is_idle, "nothing left to write", 60)
 
 
 def block_files(store: Path) -> dict[str, str]:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.support import ServerProcess, StartServer, wait_until
 
+from .stored import wait_for_writer
+
 USER = [{"role": "user", "content": "Hello?"}]
 CHAT = "/v1/chat/completions"
 
@@ -52,13 +54,6 @@ def test_c8_every_chunk_of_a_stream_has_one_type(
     chunks = [json.loads(data) for _, data in server.events(path, body) if data != "[DONE]"]
     assert {chunk["object"] for chunk in chunks} == {kind}
     assert "usage" in chunks[-1]
-
-
-def n_tasks(server: ServerProcess) -> int:
-    """Return how much the writer of the server's store has to do."""
-    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
-    n: int = stats["store"]["queue"]["tasks"]
-    return n
 
 
 def name_of(path: Path) -> str:
@@ -107,7 +102,7 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(poll, range(20)))
     server.chat(USER, max_tokens=2)
-    wait_until(lambda: n_tasks(server) == 0, "the turn on disk", 60)
+    wait_for_writer(server)
     before = held(server)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(poll, range(300)))
