@@ -1,9 +1,9 @@
 """Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
 
-`install` puts a finder in front of `sys.meta_path` that lets the real finders find
-`mlx_lm.server`, executes it with its real loader, and then wraps its `main`: the plugins are loaded
-when a server is started, by whichever program. No other module is touched. Everything that goes
-wrong ends the process with one line.
+`install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
+executes it with its real loader, and then wraps its `main`. So the plugins are loaded when a server
+is started, whichever program starts it. No other module is touched. Every error ends the process
+with one line.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ServerLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on nothing that looks at the module needs to know that we were here.
+        # From here on the module looks as if its real loader had loaded it.
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real

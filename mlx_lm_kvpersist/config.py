@@ -1,4 +1,4 @@
-"""The plugin's options: what the command line says, what the device suggests."""
+"""The plugin's options, and defaults that depend on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KV_BITS = {"4": (4, 4), "8": (8, 8), "k8v4": (8, 4), "16": (OWN_BITS, OWN_BITS)}
 
 @dataclass(frozen=True)
 class Config:
-    """What the plugin was asked to do."""
+    """The plugin's options as values."""
 
     folder: Path
     limits: StoreLimits
@@ -188,8 +188,8 @@ def add_options(parser: ArgumentParser) -> None:
 def from_args(args: Namespace) -> Config:
     """Read the parsed command line. Raises ConfigError where options contradict each other.
 
-    The stock server's own `--kv-bits` and `--kv-group-size` choose the precision; its way of
-    quantizing, which turns batching off, is switched off.
+    The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
+    quantizing is switched off, because it turns batching off.
     """
     if mx.distributed.init().size() > 1:
         raise ConfigError(

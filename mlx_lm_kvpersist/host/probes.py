@@ -1,4 +1,4 @@
-"""Proofs that the patches took effect: each drives the server's own code and looks at the result.
+"""Probes of the patches: each drives the server's own code and checks the result.
 
 A probe runs before the server listens, with a plugin manager of its own, so that no real plugin
 sees its made-up models and requests. It raises PatchNotEffective on an unpatched server.
@@ -44,11 +44,11 @@ ARGS = Namespace(
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
 GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
 GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
-"""What is read of a request's arguments before it enters."""
+"""The arguments of a request that are read before it enters."""
 
 
 class ProbeCache:
-    """A cache that mlx-lm takes for one that can be batched."""
+    """A cache that mlx-lm treats as one that can be batched."""
 
     nbytes = 0
 
@@ -60,7 +60,7 @@ class ProbeCache:
 
 
 def remembered(hook: str) -> Callable[[ProbePlugin], None]:
-    """Return an implementation of a hook that only remembers that it was asked."""
+    """Return an implementation of a hook that only records that it was asked."""
 
     @hookimpl
     def implementation(self: ProbePlugin) -> None:
@@ -70,7 +70,7 @@ def remembered(hook: str) -> Callable[[ProbePlugin], None]:
 
 
 class ProbePlugin:
-    """Answers every hook, and remembers which were asked."""
+    """Answers every hook, and records which were asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -188,7 +188,7 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
 
 
 class ProbeModel:
-    """As much of a model as is needed to make its caches: stock makes two that cannot batch."""
+    """The part of a model that makes its caches: stock makes two that cannot be batched."""
 
     layers = (None, None)
 
@@ -206,7 +206,7 @@ PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, i
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Plugins take requests, and a request that a plugin prefetches for lets another pass."""
+    """Plugins take requests, and a request that waits for its prefetch lets another pass."""
     with (
         probing() as plugin,
         mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
@@ -271,7 +271,7 @@ def batches_merge_through_plugins(server: ModuleType) -> None:
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:
-    """The function that models call asks keys for their attention, and stock's for tuples."""
+    """The function that models call lets packed keys attend, and calls stock's for plain tuples."""
     core = importlib.import_module("mlx.core")
     queries = core.ones((1, 2, 1, 32))
     packed = core.quantize(core.ones((1, 1, 3, 32)), group_size=32, bits=4)
@@ -348,7 +348,7 @@ def answer(server: ModuleType, request: bytes) -> str:
 
 
 class ProbeConnection:
-    """A socket as far as http.server uses one."""
+    """The part of a socket that http.server uses."""
 
     def __init__(self, request: bytes) -> None:
         self.request = request

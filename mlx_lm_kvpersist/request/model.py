@@ -50,7 +50,7 @@ class LoadedModel:
 
 
 def described(spec: ModelCacheSpec) -> str:
-    """Return how the layers that hold every token are kept, batched and attended, for the log."""
+    """Return how full layers are stored, batched and attended, for the log."""
     found = []
     for precision in dict.fromkeys(group.precision for group in spec.full):
         if precision is None:

@@ -40,7 +40,7 @@ class Kind(Enum):
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
-    """Not kept by the plugin; the stock server's own prompt cache is used."""
+    """Not kept by the plugin: the stock server's own prompt cache is used."""
 
 
 class Tier(Enum):
@@ -77,8 +77,8 @@ class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
     `char` counts in the whole rendered prompt. `message` is the index of the message it falls
-    into, `role` whose it is and `message_char` the character in its content; None between
-    messages. `stored` and `asked` are what follows on either side.
+    into, `role` is that message's, and `message_char` the character in its content; all are None
+    between messages. `stored` and `asked` are the texts that follow on either side.
     """
 
     char: int
@@ -151,9 +151,9 @@ def divergence_at(
     messages: Sequence[dict[str, Any]],
     n_shown: int = 40,
 ) -> Divergence:
-    """Place a character of the rendered prompt in the messages that it was rendered from.
+    """Find the message that a character of the rendered prompt falls into.
 
-    Templates put content in as it is, so the messages are found in the text, one after another.
+    Templates insert content unchanged, so the messages are looked for in the text, one by one.
     """
     asked = text[n_agreed : n_agreed + n_shown]
     position = 0
@@ -207,7 +207,7 @@ def _is_alike(store: BlockStore, root: Root, text: str) -> bool:
 
 
 def _differences(root: Root, other: Root) -> list[Reason]:
-    """Return all that tells two roots apart; the last stands for what has no name."""
+    """Return every difference of two roots that has a name; NOTHING_ALIKE if there is none."""
     found = []
     if (other.namespace, other.session) != (root.namespace, root.session):
         found.append(Reason.OTHER_NAMESPACE)
@@ -234,7 +234,7 @@ class History:
     def add(
         self, session: str | None, namespace: str, model: str, outcome: Outcome
     ) -> dict[str, Any]:
-        """Add a record and return it; its id is no other request's of this server, and they grow.
+        """Add a record and return it. Ids are unique and growing.
 
         `received` is in seconds since the epoch.
         """

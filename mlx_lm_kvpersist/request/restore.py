@@ -173,11 +173,11 @@ def restore(
     *,
     canary: bool,
 ) -> Restored | None:
-    """Load the first `n_tokens` of a match, or as many before them as can be had.
+    """Load the first `n_tokens` of a match; fewer, up to an earlier place, if blocks are missing.
 
     The caches get room for the rest of the prompt. `ids` are all of its tokens; they begin with
-    those of the match. None when nothing is left, or when the canary found that the blocks are not
-    this model's; then they go to quarantine.
+    those of the match. Returns None when nothing can be loaded, or when the canary found that the
+    blocks are not this model's; then they go to quarantine.
     """
     lost: set[bytes] = set()
     while True:
@@ -200,7 +200,7 @@ def restore(
     store.pool.trust(block.key for block in restored.from_disk)
     used = [block.key for block in match.path if block.start < restored.n_tokens]
     store.touch(used[-1], [one.block for one in checkpoint.needed if one.block.is_checkpoint])
-    store.pool.touch(used)  # behind the checkpoint, which is of no use without them
+    store.pool.touch(used)  # after the checkpoint, so that it is evicted before them
     return restored
 
 
@@ -211,9 +211,9 @@ def _read(
     store: BlockStore,
     model: LoadedModel,
 ) -> Restored | Block:
-    """Read what a checkpoint needs into caches; return the first block that cannot be had instead.
+    """Read what a checkpoint needs into caches, or return the first block that cannot be read.
 
-    What does not fit the model goes to quarantine.
+    A block that does not fit the model goes to quarantine.
     """
     spec, restored = model.spec, Restored(checkpoint.n_tokens)
     n_from_disk: dict[int | None, int] = {}
@@ -242,7 +242,7 @@ def _read(
             restored.disk_s += perf_counter() - started + loaded.before_s
             restored.n_disk_bytes += loaded_bytes
             restored.from_disk.append(one.block)
-            # With nothing but states, they stand for all tokens.
+            # If a model has only states, each stands for all tokens.
             n_tokens = one.stop - one.start if one.stop or spec.full else checkpoint.n_tokens
             n_from_disk[one.window] = n_from_disk.get(one.window, 0) + n_tokens
         started = perf_counter()

@@ -45,10 +45,10 @@ _PROMPTS = {
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
-"""Of logits with a deviation of 1.6: what float32, and TF32 on a GPU, make of another order."""
+"""Error of logits with a deviation of 1.6 when float32, or TF32, sums in another order."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
-"""Most that two layers amplify an error of their keys and values."""
+"""The most by which two layers amplify an error of their keys and values."""
 
 
 def check_round_trip(
@@ -211,7 +211,7 @@ def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
 
 
 def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
-    """Store a sequence that has ended, and let go of all that is in memory."""
+    """Store a sequence that has ended, and empty the pool in RAM."""
     assert sequence.caches is not None
     taken = Sequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
     insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
@@ -246,12 +246,12 @@ def _reference(model: Any, ids: list[int], precision: KVPrecision | None) -> mx.
 def _tolerance(model: Any, precision: KVPrecision | None) -> float:
     """Return how far the live path may be from the reference, in root mean squares.
 
-    The two round alike, but for numbers so near to a rounding step that the order of a sum
-    decides. These are few, so they make a share of the error that rounding makes in all.
+    Both round alike, except for numbers so near to a rounding step that the order of a sum decides.
+    These are few, so their error is a share of the whole error of rounding.
 
     Raises:
-        SelfTestFailed: that error is more than the bits explain. 64 normal numbers span 5
-            deviations, so each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
+        SelfTestFailed: the error of rounding is more than the bits explain. 64 normal numbers span
+            5 deviations, so each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
     """
     if precision is None:
         return _NOISE
@@ -268,7 +268,7 @@ def _tolerance(model: Any, precision: KVPrecision | None) -> float:
 
 
 def tiny_model(seed: int = 7, head_dim: int = 64) -> Any:
-    """Return a llama of two layers with random weights, whose attention decides what follows."""
+    """Return a llama of two layers with random weights, whose output depends on its attention."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=64,
