@@ -363,6 +363,7 @@ class _Buffers:
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
         left = total + total // _SPARE_SHARE
+        only = mx.array([0])
         for form in sorted(self.forms, key=lambda form: forms_bytes([form]), reverse=True):
             name, (n_slots, n_heads, _, dim), dtype = form
             buffers = self.arrays[name]
@@ -377,7 +378,8 @@ class _Buffers:
                         parts[i] = parts[i][:, :, piece.start : piece.stop]
                 spare = mx.zeros((n_at_once, n_heads, self.headroom, dim), dtype)
                 stacked = mx.concatenate([*parts, spare], axis=2)
-                made = [copied(slot) for slot in mx.split(stacked, n_at_once)]
+                # Taking a slot copies it; a slice would share the memory of the whole stack.
+                made = [mx.take(slot, only, axis=0) for slot in mx.split(stacked, n_at_once)]
                 mx.eval(made)
                 buffers += made
                 left -= slot_bytes * len(made)
