@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,7 @@ REPLACEMENT = "\ufffd"
 """What an incomplete or invalid UTF-8 sequence decodes to (Unicode 15, section 3.9)."""
 
 _decoder = codecs.getincrementaldecoder("utf-8")
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class _Pieces(dict[int, bytes]):
@@ -126,6 +128,6 @@ def _byte_level_piece(token: str) -> bytes:
 
 
 def _sentencepiece_piece(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(byte[1], 16)])
     return token.replace("\u2581", " ").encode()

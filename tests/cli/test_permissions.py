@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.files import block_path
 from tests.store.conftest import chain, save_turn
 
-from .conftest import LIMITS, CommandLine, block_files, fill
+from .conftest import LIMITS, CommandLine, block_files, damage, fill, flip
 
 READING = [
     ["sessions", "list"],
@@ -94,6 +95,15 @@ def test_c5_a_store_that_may_only_be_read_is_read(store: CommandLine, argv: list
     expected = ("last", "3 blocks", "3 of 1 model", "0 blocks and 0 checkpoints, 0 B, would be")
     assert any(words in store.out for words in expected)
     assert sorted(store.folder.rglob("*")) == before
+
+
+def test_what_is_wrong_with_a_store_that_may_only_be_read_is_said(store: CommandLine) -> None:
+    bad = block_path(store.folder, chain([1, 2], [30])[1].key)
+    damage(bad, flip(400))
+    set_modes(store.folder, 0o555, 0o444)
+    with nobody():
+        assert store("store", "verify") == 1, store.err
+    assert "corrupt" in store.out and bad.stem in store.out and "1 problem" in store.out
 
 
 @pytest.mark.parametrize("argv", CHANGING, ids=" ".join)

@@ -91,7 +91,15 @@ def test_a_tokenizer_without_a_known_decoder_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("token", "expected"),
-    [("<0x41>", b"A"), ("<0x41;", b"<0x41;"), ("\u2581<0x41>", b" <0x41>"), ("[0x41>", b"[0x41>")],
+    [
+        ("<0x41>", b"A"),
+        ("<0xfF>", b"\xff"),
+        ("<0xzz>", b"<0xzz>"),
+        ("<0x 1>", b"<0x 1>"),
+        ("<0x41;", b"<0x41;"),
+        ("\u2581<0x41>", b" <0x41>"),
+        ("[0x41>", b"[0x41>"),
+    ],
 )
 def test_only_a_byte_token_of_sentencepiece_is_a_byte(token: str, expected: bytes) -> None:
     assert _sentencepiece_piece(token) == expected
