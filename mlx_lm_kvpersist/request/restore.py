@@ -199,8 +199,7 @@ def restore(
             return None
     store.pool.trust(block.key for block in restored.from_disk)
     used = [block.key for block in match.path if block.start < restored.n_tokens]
-    store.touch(used[-1], [one.block for one in checkpoint.needed if one.block.is_checkpoint])
-    store.pool.touch(used)  # after the checkpoint, so that it is evicted before them
+    store.touch(used, [one.block for one in checkpoint.needed if one.block.is_checkpoint])
     return restored
 
 

@@ -159,16 +159,13 @@ class BlockStore(BlockReader):
             sizes=sizes,
         )
 
-    def drop_unwritten(self, key: bytes) -> None:
-        """Drop a block that is in RAM alone and was not submitted to be written."""
-        entry = self.pool.get(key)
-        if entry is not None and not entry.on_disk:
-            self.drop_unpinned(key)
+    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
+        """Drop a block or checkpoint from RAM, unless a turn waits to be written with it.
 
-    def drop_unpinned(self, key: bytes) -> None:
-        """Drop a block or checkpoint from RAM, unless a turn waits to be written with it."""
+        `written` says whether one that is on disk is dropped, too.
+        """
         entry = self.pool.get(key)
-        if entry is not None and not entry.pins:
+        if entry is not None and not entry.pins and (written or not entry.on_disk):
             self.pool.drop(key)
 
     def session_blocks(self, root: Root, name: str) -> set[bytes]:
@@ -204,11 +201,15 @@ class BlockStore(BlockReader):
         """Remember what a request reused, for those who ask later."""
         self._change_index("remember what a request reused", lambda i: i.add_request(record))
 
-    def touch(self, key: bytes, checkpoints: Iterable[Block] = ()) -> None:
-        """Mark a chain, given by its last block, and these checkpoints as used."""
-        used = tuple(checkpoints)
-        self.pool.touch(block.key for block in used)
-        self._change_index("mark a block as used", lambda index: index.touch(key, used))
+    def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Block] = ()) -> None:
+        """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
+
+        The checkpoints are evicted before the chain: they are of no use without it.
+        """
+        self.pool.touch([*chain, *(block.key for block in checkpoints)])
+        self._change_index(
+            "mark a block as used", lambda index: index.touch(chain[-1], checkpoints)
+        )
 
     def set_gentle(self, gentle: bool) -> None:
         """Say whether writing is to leave most of the time to others from now on. Any thread."""

@@ -55,18 +55,16 @@ class WriteMeter:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._written: deque[tuple[float, int]] = deque()
-        self._n_bytes = 0
         self.total_bytes = 0
 
     def add(self, n_bytes: int) -> None:
         self._written.append((self._clock(), n_bytes))
-        self._n_bytes += n_bytes
         self.total_bytes += n_bytes
 
     def last_hour_bytes(self) -> int:
         while self._written and self._written[0][0] < self._clock() - _HOUR_S:
-            self._n_bytes -= self._written.popleft()[1]
-        return self._n_bytes
+            self._written.popleft()
+        return sum(n_bytes for _, n_bytes in self._written)
 
 
 def free_bytes(folder: Path) -> int:

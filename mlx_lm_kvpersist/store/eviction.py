@@ -209,10 +209,9 @@ class StoredFiles:
                 for key in known - present:
                     self.forget(key)
                     n_swept += 1
-            for lost in (self.index.unreachable, self.index.stray_checkpoints):
-                for key in lost():
-                    self.forget(key)
-                    n_swept += 1
+            for key in self.index.unreachable():
+                self.forget(key)
+                n_swept += 1
             sessions = {f"{session.id}.json" for session in self.index.sessions()}
             for path in own_files(self.folder, "sessions"):
                 if path.name not in sessions:

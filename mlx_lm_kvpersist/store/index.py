@@ -281,11 +281,6 @@ class Index(IndexReader):
         """Return what is wrong with the rows in themselves, a line for each kind."""
         return faults(self._db)
 
-    def recount(self) -> None:
-        """Make totals and numbers of children anew."""
-        with self.transaction() as db:
-            recount(db)
-
     def take_over(self, path: Path) -> None:
         """Replace what the files say by the content of the index at `path`, in one transaction.
 

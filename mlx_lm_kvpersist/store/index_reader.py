@@ -192,13 +192,18 @@ class IndexReader:
             yield from rows
 
     def unreachable(self) -> list[bytes]:
-        """Return blocks whose parent is neither a root nor there, and all that follows them."""
+        """Return the keys of what is never reached.
+
+        These are blocks whose parent is neither a root nor there, all blocks that follow them, and
+        checkpoints whose block is not there.
+        """
         rows = self._db.execute(
             "WITH RECURSIVE lost(key) AS ("
             "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
             "(SELECT 1 FROM blocks WHERE key = b.parent) "
             "UNION SELECT b.key FROM blocks AS b JOIN lost ON b.parent = lost.key) "
-            "SELECT key FROM lost"
+            "SELECT key FROM lost UNION ALL SELECT key FROM parts AS p "
+            "WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE key = p.block)"
         )
         return [key for (key,) in rows]
 
@@ -243,13 +248,6 @@ class IndexReader:
             self._db.execute("SELECT CAST(used AS REAL), key, block FROM parts ORDER BY used, key")
         ) as rows:
             yield from rows
-
-    def stray_checkpoints(self) -> list[bytes]:
-        """Return the checkpoints whose block is not there."""
-        rows = self._db.execute(
-            "SELECT key FROM parts AS p WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE key = p.block)"
-        )
-        return [key for (key,) in rows]
 
     # Sessions.
 

@@ -252,7 +252,7 @@ def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
     parts = [block for _, _, block in store.index.unused_checkpoints()]
     assert parts == [before[1].key, after[1].key]
     assert [session.name for session in store.index.sessions()] == ["after", "before"]
-    store.touch(before[1].key)
+    store.touch([before[1].key])
     store.drain()
     assert [key for _, key in store.index.unused_leaves()] == [after[1].key, before[1].key]
 

@@ -374,7 +374,7 @@ def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> N
     old, new = chain([1], [2]), chain([3], [4])
     save_turn(store, old, "old", [window(old[0])])
     save_turn(store, new, "new", [state(new[1])])
-    store.touch(old[1].key)  # as a chain without its part: that is older than all else now
+    store.touch([old[1].key])  # as a chain without its part: that is older than all else now
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
@@ -404,8 +404,8 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
     one, two = chain([1], [2]), chain([3], [4])
     save_turn(store, one, "one", [state(one[0])])
     save_turn(store, two, "two", [state(two[0])])
-    store.touch(one[1].key, [state(one[0])])
-    store.touch(two[1].key)
+    store.touch([one[1].key], [state(one[0])])
+    store.touch([two[1].key])
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
@@ -416,7 +416,7 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
 def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(node) for node in nodes])
-    store.touch(nodes[1].key, [state(nodes[0])])
+    store.touch([nodes[1].key], [state(nodes[0])])
     store.pool.max_bytes = store.pool.get(state(nodes[0]).key).n_bytes  # type: ignore[union-attr]
     store.pool.unpin([])
     assert parts_in_ram(store, *nodes) == {state(nodes[0])}

@@ -90,7 +90,7 @@ def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> No
 def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     save_turn(store, chain([1], [2], [3]), "old")
     save_turn(store, chain([4], [5], [6]), "used")
-    store.touch(chain([1], [2], [3])[-1].key)
+    store.touch([chain([1], [2], [3])[-1].key])
     store.drain()
     one_block = store.index.n_bytes() // 6
     store.close()
