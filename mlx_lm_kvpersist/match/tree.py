@@ -15,7 +15,7 @@ Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
 
 SHOWN_CHARS = 40
-"""Of what is stored where a prompt diverges from it, for people to see."""
+"""At most so many characters of what is stored are shown where a prompt diverges from it."""
 
 _AHEAD = 8192
 """Characters or bytes of a prompt that are shown to a source: more than a block has."""
@@ -76,7 +76,7 @@ def match_text(
     """Find the longest stored prefix of `text` that ends where a token ends.
 
     Of equally long ones, a branch through a block in `prefer` wins. `packed_ids` are the prompt's
-    own ids, if `tokens` covers them all: a block of the same ids need not be asked for again.
+    own ids, if `tokens` covers them all: it then covers every block that has the same ids.
     """
     best, best_rank = NO_MATCH, (0, False)
     steps = _steps(source, root, text, prefer, tokens, packed_ids)
@@ -203,10 +203,10 @@ def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, in
 
 
 FEW = 16
-"""So many blocks below one parent are all looked at."""
+"""If at most so many blocks have one parent, all of them are compared with the prompt."""
 
 MAX_ALIKE = 64
-"""Of blocks with the same text, so many are found."""
+"""At most so many blocks with the same text are compared with the prompt."""
 
 _MAX_STEPS = 64
 

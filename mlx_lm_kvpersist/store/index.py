@@ -95,7 +95,7 @@ class Index(IndexReader):
             used = self.now() if used is None else used
             db.executemany(
                 "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
-                # There where a damaged or missing file is written anew.
+                # The row is there when a damaged or missing file has been written anew.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
                 [
                     (b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending, n, used)

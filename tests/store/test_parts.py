@@ -416,8 +416,9 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
 def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(node) for node in nodes])
-    store.touch([nodes[1].key], [state(nodes[0])])
-    store.pool.max_bytes = store.pool.get(state(nodes[0]).key).n_bytes  # type: ignore[union-attr]
+    store.touch([nodes[0].key], [state(nodes[0])])
+    used = [store.pool.get(key) for key in (nodes[0].key, state(nodes[0]).key)]
+    store.pool.max_bytes = sum(entry.n_bytes for entry in used if entry is not None)
     store.pool.unpin([])
     assert parts_in_ram(store, *nodes) == {state(nodes[0])}
 
