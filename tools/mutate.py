@@ -57,7 +57,12 @@ TESTS = {
     "match/tree": _MATCHING,
     "api/session_keys": ["tests/api/test_session_keys.py"],
     "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
-    "cache/packed": ["tests/cache/test_quantized.py", "tests/cache/test_batch.py"],
+    "cache/packed": [
+        *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),
+        "tests/cache/test_precision.py",
+    ],
+    "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
+    "cache/quantized": ["tests/cache/test_quantized.py", "tests/cache/test_attention.py"],
     "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
     "request/insert": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
     "request/lookup": ["tests/request/test_lookup.py", "tests/request/test_prefetch.py"],
