@@ -54,9 +54,6 @@ KEPT: dict[type, GroupKind] = {
 COMPOSITE = CacheList
 """Stored by its parts."""
 
-BATCH_FORMS = ("BatchKVCache", "BatchRotatingKVCache")
-"""Classes of a batch: merged from supported classes, and extracted to them."""
-
 REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",

@@ -21,12 +21,12 @@ from .quality_checks import (
     TOOL_QUESTION,
     Told,
     greedy,
-    kv_bytes_per_token,
     n_text_steps,
     needle_prompts,
     prompt_of,
     quantizable,
     score_text,
+    spec_for,
     takes_tools,
     tool_call_in,
     windows_of,
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         Row(
             precision=name,
-            kv_bytes_per_token=kv_bytes_per_token(model, CHOICES[name]),
+            kv_bytes_per_token=float(spec_for(model, CHOICES[name]).bytes_per_token),
             perplexity=score.perplexity,
             perplexity_rise=score.perplexity / own.perplexity - 1,
             agreement=score.agreement,

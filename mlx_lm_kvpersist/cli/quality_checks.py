@@ -68,23 +68,6 @@ def spec_for(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
     return ModelCacheSpec.probe(model, choice, evaluate=False)
 
 
-def is_kept_so(model: Any, choice: PrecisionChoice) -> bool:
-    """Say whether any layer's keys and values take the bits that were asked for.
-
-    Raises ModelNotSupported where the plugin keeps nothing of this model.
-    """
-    kept = [group.precision for group in spec_for(model, choice).full]
-    if choice.is_own:
-        return not any(kept)
-    asked = (choice.key_bits, choice.value_bits)
-    return any(precision and (precision.bits, precision.value_bits) == asked for precision in kept)
-
-
-def kv_bytes_per_token(model: Any, choice: PrecisionChoice) -> float:
-    """Return the bytes of a token in all layers that keep it; raises ModelNotSupported."""
-    return float(spec_for(model, choice).bytes_per_token)
-
-
 @dataclass(frozen=True)
 class Window:
     """Token ids; the ones from `n_context` on are predicted."""
@@ -272,11 +255,19 @@ def tool_call_in(tokenizer: Any, reply: str) -> Any:
 
 
 def quantizable(model: Any, choices: Mapping[str, PrecisionChoice]) -> dict[str, str | None]:
-    """Return for each choice why this model cannot be kept in it, None where it can."""
+    """Return for each choice why no layer of this model takes its bits, None where one does."""
     reasons: dict[str, str | None] = {}
     for name, choice in choices.items():
         try:
-            reasons[name] = None if is_kept_so(model, choice) else "not kept in these bits"
+            kept = [group.precision for group in spec_for(model, choice).full]
         except ModelNotSupported as error:
             reasons[name] = str(error)
+            continue
+        asked = (choice.key_bits, choice.value_bits)
+        is_kept_so = (
+            not any(kept)
+            if choice.is_own
+            else any(one and (one.bits, one.value_bits) == asked for one in kept)
+        )
+        reasons[name] = None if is_kept_so else "not kept in these bits"
     return reasons

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_kvpersist.cache.spec import (
-    BATCH_FORMS,
     COMPOSITE,
     KEPT,
     REFUSED,
@@ -30,6 +29,9 @@ from mlx_lm_kvpersist.cache.spec import (
     window_of,
 )
 from tests.support import keeps_short_chunks
+
+BATCH_FORMS = {"BatchKVCache", "BatchRotatingKVCache"}
+"""Classes of a batch: merged from supported classes, and extracted to them."""
 
 NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
 """Classes of the same module that hold no KV of a layer."""
