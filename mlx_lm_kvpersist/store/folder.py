@@ -94,6 +94,8 @@ def own_files(folder: Path, name: str) -> Iterator[Path]:
 
     Raises OSError where a folder that is there cannot be read: no file may seem to be missing.
     """
+    if (folder / name).is_symlink():
+        return
     try:
         entries = list(os.scandir(folder / name))
     except FileNotFoundError:
@@ -102,8 +104,8 @@ def own_files(folder: Path, name: str) -> Iterator[Path]:
         if "/" not in name and re.fullmatch("[0-9a-f]{2}", entry.name):
             if entry.is_dir(follow_symlinks=False):
                 yield from own_files(folder, f"{name}/{entry.name}")
-        elif _is_own(folder, path := Path(entry.path)):
-            yield path
+        elif _FORMS.fullmatch(f"{name}/{entry.name}") and entry.is_file(follow_symlinks=False):
+            yield Path(entry.path)
 
 
 def own_bytes(folder: Path, *names: str) -> int:
