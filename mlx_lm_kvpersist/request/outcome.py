@@ -193,17 +193,11 @@ def why_not_stored(
     if text:
         others = store.other_roots(root, _MAX_ROOTS)
         for other in sorted(others, key=lambda other: len(_differences(root, other))):
-            if _is_alike(store, other, text):
-                return _differences(root, other)[0]
+            for block in store.children(other.key, text):
+                n_alike = min(MIN_ALIKE_CHARS, len(block.text))
+                if block.text and common_prefix(block.text, text, 0) >= n_alike:
+                    return _differences(root, other)[0]
     return Reason.NOTHING_ALIKE
-
-
-def _is_alike(store: BlockStore, root: Root, text: str) -> bool:
-    return any(
-        common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
-        for block in store.children(root.key, text)
-        if block.text
-    )
 
 
 def _differences(root: Root, other: Root) -> list[Reason]:
