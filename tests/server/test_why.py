@@ -134,6 +134,7 @@ def test_no_text_leaves_the_prompt_where_none_is_stored(
     server.chat([SYSTEM, {"role": "user", "content": "What else?"}])
     assert "north tower" not in json.dumps(records(server))
     assert records(server)[0]["outcome"] == "DIVERGE"
+    server.terminate()  # so that everything is written, and no file goes while it is read
     files = [path for path in start_server.store.rglob("*") if path.is_file()]
     assert files and not any(b"north tower" in path.read_bytes() for path in files)
 
