@@ -7,21 +7,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 REPLACEMENT = "\ufffd"
 """What an incomplete or invalid UTF-8 sequence decodes to (Unicode 15, section 3.9)."""
 
+_UNKNOWN = b"\xff"
+"""Stands for a token without known bytes: an invalid byte, never nothing."""
+
 _decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-class _Pieces(dict[int, bytes]):
-    """The bytes of each token by its id. Any other id is an invalid byte, never nothing."""
-
-    def __missing__(self, token_id: int) -> bytes:
-        return b"\xff"
 
 
 class TokenText:
@@ -33,7 +29,7 @@ class TokenText:
     """
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
+        self._pieces = {i: piece for i, piece in pieces.items() if piece}
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -66,15 +62,22 @@ class TokenText:
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
-        return list(accumulate(len(self._pieces[i]) for i in ids))
+        return list(accumulate(len(self._pieces.get(i, _UNKNOWN)) for i in ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of a sequence; for a token without known bytes, an invalid one."""
-        return b"".join(map(self._pieces.__getitem__, ids))
+        return b"".join(map(self._pieces.get, ids, repeat(_UNKNOWN)))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a whole sequence; what is incomplete at its end is replaced."""
         return self.to_bytes(ids).decode("utf-8", "replace")
+
+    def known_text(self, ids: Iterable[int]) -> str | None:
+        """Return what `decode` does; None unless the bytes of all tokens are known."""
+        try:
+            return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
+        except KeyError:
+            return None
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
@@ -94,7 +97,7 @@ class TokenText:
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:
-            n_chars += len(decoder.decode(self._pieces[token_id]))
+            n_chars += len(decoder.decode(self._pieces.get(token_id, _UNKNOWN)))
             ends.append((n_chars, bool(decoder.getstate()[0])))
             if n_chars > max_chars:
                 break

@@ -83,8 +83,7 @@ class Lookup:
         self._root, self._store, self._policy = root, store, policy or ReusePolicy()
         self._session, self._messages = session, messages
         # Without the text of every id the prompt is matched by ids.
-        has_text = model.text is not None and model.text.covers(prompt.ids)
-        self._text = model.text.decode(prompt.ids) if model.text and has_text else None
+        self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
         self._find()
 

@@ -48,7 +48,8 @@ class BlockPool:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, KVBlock] = OrderedDict()
-        self._children: dict[bytes, Siblings] = {}
+        self._children: dict[bytes, dict[str, list[Block]]] = {}
+        """The blocks that continue a block, by its key: sorted by text, and by packed ids."""
         self._checkpoints: dict[bytes, dict[bytes, Block]] = {}
         self._lock = RLock()
         self.n_bytes = 0
@@ -71,8 +72,21 @@ class BlockPool:
     ) -> list[Block]:
         """Return the blocks that continue `parent`; see `BlockSource.children`."""
         with self._lock:
-            siblings = self._children.get(parent)
-            return [] if siblings is None else siblings.some(ahead, limit)
+            siblings = self._children.get(parent, {"text": []})
+            if ahead is None or len(siblings["text"]) <= FEW:
+                return siblings["text"][:limit]
+            name = "text" if isinstance(ahead, str) else "packed_ids"
+            nodes, by = siblings[name], attrgetter(name)
+
+            def find(how: str, content: str | bytes) -> list[Block]:
+                end = bisect_right(nodes, content, key=by)
+                if how == ">":
+                    return nodes[end : end + 1]
+                if how == "<=":
+                    return nodes[max(end - 1, 0) : end]
+                return nodes[max(bisect_left(nodes, content, key=by), end - MAX_ALIKE) : end]
+
+            return nearest(ahead, find)
 
     def checkpoints(self, blocks: Iterable[bytes]) -> list[Block]:
         """Return the checkpoints at the ends of these blocks."""
@@ -98,7 +112,9 @@ class BlockPool:
                 self.n_checkpoints += 1
                 self.n_checkpoint_bytes += entry.n_bytes
             else:
-                self._children.setdefault(block.parent, Siblings()).add(block)
+                siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
+                for name, nodes in siblings.items():
+                    insort(nodes, block, key=attrgetter(name))
             self._evict()
             return entry
 
@@ -178,8 +194,12 @@ class BlockPool:
                 del self._checkpoints[block.parent]
         else:
             siblings = self._children[block.parent]
-            siblings.remove(block)
-            if not siblings:
+            for name, nodes in siblings.items():
+                place = bisect_left(nodes, getattr(block, name), key=attrgetter(name))
+                while nodes[place].key != key:
+                    place += 1
+                del nodes[place]
+            if not siblings["text"]:
                 del self._children[block.parent]
 
     def _evict(self) -> None:
@@ -202,41 +222,3 @@ class BlockPool:
             for key in list(self._checkpoints.get(victim, ())) if is_gone else ():
                 if not self._entries[key].pins and not self._entries[key].prefetched:
                     self._remove(key)
-
-
-class Siblings:
-    """The blocks in RAM that continue one block, sorted by text and by ids. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._sorted: dict[str, list[Block]] = {"text": [], "packed_ids": []}
-
-    def __len__(self) -> int:
-        return len(self._sorted["text"])
-
-    def add(self, node: Block) -> None:
-        for name, nodes in self._sorted.items():
-            insort(nodes, node, key=attrgetter(name))
-
-    def remove(self, node: Block) -> None:
-        for name, nodes in self._sorted.items():
-            place = bisect_left(nodes, getattr(node, name), key=attrgetter(name))
-            while nodes[place].key != node.key:
-                place += 1
-            del nodes[place]
-
-    def some(self, ahead: str | bytes | None, limit: int | None) -> list[Block]:
-        """Return at most `limit` blocks; where they are many, those nearest to `ahead`."""
-        if ahead is None or len(self) <= FEW:
-            return self._sorted["text"][:limit]
-        name = "text" if isinstance(ahead, str) else "packed_ids"
-        nodes, by = self._sorted[name], attrgetter(name)
-
-        def find(how: str, content: str | bytes) -> list[Block]:
-            end = bisect_right(nodes, content, key=by)
-            if how == ">":
-                return nodes[end : end + 1]
-            if how == "<=":
-                return nodes[max(end - 1, 0) : end]
-            return nodes[max(bisect_left(nodes, content, key=by), end - MAX_ALIKE) : end]
-
-        return nearest(ahead, find)

@@ -328,7 +328,7 @@ def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
 
         return counted
 
-    for name in ("decode", "feed", "ends", "n_bytes_ends"):
+    for name in ("decode", "known_text", "feed", "ends", "n_bytes_ends"):
         monkeypatch.setattr(TokenText, name, counting(getattr(TokenText, name)))
 
     def counted_key(parent: bytes, packed: bytes) -> bytes:

@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
-from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock, Siblings
+from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import rebuild
 from mlx_lm_kvpersist.store.verify import find_problems
 
@@ -197,9 +197,9 @@ def test_b1_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
     contents = [list(ids) for ids in {tuple(ids) for ids in contents}]
     ahead = data.draw(st.lists(st.integers(0, 3), max_size=8))
     nodes = [chain(ids)[0] for ids in contents]
-    siblings = Siblings()
+    pool = BlockPool(1 << 40)
     for node in nodes:
-        siblings.add(node)
+        pool.put(KVBlock(node, None, 1))
     with tempfile.TemporaryDirectory() as folder:
         index = Index(Path(folder) / "index.sqlite")
         index.add_blocks(ROOT, [(node, 1) for node in nodes])
@@ -209,15 +209,15 @@ def test_b1_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
             (pack_ids(ahead), "packed_ids"),
         ):
             common = {node.key: common_prefix(getattr(node, name), wanted, 0) for node in nodes}
-            for found in (siblings.some(wanted, None), index.children(ROOT.key, wanted)):
+            for found in (pool.children(ROOT.key, wanted), index.children(ROOT.key, wanted)):
                 keys = {node.key for node in found}
                 whole = {n.key for n in nodes if wanted.startswith(getattr(n, name))}
                 assert whole <= keys
                 assert max(common[key] for key in keys) == max(common.values())
         index.close()
     for node in data.draw(st.permutations(nodes)):
-        siblings.remove(node)
-    assert len(siblings) == 0
+        pool.drop(node.key)
+    assert len(pool) == 0 and pool.children(ROOT.key) == []
 
 
 def test_b1_twenty_thousand_blocks_in_ram_are_not_all_looked_at(tmp_path: Path) -> None:
