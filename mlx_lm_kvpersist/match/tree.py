@@ -217,9 +217,9 @@ Find = Callable[[Literal[">", "<=", "="], "str | bytes"], list[Block]]
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
-    In sorted order these are the one behind `ahead` and the one before. A block all of which
-    stands ahead can be farther up, but then it begins the one before; so the search goes on with
-    what that one has in common with `ahead`.
+    In sorted order these are the first after `ahead` and the last before it. A block that `ahead`
+    begins with can stand farther up; the last block before `ahead` then begins with it, too. So
+    the search goes on with what that block has in common with `ahead`.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -232,7 +232,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
         if not content:
             break
         n_common = common_prefix(content, ahead, 0)  # type: ignore[type-var]  # both are alike
-        # Behind a block that stands ahead as a whole, only shorter ones are of interest.
+        # If the prompt repeats a whole block, only shorter blocks are still of interest.
         key = ahead[: n_common - 1 if n_common == len(content) else n_common]
     return nodes
 

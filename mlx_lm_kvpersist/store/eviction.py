@@ -171,7 +171,7 @@ class StoredFiles:
                 file.write(json.dumps(about).encode())
             move(self.folder, path, target)
         except (OSError, StoreError) as error:
-            # Better no evidence than a block that stays in the way of a whole one.
+            # A file that cannot be kept is removed: it must not stand in the way of a whole one.
             logger.warning("%s is not kept aside: %s", path.name, error)
             remove(self.folder, note)
             remove(self.folder, path)

@@ -39,9 +39,9 @@ DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading a header fails with that is none."""
+"""The errors that a malformed header raises when it is read."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""What opening a link or a socket fails with."""
+"""The error numbers of opening a link or a socket."""
 
 Arrays = Mapping[str, mx.array]
 

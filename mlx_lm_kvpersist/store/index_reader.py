@@ -268,7 +268,7 @@ class IndexReader:
         found: list[Session] = []
         for first in range(0, len(ends), _AT_ONCE):
             part = ends[first : first + _AT_ONCE]
-            # By the leaf: thousands may have the name, and the plus keeps SQLite from them.
+            # Thousands of sessions may share a name: the plus has SQLite search by the leaf.
             where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
             found += self._sessions(where, root.key, leaf.name, *part)
         return max(found, key=lambda session: session.n_tokens, default=None)

@@ -53,7 +53,7 @@ from .index import Index, Leaf, Session
 from .records import NewFile, Turn
 
 SESSION_FORMAT = 2
-"""A reader refuses what is newer. What has no parts is written as 1, for those who know none."""
+"""A reader refuses a newer one. A session without parts is written as 1: old versions read it."""
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]

@@ -133,7 +133,7 @@ class Killer(BaseException):
     """Stands for SIGKILL where a process cannot be killed at the very moment."""
 
 
-@pytest.mark.parametrize("n_calls", [0, 1, 7, 20])
+@pytest.mark.parametrize("n_calls", [0, 1, 7, 20, 21, 23])  # checkpoints come after 21 blocks
 @pytest.mark.parametrize("method", ["add_blocks", "put_session"])
 def test_killed_while_the_index_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, n_calls: int
