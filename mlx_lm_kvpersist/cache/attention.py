@@ -246,8 +246,8 @@ def _hidden(
 ) -> mx.array:
     """Return `scores` [B, Hkv, Hq / Hkv, n, t] with the lowest number for hidden keys.
 
-    They are those of a part of the queries and keys. Keys may reach beyond the last token; those
-    are hidden from every query.
+    `queries` and `keys` say which of all queries and keys the scores are for. Keys behind the last
+    token are hidden from every query.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')

@@ -25,8 +25,9 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Reply:
-    """A streamed reply: its text, the time to its first text, and what was not computed again.
+    """A streamed reply: its text, the time to its first token, and what was not computed again.
 
+    The first token may be one of the reasoning. A reply that shows no token took `ttft_s` in all.
     `outcome` is the header X-KVPersist, "" without the plugin.
     """
 
@@ -125,14 +126,23 @@ class DemoServer:
         with self._post("/v1/chat/completions", body, {"X-Session-ID": session}) as response:
             for line in response:
                 kind, _, content = line.decode().strip().partition(": ")
-                if kind != "data" or content == "[DONE]":
+                if kind != "data":
                     continue
+                if content == "[DONE]":
+                    break
                 chunk = json.loads(content)
+                if "error" in chunk:
+                    raise self._failure(f"a reply ended early: {chunk['error']}")
                 usage = chunk.get("usage") or usage
-                said = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-                ttft_s = ttft_s or (time.perf_counter() - start if said else 0.0)
-                text += said
+                for delta in (choice["delta"] for choice in chunk["choices"]):
+                    text += delta.get("content") or ""
+                    # Some models begin with reasoning, or say nothing else within `max_tokens`.
+                    if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
+                        ttft_s = ttft_s or time.perf_counter() - start
+            else:
+                raise self._failure("a reply ended early")
             outcome = response.getheader("X-KVPersist", "")
+        ttft_s = ttft_s or time.perf_counter() - start
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Reply(text, ttft_s, usage.get("prompt_tokens", 0), cached, outcome)
 

@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
 
 TOLERANCE = 2e-3
-"""Of logits of size 10, as in tests/serve: what the order of summation makes of 4-bit KV."""
+"""Of logits of size 10, as in tests/request: what the order of summation makes of 4-bit KV."""
 LIMITS = StoreLimits(1 << 30, 1 << 30)
 
 
