@@ -111,6 +111,11 @@ def verify(args: argparse.Namespace) -> int:
         with reading(folder) as index, progress("verify") as told:
             left = problems = find_problems(folder, index, told)
             n_blocks, n_checkpoints = index.n_blocks(), index.n_checkpoints()
+            is_copy = index.path.parent != folder
+        if problems and is_copy:  # what a server saved since is not in it
+            with reading(folder) as index:
+                again = find_problems(folder, index)
+            left = problems = [problem for problem in again if problem in problems]
     if args.json:
         found = [
             {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Literal, Protocol, TypeVar
 
 from .block import Block, unpack_ids
@@ -256,44 +257,53 @@ def splice(
     """Return the prompt with the matched ids in front, or None if its text would change.
 
     `text` is what `prompt` decodes to. A cut in the middle of what is stored moves back to the end
-    of a token that the prompt has, too, and the prompt's own ids follow. So they do behind the end
-    of what is stored, if one of them begins there; if not, the rest of the text is encoded anew.
+    of a token that the prompt has, too, and the prompt's own ids follow. At the end of what is
+    stored, the prompt's own ids follow if a token begins there; if none does, the rest of the text
+    is encoded anew.
     """
     stored = match.ids
     if match.at_end:
-        rest = text[match.n_chars :]
-        tail = _own_tail(prompt, rest, tokens)
+        tail = _own_tail(prompt, stored, text, tokens)
         if tail is None:
-            tail = _encode_rest(rest, tokens, encode)
+            tail = _encode_rest(text[match.n_chars :], tokens, encode)
     else:
         # What follows can change how the last word is cut into tokens. Spelled as in the other
         # prompt, the same text would get another reply than it gets alone.
-        n_stored, tail = _common_boundary(prompt, stored, tokens)
+        n_stored, tail = _common_boundary(prompt, stored, text, tokens)
         stored = stored[:n_stored]
     if tail is None or not stored or tokens.decode(stored + tail) != text:
         return None
-    return Splice(stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, tokens))
+    return Splice(
+        stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, text, tokens)
+    )
 
 
-def _own_tail(prompt: Sequence[int], rest: str, tokens: TokenText) -> list[int] | None:
-    """Return the last of the prompt's own ids that decode to `rest`, if any do."""
-    n_bytes = len(rest.encode())
-    ends = tokens.n_bytes_ends(reversed(prompt))
-    place = bisect_left([0, *ends], n_bytes)
-    tail = list(prompt[len(prompt) - place :])
-    return tail if tokens.decode(tail) == rest else None
+def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
+    """Return each token's end in bytes; in characters where `text` has replacement characters.
+
+    A byte that is no character is one of those, of three bytes, where it is encoded anew. Counting
+    characters takes ten times as long. An end inside a character counts half.
+    """
+    if REPLACEMENT in text:
+        return [n_chars + incomplete / 2 for n_chars, incomplete in tokens.ends(ids)]
+    return tokens.n_bytes_ends(ids)
+
+
+def _own_tail(
+    prompt: Sequence[int], stored: list[int], text: str, tokens: TokenText
+) -> list[int] | None:
+    """Return the prompt's own ids that follow where `stored` ends, if they decode to the rest."""
+    stop = ceil(_ends(stored, text, tokens)[-1])
+    tail = list(prompt[bisect_right(_ends(prompt, text, tokens), stop) :])
+    return tail if tokens.decode(stored + tail) == text else None
 
 
 def _common_boundary(
-    prompt: Sequence[int], stored: Sequence[int], tokens: TokenText
+    prompt: Sequence[int], stored: Sequence[int], text: str, tokens: TokenText
 ) -> tuple[int, list[int]]:
-    """Return how many stored ids end with a token that the prompt has there, and its ids behind.
-
-    Characters are counted, not bytes: a stored byte that is no character is a replacement
-    character in the prompt.
-    """
-    place = {end: i for i, end in enumerate(tokens.ends(prompt), start=1)}
-    ends = tokens.ends(stored)
+    """Return how many stored ids end with a token that the prompt has there, and its ids behind."""
+    place = {end: i for i, end in enumerate(_ends(prompt, text, tokens), start=1)}
+    ends = _ends(stored, text, tokens)
     for n in range(len(stored), 0, -1):
         i = place.get(ends[n - 1])
         if i is not None and prompt[i - 1] == stored[n - 1]:
@@ -319,11 +329,10 @@ def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int] | No
 
 
 def _shared_boundaries(
-    prompt: Sequence[int], stored: list[int], tail: list[int], tokens: TokenText
+    prompt: Sequence[int], stored: list[int], tail: list[int], text: str, tokens: TokenText
 ) -> dict[int, int]:
-    """Align the boundaries of `tail` with those of `prompt`, counting bytes from the end."""
-    tail_ends = [0, *tokens.n_bytes_ends(tail)]
-    place = {tail_ends[-1] - end: len(stored) + i for i, end in enumerate(tail_ends)}
-    prompt_ends = [0, *tokens.n_bytes_ends(prompt)]
-    to_end = [prompt_ends[-1] - end for end in prompt_ends]
-    return {i: place[n] for i, n in enumerate(to_end) if n in place}
+    """Align the boundaries of `tail` with those of `prompt`, counting from the end."""
+    prompt_ends, tail_ends = ([0, *_ends(ids, text, tokens)] for ids in (prompt, tail))
+    n_before = ceil(prompt_ends[-1]) - ceil(tail_ends[-1])
+    place = {n_before + end: len(stored) + i for i, end in enumerate(tail_ends)}
+    return {i: place[n] for i, n in enumerate(prompt_ends) if n in place and n == int(n)}

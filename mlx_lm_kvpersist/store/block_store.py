@@ -226,8 +226,10 @@ class BlockStore(BlockReader):
         """
         # SQLite keeps as many descriptors as connections were ever open at the same time.
         with self._stats_lock:
-            totals, used_bytes = self.disk.index.totals(), self.disk.used_bytes()
-            self.disk.index.disconnect()
+            try:
+                totals, used_bytes = self.disk.index.totals(), self.disk.used_bytes()
+            finally:
+                self.disk.index.disconnect()
         return {
             "folder": str(self.folder),
             "ram": {
@@ -350,7 +352,7 @@ class BlockStore(BlockReader):
         """Return what the index answers, or something else if it cannot be read. Any thread."""
         try:
             return index()
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             self._failed("read the index", error)
             return otherwise
 

@@ -106,7 +106,7 @@ def metadata_of(block: Block, root: Root) -> dict[str, str]:
 
 
 def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
-    """Return the most that a block's or part's file can take, in bytes, before it is written.
+    """Return the most that a block's or checkpoint's file can take, in bytes, before it is written.
 
     The file's header names each array.
     """
@@ -225,7 +225,7 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class OwnHeader:
-    """The header of a block's or part's own file, as text, and what it says."""
+    """The header of a block's or checkpoint's own file, as text, and what it says."""
 
     text: str
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -236,7 +236,7 @@ class OwnHeader:
 
 
 def own_header(text: str) -> OwnHeader:
-    """Read the header of a block or part.
+    """Read the header of a block or checkpoint.
 
     Raises one of MALFORMED unless it describes arrays that lie one after the other.
     """

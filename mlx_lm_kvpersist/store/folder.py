@@ -42,7 +42,7 @@ _LEFT_BEHIND = {"lock", "writing", "attention.json"}
 """What a running server can leave in a store's folder that was removed under it."""
 _SQLITE = b"SQLite format 3\0"
 _APPLICATION_ID = b"kvp"
-"""The first bytes of `APPLICATION_ID`, which `index_schema` writes at byte 68 of an SQLite file."""
+"""The first bytes of what `index_schema` writes at byte 68 of an SQLite file."""
 
 
 def take_into_use(folder: Path) -> None:

@@ -224,8 +224,8 @@ class Index(IndexReader):
     def now(self) -> float:
         """Return the time of use of what is used now, in seconds since the epoch.
 
-        It is always the latest: were it not, a clock that jumps back would have what is written
-        after that go first.
+        It is always the latest. Otherwise, after a clock jumps back, new blocks would be evicted
+        first.
         """
         newest = [
             self._db.execute(

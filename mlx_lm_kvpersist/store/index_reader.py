@@ -268,7 +268,7 @@ class IndexReader:
         found: list[Session] = []
         for first in range(0, len(ends), _AT_ONCE):
             part = ends[first : first + _AT_ONCE]
-            # Thousands of sessions may share a name: the plus has SQLite search by the leaf.
+            # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
             where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
             found += self._sessions(where, root.key, leaf.name, *part)
         return max(found, key=lambda session: session.n_tokens, default=None)

@@ -2,7 +2,7 @@
 
     lock                                locked (flock) by the process that changes the store
     writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
-    writing/1a2b3c4d-KEY.safetensors    a block or part of that turn
+    writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
 What a process announced counts as used from then on, so that no other process takes the room. A
 lock goes with its process, however that ends; then the next sweep removes the files.
@@ -27,8 +27,7 @@ _FOLDER = "writing"
 class StoreLock:
     """An exclusive lock between processes (flock), and between the threads of this one.
 
-    Readers need none: block files are
-    published whole, and the index is SQLite's to guard.
+    Readers need none: block files are published whole, and SQLite guards the index.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,13 +82,13 @@ class Staging:
                 remove(self._folder, self._lock_path)
 
     def write(self, key: bytes, write: Callable[[Path], int]) -> int:
-        """Have the file of a block or part written; return its size in bytes."""
+        """Have the file of a block or checkpoint written; return its size in bytes."""
         self._begun.add(key)
         self.sizes[key] = write(self.path(key))
         return self.sizes[key]
 
     def path(self, key: bytes) -> Path:
-        """Return where the file of a block or part is until it is committed."""
+        """Return where the file of a block or checkpoint is until it is committed."""
         return self._folder / _FOLDER / f"{self._name}-{key.hex()}.safetensors"
 
     def announce(self, n_bytes: int) -> None:

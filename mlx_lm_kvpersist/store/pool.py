@@ -100,12 +100,13 @@ class BlockPool:
         """
         block = entry.block
         with self._lock:
-            present = self._entries.setdefault(block.key, entry)
-            if present is not entry:
+            present = self._entries.get(block.key)
+            if present is not None:
                 present.pins += entry.pins
                 present.prefetched += entry.prefetched
                 self._entries.move_to_end(block.key)
                 return present
+            self._entries[block.key] = entry
             self.n_bytes += entry.n_bytes
             if block.is_checkpoint:
                 self._checkpoints.setdefault(block.parent, {})[block.key] = block

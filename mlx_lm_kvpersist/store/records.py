@@ -167,7 +167,7 @@ def note_path(folder: Path, session_id: str) -> Path:
 
 
 def write_note(folder: Path, session: Session, *, fsync: bool) -> None:
-    """Keep what a rebuilt index could not know of a session; nothing if there is nothing."""
+    """Write the file of a session that has a name or a pin: a rebuilt index knows neither."""
     if session.name is None and not session.pinned:
         return
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
@@ -180,7 +180,7 @@ def write_note(folder: Path, session: Session, *, fsync: bool) -> None:
 def read_note(path: Path) -> Session:
     """Read the file of a session.
 
-    Raises ValueError, TypeError, KeyError or OSError when it is none, or another session's.
+    Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.
     """
     content = json.loads(path.read_text())
     content["root"] = bytes.fromhex(content["root"])

@@ -37,8 +37,8 @@ class _Task:
 class Writer:
     """Runs tasks in order on one long-lived thread.
 
-    At most `max_bytes` of blocks and parts wait. When more come, the oldest turn that a later one
-    of the same conversation contains is left out, and if there is none, the oldest turn: no
+    At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest turn that a later
+    one of the same conversation contains is left out, and if there is none, the oldest turn: no
     request waits. The newest turn may be as much again, together with the one that is being
     written; one turn alone, or behind one that is bigger than that, may always wait.
     """
@@ -47,9 +47,9 @@ class Writer:
         self.max_bytes = max_bytes
         self._tasks: deque[_Task] = deque()
         self.n_bytes = 0
-        """Bytes of the blocks and parts that wait or are being written."""
+        """Bytes of the blocks and checkpoints that wait or are being written."""
         self._holders: Counter[bytes] = Counter()
-        """In how many turns a block or part waits, or is being written; it is in RAM once."""
+        """In how many turns a block or checkpoint waits, or is being written; it is in RAM once."""
         self._closing = False
         self._running: _Task | None = None
         self._gentle = False
@@ -83,7 +83,7 @@ class Writer:
     ) -> None:
         """Have a turn saved, or abandoned when too much waits.
 
-        `sizes` are the bytes of its blocks and parts that are in RAM alone.
+        `sizes` are the bytes of its blocks and checkpoints that are in RAM alone.
         """
         victims: list[_Task] = []
         newest = _Task(save, turn, abandon, sizes)

@@ -9,11 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.cli import store as store_commands
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.verify import find_problems
 from tests.store.conftest import chain, save_turn
 
 from .conftest import LIMITS, CommandLine, block_files, damage, fill, flip
@@ -104,6 +107,23 @@ def test_what_is_wrong_with_a_store_that_may_only_be_read_is_said(store: Command
     with nobody():
         assert store("store", "verify") == 1, store.err
     assert "corrupt" in store.out and bad.stem in store.out and "1 problem" in store.out
+
+
+def test_a_turn_saved_since_the_index_was_copied_is_no_fault(
+    store: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = BlockStore(store.folder, LIMITS)
+
+    def find(*args: Any) -> Any:
+        save_turn(server, chain([7], [8]), "newest")
+        return find_problems(*args)
+
+    monkeypatch.setattr(store_commands, "find_problems", find)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    try:
+        assert store("store", "verify") == 0, store.out
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("argv", CHANGING, ids=" ".join)

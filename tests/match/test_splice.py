@@ -103,6 +103,38 @@ def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
         assert result.ids == prompt
 
 
+TOKENS = TokenText(
+    dict(enumerate([b"H", b"i", b"Hi", b"\n", b"\xf0", b"x", "\ufffd".encode(), b"i\n"]))
+)
+
+
+def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = None) -> Any:
+    """Splice a prompt behind ids that end what is stored; `rest` are those of an encoded rest."""
+    tree = MemoryTree(TOKENS, block_tokens=4)
+    tree.add(stored)
+    text = TOKENS.decode(prompt)
+
+    def encode(part: str) -> list[int]:
+        assert rest is not None and TOKENS.decode(rest) == part
+        return rest
+
+    return splice(prompt, text, match_text(tree, ROOT, text, TOKENS), TOKENS, encode)
+
+
+def test_a_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
+    """The reply was cut off inside a character, and is fed as the model's own ids."""
+    result = spliced_in([0, 1], [2, 3, 4, 5])
+    assert (result.ids, result.n_stored) == ([0, 1, 3, 4, 5], 2)
+    assert result.boundaries == {1: 2, 2: 3, 4: 5}
+
+
+def test_boundaries_before_an_incomplete_character_are_found() -> None:
+    """Encoded anew, one invalid byte is a character of three bytes."""
+    result = spliced_in([2], [0, 7, 4, 5], rest=[3, 6, 5])
+    assert (result.ids, result.n_stored) == ([2, 3, 6, 5], 1)
+    assert result.boundaries == {2: 2, 4: 4}
+
+
 def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     tokenizer: Any, token_text: TokenText
 ) -> None:

@@ -67,13 +67,13 @@ def respelled(loaded: LoadedModel, ids: list[int], at: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def stored(loaded: LoadedModel) -> Any:
-    """700 tokens of one conversation, on disk."""
+    """400 tokens of one conversation, on disk."""
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         talk = Conversations(loaded, store)
-        ids = sampled_turn(loaded, 700)
-        talk.remember(ids, n_prompt=350)
-        without_text(talk).remember(ids, n_prompt=350)
+        ids = sampled_turn(loaded, 400)
+        talk.remember(ids, n_prompt=200)
+        without_text(talk).remember(ids, n_prompt=200)
         yield talk, ids
         store.close()
 
@@ -81,7 +81,7 @@ def stored(loaded: LoadedModel) -> Any:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_cut_of_a_prompt(stored: Any, data: Any) -> None:
-    """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 700 tokens."""
+    """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 400 tokens."""
     talk, ids = stored
     text = talk.loaded.text.decode(ids)
     cut = data.draw(st.integers(0, len(text)))

@@ -478,7 +478,7 @@ def assert_reads_as_rendered(
         at = whole.index(content, start) + len(content)
         as_rendered, own = whole[start:at], read(chat, reply)
         choices = [as_rendered]
-        if own.split() == as_rendered.split():
+        if "".join(own.split()) == "".join(as_rendered.split()):
             lead, tail = blank_ends(as_rendered)
             own_lead, own_tail = blank_ends(own)
             if own_lead.endswith(lead) and own_tail.startswith(tail):

@@ -55,6 +55,7 @@ def test_an_equal_block_is_kept_once() -> None:
     pool.put(first)
     pool.put(KVBlock(node, object(), 10, pins=1))
     assert pool.get(node.key) is first and first.pins == 1
+    assert pool.put(first) is first
     assert (len(pool), pool.n_bytes) == (1, 10)
     pool.drop(node.key)
     assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])
