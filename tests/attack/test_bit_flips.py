@@ -156,8 +156,8 @@ def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: P
             talk.forget_hot_blocks()
 
 
-def test_200_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    attack_often(prepared, cold, tmp_path, flip_in_any_file, 200)
+def test_100_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_any_file, 100)
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
 
 @pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
 def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change) -> None:
-    attack_often(prepared, cold, tmp_path, change, 60)
+    attack_often(prepared, cold, tmp_path, change, 30)
 
 
 @pytest.mark.slow

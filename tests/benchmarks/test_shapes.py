@@ -23,7 +23,13 @@ PARAMETERS = {
 """Published sizes; gemma's without its vision tower."""
 
 
-@pytest.mark.parametrize("shape", MODEL_SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, marks=[pytest.mark.slow] if "llama" not in shape else [])
+        for shape in MODEL_SHAPES
+    ],
+)
 def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
     n_layers = 6 if shape == "gemma-3-12b" else 2
     config = {**SMALL, "num_hidden_layers": n_layers, "n_routed_experts": 8}

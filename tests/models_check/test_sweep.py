@@ -55,7 +55,7 @@ def test_llama_is_kept_and_reused_everywhere() -> None:
 # What the sweep would say if we were wrong.
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_what_other_tokens_left_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def insert_others(
         sequence: Any, tokens: list[int], caches: Any, cache_type: str, store: Any, loaded: Any
@@ -70,6 +70,7 @@ def test_what_other_tokens_left_is_found_out(name: str, monkeypatch: pytest.Monk
     assert "restored: logits" in finding.reason
 
 
+@pytest.mark.slow
 def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def restored_and_rolled(*args: Any) -> Any:
         reuse = restored(*args)
@@ -92,6 +93,7 @@ def test_a_store_that_finds_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch
     assert finding.reason.startswith("turn 2 reused nothing")
 
 
+@pytest.mark.slow
 def test_a_live_cache_that_is_wrong_everywhere_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
