@@ -43,6 +43,16 @@ class Talk:
         self.cached.append(reply.cached_tokens)
         self.totals.append(reply.prompt_tokens + reply.completion_tokens)
         wait_for_commit(self.store, self.session, self.totals[-1])
+        wait_for_reply(server)
+
+
+def wait_for_reply(server: ServerProcess) -> None:
+    """Return when the last reply is on disk.
+
+    It is remembered right after its turn: before the next request is looked up.
+    """
+    server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
+    wait_for_writer(server)
 
 
 def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path) -> None:
@@ -129,9 +139,7 @@ def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: 
         talk.append({"role": "assistant", "content": reply.text})
         before = reply.prompt_tokens + reply.completion_tokens
         if n == 2:
-            # A reply is remembered right after its turn: before the next request is looked up.
-            server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
-            wait_for_writer(server)
+            wait_for_reply(server)
             server.restart(kill=True)
 
 
