@@ -38,6 +38,15 @@ def wait_for_writer(server: ServerProcess) -> None:
     wait_until(is_idle, "nothing left to write", 60)
 
 
+def wait_for_reply(server: ServerProcess) -> None:
+    """Return when the last reply is on disk.
+
+    It is remembered right after its turn: before the next request is looked up.
+    """
+    server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
+    wait_for_writer(server)
+
+
 def block_files(store: Path) -> dict[str, str]:
     """Return the digest of every block file's bytes by its name."""
     return {

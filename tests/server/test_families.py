@@ -15,7 +15,7 @@ from tests.support import (
     whole_characters,
 )
 
-from .stored import wait_for_commit
+from .stored import wait_for_commit, wait_for_reply
 
 FAMILIES = [
     "gemma3_text",
@@ -49,6 +49,7 @@ class Talk:
         self.cached.append(reply.cached_tokens)
         self.totals.append(reply.prompt_tokens + reply.completion_tokens)
         wait_for_commit(self.store, "main", self.totals[-1])
+        wait_for_reply(self.server)
 
     def rewind(self) -> None:
         del self.messages[-2:]

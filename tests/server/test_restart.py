@@ -17,7 +17,7 @@ from tests.support import (
     synthetic_text,
 )
 
-from .stored import block_files, wait_for_commit, wait_for_writer
+from .stored import block_files, wait_for_commit, wait_for_reply
 
 N_TURNS = 5
 QUESTIONS = [f"{n}. {synthetic_text(60, seed=n)}" for n in range(N_TURNS)]
@@ -44,15 +44,6 @@ class Talk:
         self.totals.append(reply.prompt_tokens + reply.completion_tokens)
         wait_for_commit(self.store, self.session, self.totals[-1])
         wait_for_reply(server)
-
-
-def wait_for_reply(server: ServerProcess) -> None:
-    """Return when the last reply is on disk.
-
-    It is remembered right after its turn: before the next request is looked up.
-    """
-    server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
-    wait_for_writer(server)
 
 
 def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path) -> None:
