@@ -316,8 +316,8 @@ def test_c4_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Convers
 def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = sampled_turn(talk.loaded, 12 * 256)
-    talk.remember(ids, n_prompt=11 * 256)
+    ids = sampled_turn(talk.loaded, 6 * 256)
+    talk.remember(ids, n_prompt=5 * 256)
     decoded, hashed = [0], [0]
 
     def counting(method: Any) -> Any:
@@ -341,7 +341,7 @@ def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
     talk.remember([*ids, *new], n_prompt=len(ids) + 40)
     # The last two blocks besides: where the match ends, and where the next turn begins.
     assert decoded[0] <= len(ids) + 40 + 4 * 256, decoded
-    assert hashed[0] <= 12 + 4, hashed
+    assert hashed[0] <= 6 + 4, hashed
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
