@@ -34,6 +34,14 @@ def test_using_a_chain_keeps_it() -> None:
     assert [key in pool for key in second] == [True, False]
 
 
+def test_a_block_put_again_counts_as_used() -> None:
+    pool = BlockPool(max_bytes=20)
+    first, second, third = (node for n in (1, 2, 3) for node in chain([n]))
+    for node in (first, second, first, third):
+        pool.put(KVBlock(node, object(), 10))
+    assert [node.key in pool for node in (first, second, third)] == [True, False, True]
+
+
 def entries_of(pool: BlockPool, keys: list[bytes]) -> list[KVBlock]:
     return [entry for key in keys if (entry := pool.get(key)) is not None]
 
