@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.replies import respell
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from tests.support import serves_holes
 from tests.support.chat import Chat, ChatTurn
 from tests.support.synthetic import train_tokenizer
 from tests.support.wire import Message
@@ -25,12 +26,13 @@ from tests.support.wire import Message
 KINDS = [
     "byte-level",
     "byte-level-nfc",
-    "byte-level-holes",
     "metaspace-first",
     "metaspace-always",
     "metaspace-never",
     "sentencepiece-legacy",
 ]
+if serves_holes():
+    KINDS.append("byte-level-holes")
 EXTRA = ("<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[INST]")
 QUESTION: Message = {"role": "user", "content": "What is it?"}
 NEXT: Message = {"role": "user", "content": "And then?"}

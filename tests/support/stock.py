@@ -5,6 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
+from mlx_lm_kvpersist.host import versions
+
+_IS_BEFORE_0_32 = versions.parse(versions.installed("mlx-lm")) < (0, 32, 0)
+
 
 def keeps_short_chunks() -> bool:
     """Tell whether ChunkedKVCache works for chunks shorter than the 256 tokens that it grows by.
@@ -16,3 +20,12 @@ def keeps_short_chunks() -> bool:
     cache.update_and_fetch(one, one)
     cache.maybe_trim_front()
     return int(cache.start_position) == 0
+
+
+def serves_holes() -> bool:
+    """Tell whether a byte-level vocabulary may have holes between its ids.
+
+    0.31.3 makes its detokenizer's table too short: an IndexError ends the generation thread at the
+    first request, with or without the plugin.
+    """
+    return not _IS_BEFORE_0_32
