@@ -3,7 +3,7 @@
 from .reply import Reply, ServerError, parse_outcome
 from .server_process import ServerProcess
 from .servers import StartServer
-from .stock import keeps_short_chunks, serves_holes
+from .stock import keeps_short_chunks, reads_lists_of_calls, serves_holes
 from .synthetic import (
     Message,
     make_tiny_model,
@@ -23,6 +23,7 @@ __all__ = [
     "make_tiny_model",
     "make_zoo_model",
     "parse_outcome",
+    "reads_lists_of_calls",
     "serves_holes",
     "synthetic_conversation",
     "synthetic_text",

@@ -29,3 +29,11 @@ def serves_holes() -> bool:
     first request, with or without the plugin.
     """
     return not _IS_BEFORE_0_32
+
+
+def reads_lists_of_calls() -> bool:
+    """Tell whether mlx-lm's parser for Mistral reads `[TOOL_CALLS] [{"name": ...}]`.
+
+    That of 0.31.3 reads `[TOOL_CALLS]name[ARGS]{...}` only. The client gets no call of a list.
+    """
+    return not _IS_BEFORE_0_32
