@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,6 +29,7 @@ from typing import Any
 
 from ..host.prompt import Prompt
 from ..match.block import Root, pack_ids, unpack_ids
+from ..match.text import REPLACEMENT
 from ..store.block_store import BlockStore
 from ..store.index import StoredReply
 from ..store.records import Turn
@@ -41,7 +42,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply without its end token; size and digest of the text of its prompt."""
+    """The ids of a reply, as far as it was sent; size and digest of the text of its prompt."""
 
     ids: list[int]
     n_prompt_bytes: int
@@ -78,8 +79,13 @@ def remember(
     ended = reply[-1] in model.tokenizer.eos_token_ids
     ids = list(reply[:-1] if ended else reply)
     text, content = model.text.decode(ids), sent.get("content") or ""
-    if not ended and (sent.get("tool_calls") or not _shown(text).endswith(_shown(content))):
-        return  # a stop word was cut off
+    if not ended:
+        start = _shown(text).rfind(_shown(content))
+        end = start + len(content)
+        if start < 0 or sent.get("tool_calls") or text[end:].strip(" " + REPLACEMENT):
+            return  # a stop word was cut off
+        # mlx-lm 0.31.3 does not send a space or broken characters at the end of such a reply.
+        ids = ids[: bisect_right(model.text.ends(ids), (end, False))]
     if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
         return
     before = model.text.decode(prompt).encode()

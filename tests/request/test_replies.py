@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.replies import respell
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
-from tests.support import serves_holes
+from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
 from tests.support.synthetic import train_tokenizer
 from tests.support.wire import Message
@@ -343,6 +343,25 @@ def test_a_reply_that_max_tokens_cut(tokenizers: dict[str, Any], store: BlockSto
     assert read(chat, after.fed).count(" yes and<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("said", [b" so ", " so 🎉".encode()[:-2], b" so\xff \xff\xff"])
+def test_all_that_was_sent_of_a_reply_that_max_tokens_cut_is_fed(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str, said: bytes
+) -> None:
+    chat = chat_with(tokenizers[kind], store, Template())
+    byte = {chat.tokens.to_bytes([i]): i for i in sorted(chat.tokenizer.get_vocab().values())}
+    ids = [byte[bytes([n])] for n in said]
+    first = chat.turn([QUESTION], ids, finish_reason="length")
+    sent = ids[: len(ids) - n_not_sent(chat.tokenizer, ids)]
+    after = follow_up(chat, first)
+    assert len(sent) >= len(" so")
+    assert after.fed[: len(first.fed) + len(sent)] == [*first.fed, *sent]
+    assert after.n_reused == len(first.fed) + len(sent)
+    end = chat.tokenizer.eos_token
+    *_, behind = read(chat, after.rendered).split(end, 2)
+    assert read(chat, after.fed) == read(chat, [*first.fed, *sent]) + end + behind
+
+
 def test_a_reply_that_ends_inside_a_character(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
@@ -373,7 +392,7 @@ def test_replies_of_any_bytes_are_found_again(
             turn = chat.turn(messages, rng.choices(plain, k=60), finish_reason="length")
             assert turn.n_reused >= before, (seed, n)
             messages.append(turn.message)
-            before = turn.n_total
+            before = turn.n_total - n_not_sent(tokenizer, turn.reply)
 
 
 def test_a_reply_that_was_not_remembered_costs_what_differs_alone(

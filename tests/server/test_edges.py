@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 from tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from tests.support import (
     StartServer,
     make_tiny_model,
     make_zoo_model,
+    n_not_sent,
     serves_holes,
     synthetic_text,
     wait_until,
@@ -171,12 +173,16 @@ def test_an_adapter_makes_another_model(
 ) -> None:
     question = [SYSTEM, user("Who adapted you?")]
     plain = server.chat(question, "a", model=str(tiny_model))
-    adapted = server.chat(question, "a", model=str(tiny_model), adapters=str(adapter))
+    # Its replies end with broken characters.
+    params: dict[str, Any] = {"model": str(tiny_model), "adapters": str(adapter)}
+    adapted = server.chat(question, "a", **params, logprobs=True)
     assert (adapted.cached_tokens, adapted.kvpersist["outcome"]) == (0, "MISS")
     assert adapted.text != plain.text
     talk = [*question, said(adapted), user("Really?")]
-    more = server.chat(talk, "a", model=str(tiny_model), adapters=str(adapter))
-    assert more.cached_tokens == n_total(adapted)
+    more = server.chat(talk, "a", **params)
+    assert more.cached_tokens == n_total(adapted) - n_not_sent(
+        load_tokenizer(tiny_model), adapted.ids
+    )
 
 
 def test_a_draft_model_is_served_as_stock(server: ServerProcess, tiny_model: Path) -> None:

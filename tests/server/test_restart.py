@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from tests.support import (
     Message,
@@ -14,6 +15,7 @@ from tests.support import (
     StartServer,
     make_tiny_model,
     make_zoo_model,
+    n_not_sent,
     synthetic_text,
 )
 
@@ -120,15 +122,16 @@ class Crowd:
 def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: Path) -> None:
     """At temperature 1 a reply is almost never the tokenizer's own choice of ids."""
     model = make_tiny_model(models_dir / "any-bytes", whole_characters=False)
+    tokenizer = load_tokenizer(model)
     server = start_server.with_plugin(model)
     talk: list[Message] = [SYSTEM]
     before = 0
     for n in range(6):
         talk.append({"role": "user", "content": f"{n}. Grüße 🎉"})
-        reply = server.chat(talk, "sampled", max_tokens=50, temperature=1.0)
+        reply = server.chat(talk, "sampled", max_tokens=50, temperature=1.0, logprobs=True)
         assert reply.cached_tokens >= before - 1, f"turn {n}"
         talk.append({"role": "assistant", "content": reply.text})
-        before = reply.prompt_tokens + reply.completion_tokens
+        before = reply.prompt_tokens + reply.completion_tokens - n_not_sent(tokenizer, reply.ids)
         if n == 2:
             wait_for_reply(server)
             server.restart(kill=True)

@@ -51,6 +51,11 @@ class Reply:
         return int(details.get("cached_tokens", 0))
 
     @property
+    def ids(self) -> list[int]:
+        """The tokens of a whole reply that was asked for with logprobs."""
+        return [token["id"] for token in self.raw["choices"][0]["logprobs"]["content"]]
+
+    @property
     def kvpersist(self) -> dict[str, str]:
         """The parts of the X-KVPersist header by name; empty where there is none."""
         return parse_outcome(self.headers.get(OUTCOME_HEADER, ""))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
@@ -37,3 +40,19 @@ def reads_lists_of_calls() -> bool:
     That of 0.31.3 reads `[TOOL_CALLS]name[ARGS]{...}` only. The client gets no call of a list.
     """
     return not _IS_BEFORE_0_32
+
+
+def n_not_sent(tokenizer: Any, ids: Sequence[int]) -> int:
+    """Return how many of the last tokens of a reply that max_tokens cut are not sent.
+
+    0.31.3 does not finalize its detokenizer: broken characters and a single space at the end wait
+    for text that never comes. No client can send them back.
+    """
+    if not _IS_BEFORE_0_32:
+        return 0
+    detokenizer, n_sent = tokenizer.detokenizer, 0
+    for n, token_id in enumerate(ids, start=1):
+        detokenizer.add_token(token_id)
+        if detokenizer.last_segment:
+            n_sent = n
+    return len(ids) - n_sent
