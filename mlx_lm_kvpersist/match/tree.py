@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]
 SHOWN_CHARS = 40
 """At most so many characters of what is stored are shown where a prompt diverges from it."""
 
-_AHEAD = 8192
+AHEAD = 8192
 """Characters or bytes of a prompt that are shown to a source: more than a block has."""
 
 
@@ -155,7 +155,7 @@ def _steps(
     while open_ends:
         parent, position, before = open_ends.pop()
         n_tokens = before.node.stop if before else 0
-        for node in source.children(parent, prompt[position : position + _AHEAD]):
+        for node in source.children(parent, prompt[position : position + AHEAD]):
             if node.start != n_tokens or not node.is_genuine:
                 continue
             content: Any = node.packed_ids

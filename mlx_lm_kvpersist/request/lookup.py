@@ -99,7 +99,8 @@ class Lookup:
         packed = pack_ids(prompt.ids)
         match: Match | None = None
         if tokens is not None and self._text is not None:
-            match = match_text(store, self._root.key, self._text, tokens, prefer, packed)
+            source = store.hot_first(self._root.key, self._text)
+            match = match_text(source, self._root.key, self._text, tokens, prefer, packed)
             self._nearest = match
             if match.n_tokens == 0:
                 return
@@ -109,7 +110,8 @@ class Lookup:
                     prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
                 match = replace(match, n_tokens=spliced.n_stored) if spliced is not None else None
         if match is None:
-            match = match_ids(store, self._root.key, packed, prefer)
+            source = store.hot_first(self._root.key, packed)
+            match = match_ids(source, self._root.key, packed, prefer)
         if match.n_tokens == 0:
             return
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import StoreError
 from ..match.block import Block, Root
+from ..match.tree import AHEAD
 from ..units import show_bytes
 from .budget import StoreLimits
 from .disk import DiskStore
@@ -47,6 +48,20 @@ class StoreCounters:
     """Blocks and checkpoints that were found, and no longer there when they were read."""
     failures: set[str] = field(default_factory=set)
     """What keeps turns from being saved right now; each is logged once."""
+
+
+@dataclass(frozen=True)
+class HotFirst:
+    """A store's blocks; the pool has all that continue one in `complete`."""
+
+    store: BlockStore
+    complete: set[bytes]
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Block]:
+        hot = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
+        return list(hot) or self.store.children(parent, ahead, limit)  # evicted since
 
 
 class BlockStore(BlockReader):
@@ -88,6 +103,26 @@ class BlockStore(BlockReader):
         nodes = {node.key: node for node in stored if node.key not in lost}
         nodes.update((node.key, node) for node in self.pool.children(parent, ahead, limit))
         return list(nodes.values())[:limit]
+
+    def hot_first(self, root: bytes, prompt: str | bytes) -> HotFirst:
+        """Return a source of the same blocks that asks the disk less often.
+
+        Where the pool has all that the disk has to continue the prompt (a text, or packed ids), the
+        disk is not asked again. One query tells that of a whole conversation.
+        """
+        path: dict[bytes, bytes] = {}
+        parent: bytes | None = root
+        position = 0
+        while parent is not None:
+            before, parent = parent, None
+            for node in self.pool.children(before, prompt[position : position + AHEAD]):
+                content: Any = node.text if isinstance(prompt, str) else node.packed_ids
+                if content and prompt.startswith(content, position):
+                    path[before] = parent = node.key
+                    position += len(content)
+                    break
+        branching = self._ask(partial(self.index.branches, path), path.keys()) if path else ()
+        return HotFirst(self, path.keys() - branching)
 
     def __contains__(self, key: bytes) -> bool:
         if key in self.pool:

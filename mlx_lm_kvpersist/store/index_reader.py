@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,21 @@ class IndexReader:
             return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
 
         return nearest(ahead, find)
+
+    def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
+        """Return, of these parents and a child of each, the parents that have another child."""
+        found: set[bytes] = set()
+        steps = list(path.items())
+        for first in range(0, len(steps), _AT_ONCE // 2):
+            part = steps[first : first + _AT_ONCE // 2]
+            rows = self._db.execute(
+                f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(part))}) "
+                "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
+                "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
+                [key for step in part for key in step],
+            )
+            found.update(parent for (parent,) in rows)
+        return found
 
     def _nodes(self, where: str, *values: Any) -> list[Block]:
         rows = self._db.execute(f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}", values)

@@ -10,12 +10,14 @@ import pytest
 
 from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
 from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
-from mlx_lm_kvpersist.match.tree import common_prefix
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
+from mlx_lm_kvpersist.store.pool import KVBlock
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -177,3 +179,66 @@ def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
         best = max(common_prefix(node.text, ahead, 0) for node in nodes)
         assert max(common_prefix(node.text, ahead, 0) for node in found) == best
         assert len(found) < len(nodes) // 2
+
+
+SPELLINGS = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"ba", 5: b"aab"})
+
+
+def random_tree(store: BlockStore, rng: random.Random) -> list[Block]:
+    """Add blocks to the store: on disk, in RAM, or both. Many have the same text in other ids."""
+    nodes: dict[bytes, Block] = {}
+    for _ in range(rng.randrange(1, 14)):
+        parent, start = rng.choice([(ROOT.key, 0), *((n.key, n.stop) for n in nodes.values())])
+        ids = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
+        packed = pack_ids(ids)
+        node = Block(block_key(parent, packed), parent, start, packed, SPELLINGS.decode(ids))
+        nodes[node.key] = node
+    for node in nodes.values():
+        where = rng.choice(["disk", "RAM", "both", "both"])
+        if where != "RAM":
+            store.index.add_blocks(ROOT, [(node, 1)])
+        if where != "disk":
+            store.pool.put(KVBlock.of(node, {}))
+    return list(nodes.values())
+
+
+def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -> None:
+    store.drain()  # the sweep would take blocks without files for leftovers
+    rng = random.Random(3)
+    n_fewer = 0
+    for _ in range(400):
+        nodes = random_tree(store, rng)
+        prefer = {node.key for node in nodes if rng.random() < 0.2}
+        ids = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
+        at: Block | None = rng.choice(nodes)
+        while at is not None:
+            ids = [*at.ids, *ids]
+            at = next((node for node in nodes if node.key == at.parent), None)
+        text, packed = SPELLINGS.decode(ids), pack_ids(ids)
+        by_text, by_ids = (store.hot_first(ROOT.key, prompt) for prompt in (text, packed))
+        n_fewer += bool(by_text.complete)
+        found = match_text(by_text, ROOT.key, text, SPELLINGS, prefer)
+        assert found == match_text(store, ROOT.key, text, SPELLINGS, prefer)
+        found = match_ids(by_ids, ROOT.key, packed, prefer)
+        assert found == match_ids(store, ROOT.key, packed, prefer)
+        store.pool.clear()
+        for node in nodes:
+            store.index.forget(node.key)
+    assert n_fewer > 100
+
+
+def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
+    store.drain()
+    nodes = chain(*([n] for n in range(1, 600)))
+    store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
+    for node in nodes:
+        store.pool.put(KVBlock.of(node, {}))
+    statements: list[str] = []
+    store.index._db.set_trace_callback(statements.append)
+    packed = pack_ids(range(1, 600))
+    source = store.hot_first(ROOT.key, packed)
+    assert match_ids(source, ROOT.key, packed).n_tokens == 599
+    # Three for the other children, one for what goes on from the last block.
+    assert len(statements) <= 5
+    store.pool.drop(nodes[300].key)
+    assert match_ids(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
