@@ -80,7 +80,11 @@ class Replayer:
         self.stored: list[list[int]] = []
         """Every sequence that was kept, by its ids."""
         self._n_turns = 0
-        self._options = ("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G", *options)
+        self._options = (
+            *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
+            *("--kvpersist-attention", "dequantize"),  # nothing to measure at each start
+            *options,
+        )
         self._key = (str(model_path), None, None)
         self._provider = SimpleNamespace(
             model=self.model,

@@ -37,7 +37,7 @@ def make_tiny_model(
     n_heads: int = 4,
     n_kv_heads: int = 2,
     head_dim: int = 64,
-    hidden_size: int | None = None,
+    hidden_size: int = 64,
     intermediate_size: int | None = None,
     dtype: str = "float32",
     vocab_size: int = 600,
@@ -56,7 +56,8 @@ def make_tiny_model(
     seed: of the weights. Equal arguments write equal weights.
     n_layers, n_heads, n_kv_heads, head_dim: the geometry. 4-bit KV needs a head_dim that 32, 64
         or 128 divides.
-    hidden_size: width of the residual stream; n_heads * head_dim when None.
+    hidden_size: width of the residual stream. Each matrix has it on one side, and mlx's BLAS for
+        the CPU multiplies slowly: with 256 most tests take 3 times as long.
     intermediate_size: width inside the MLP; twice hidden_size when None.
     dtype: of the weights and so of the KV: "float32", "bfloat16" or "float16". Comparisons of
         replies want float32: bfloat16 on the CPU is slow and coarse.
@@ -84,7 +85,6 @@ def make_tiny_model(
         extra_special_tokens=extra_special_tokens,
     )
     files.save(path)
-    hidden_size = hidden_size or n_heads * head_dim
     full_config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": ["LlamaForCausalLM"] if model_type == "llama" else [],
