@@ -145,6 +145,12 @@ def attack_often(prepared: Prepared, cold: Cold, folder: Path, change: Change, n
     assert not failures, f"{len(failures)} of {n}:\n" + "\n".join(failures[:20])
 
 
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Run a test with `n` of a few, and with many among the slow tests."""
+    slow = pytest.param(many, marks=(pytest.mark.slow, pytest.mark.timeout(1200)))
+    return pytest.mark.parametrize("n", [few, slow])
+
+
 def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
     """Without damage everything is restored: the attacks have something to spoil."""
     shutil.copytree(prepared.folder, tmp_path / "copy")
@@ -156,14 +162,9 @@ def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: P
             talk.forget_hot_blocks()
 
 
-def test_100_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    attack_often(prepared, cold, tmp_path, flip_in_any_file, 100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_2000_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    attack_often(prepared, cold, tmp_path, flip_in_any_file, 2000)
+@few_or_many(40, 2000)
+def test_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path, n: int) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_any_file, n)
 
 
 def flip_in_index_header(folder: Path, rng: random.Random) -> str:
@@ -175,14 +176,11 @@ def flip_in_index_header(folder: Path, rng: random.Random) -> str:
     return flip_a_bit(path, rng, rng.randrange(100)) if path.exists() else "no index"
 
 
-def test_flipped_bits_of_the_index_header(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    attack_often(prepared, cold, tmp_path, flip_in_index_header, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_all_bits_of_the_index_header(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    attack_often(prepared, cold, tmp_path, flip_in_index_header, 1500)
+@few_or_many(30, 1500)
+def test_flipped_bits_of_the_index_header(
+    prepared: Prepared, cold: Cold, tmp_path: Path, n: int
+) -> None:
+    attack_often(prepared, cold, tmp_path, flip_in_index_header, n)
 
 
 def truncate(folder: Path, rng: random.Random) -> str:
@@ -229,16 +227,12 @@ def garbage(folder: Path, rng: random.Random) -> str:
 TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
 
 
+@few_or_many(15, 700)
 @pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
-def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change) -> None:
-    attack_often(prepared, cold, tmp_path, change, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
-def test_many_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change) -> None:
-    attack_often(prepared, cold, tmp_path, change, 700)
+def test_torn_files(
+    prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int
+) -> None:
+    attack_often(prepared, cold, tmp_path, change, n)
 
 
 def heals(prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path], str]) -> str:
@@ -277,10 +271,13 @@ def test_a_lost_page_of_the_index_does_not_stay_so(
     assert not any(failures), "\n".join(failures)
 
 
-def heal_flips(prepared: Prepared, cold: Cold, folder: Path, n_flips: int) -> None:
-    """Flip a bit of the index `n_flips` times, half of them in its header and its schema."""
+@few_or_many(30, 1000)
+def test_a_flipped_bit_of_the_index_does_not_stay_so(
+    prepared: Prepared, cold: Cold, tmp_path: Path, n: int
+) -> None:
+    """Half of the bits are of its header and its schema."""
     failures: list[str] = []
-    for seed in range(n_flips):
+    for seed in range(n):
         rng = random.Random(seed)
         byte = rng.randrange(4096) if seed % 2 else None
 
@@ -288,25 +285,11 @@ def heal_flips(prepared: Prepared, cold: Cold, folder: Path, n_flips: int) -> No
             return flip_a_bit(path, rng, byte)
 
         try:
-            failures.append(heals(prepared, cold, folder / str(seed), flip))
+            failures.append(heals(prepared, cold, tmp_path / str(seed), flip))
         except Exception as error:
             failures.append(f"seed {seed}: {error!r}")
     failures = [failure for failure in failures if failure]
-    assert not failures, f"{len(failures)} of {n_flips}:\n" + "\n".join(failures[:20])
-
-
-def test_a_flipped_bit_of_the_index_does_not_stay_so(
-    prepared: Prepared, cold: Cold, tmp_path: Path
-) -> None:
-    heal_flips(prepared, cold, tmp_path, 80)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_many_flipped_bits_of_the_index_do_not_stay_so(
-    prepared: Prepared, cold: Cold, tmp_path: Path
-) -> None:
-    heal_flips(prepared, cold, tmp_path, 1000)
+    assert not failures, f"{len(failures)} of {n}:\n" + "\n".join(failures[:20])
 
 
 def test_flipped_bits_of_remembered_replies(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:

@@ -81,15 +81,13 @@ def kill_and_check(folder: Path, n_turns: int, most_lines: int) -> None:
     assert n_kills >= 10, f"{n_kills} kills prove little"
 
 
-@pytest.mark.timeout(1200)
-def test_killed_at_any_moment_of_300_turns(tmp_path: Path) -> None:
-    kill_and_check(tmp_path, 300, most_lines=20)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_at_any_moment_of_20000_turns(tmp_path: Path) -> None:
-    kill_and_check(tmp_path, 20_000, most_lines=60)
+@pytest.mark.parametrize(
+    ("n_turns", "most_lines"),
+    [(100, 8), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((300, 20), (20_000, 60)))],
+)
+def test_killed_at_any_moment(tmp_path: Path, n_turns: int, most_lines: int) -> None:
+    kill_and_check(tmp_path, n_turns, most_lines)
 
 
 def filled_store(folder: Path) -> dict[str, int]:

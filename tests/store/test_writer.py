@@ -202,9 +202,10 @@ def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> Non
         thread.start()
     for thread in clients:
         thread.join()
+    # All that waits or is being written is in RAM. The newest turn and the one that is being
+    # written may be twice `max_bytes` together.
     queue = store.stats()["queue"]
-    assert max(peaks) <= limits.max_ram_bytes
-    assert queue["bytes"] <= queue["max_bytes"] == limits.max_ram_bytes // 2
+    assert queue["bytes"] <= max(peaks) <= limits.max_ram_bytes == 2 * queue["max_bytes"]
     store.close()
     disk = DiskStore(tmp_path / "store", limits)
     blocks = [key for keys in chains.values() for key in keys]

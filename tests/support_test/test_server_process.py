@@ -117,11 +117,25 @@ def test_failed_start_shows_the_log(tiny_model: Path, tmp_path: Path) -> None:
     assert not server.alive
 
 
+LISTENS_LATE = """\
+from mlx_lm import server
+listen = server._run_http_server
+def listen_late(host, port, response_generator):
+    response_generator.join()
+    listen(host, port, response_generator)
+server._run_http_server = listen_late
+server.main()
+"""
+
+
 def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, log_path=tmp_path / "log", start_timeout_s=60.0)
+    """Stock says that it is well until its thread has failed, so this one listens after that."""
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(LISTENS_LATE, encoding="utf-8")
+    server = ServerProcess(tmp_path, launcher=(str(launcher),), log_path=tmp_path / "log")
     if parse(version("mlx-lm")) >= (0, 32, 0):
-        with pytest.raises(ServerError, match=r"config\.json"):
-            server.start()
+        with pytest.raises(ServerError, match=r"config\.json"), server:
+            pass
         assert not server.alive
     else:
         # This one says that it is well, and never answers.
