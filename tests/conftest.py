@@ -1,4 +1,4 @@
-"""Fixtures for every test folder: tiny models, made once, and servers, ended with their test."""
+"""Fixtures for every test folder: tiny models, made once, and servers that end with their tests."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def tiny_model_spm_legacy(models_dir: Path) -> Path:
     """The same, where every stretch between special tokens gets its dummy space."""
     path = models_dir / "sentencepiece-legacy"
     return make_tiny_model(path, tokenizer="sentencepiece-legacy", bos=True)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    """Start servers that end with the module, for tests that each ask something of their own."""
+    start = StartServer(tmp_path_factory.mktemp("started"))
+    try:
+        yield start
+    finally:
+        start.close()
 
 
 @pytest.fixture

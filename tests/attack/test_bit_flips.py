@@ -229,9 +229,7 @@ TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
 
 @few_or_many(15, 700)
 @pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
-def test_torn_files(
-    prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int
-) -> None:
+def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int) -> None:
     attack_often(prepared, cold, tmp_path, change, n)
 
 

@@ -26,7 +26,7 @@ N_HEADER_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and a budget of about 50 of its blocks."""
+    """A model and a budget of 30 to 50 of its blocks."""
 
     n_layers: int
     n_kv_heads: int
@@ -50,7 +50,7 @@ class Setting:
         return 256 * self.n_layers * 2 * self.n_kv_heads * a_head + N_HEADER_BYTES
 
 
-SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=8 * MIB)
+SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=5 * MIB)
 LARGE = Setting(n_layers=4, n_kv_heads=8, head_dim=128, budget=64 * MIB)
 
 
@@ -70,16 +70,13 @@ class Load:
 
     servers: list[ServerProcess]
     store: Path
-    seconds: float
+    n_exchanges: int
     exchanges: list[Exchange] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def run(self) -> None:
-        deadline = time.monotonic() + self.seconds
-        clients = [
-            threading.Thread(target=self._talk, args=(n, deadline)) for n in range(N_CLIENTS)
-        ]
+        clients = [threading.Thread(target=self._talk, args=(n,)) for n in range(N_CLIENTS)]
         for client in clients:
             client.start()
         while any(client.is_alive() for client in clients):
@@ -88,23 +85,27 @@ class Load:
         if self.failures:
             raise self.failures[0]
 
-    def _talk(self, client: int, deadline: float) -> None:
+    @property
+    def is_done(self) -> bool:
+        return len(self.exchanges) >= self.n_exchanges or bool(self.failures)
+
+    def _talk(self, client: int) -> None:
         try:
             n = 0
-            while time.monotonic() < deadline:
-                self._converse(client, n, deadline)
+            while not self.is_done:
+                self._converse(client, n)
                 n += 1
         except BaseException as error:
             self.failures.append(error)
 
-    def _converse(self, client: int, n: int, deadline: float) -> None:
+    def _converse(self, client: int, n: int) -> None:
         """Hold a conversation, its turns now with one server, now with the other."""
         # Clients 0 and 1 hold the same conversations, and come back to the last but one.
         owner = client // 2
         n = n - 2 if n % 3 == 2 else n
         messages: list[Message] = [{"role": "system", "content": synthetic_text(500, seed=owner)}]
         for turn in range(N_TURNS):
-            if time.monotonic() > deadline:
+            if self.is_done:
                 return
             # Every digit is a token: prompts part where both tokenizations have a boundary, and
             # the cold server is told the very same ids.
@@ -175,7 +176,7 @@ def difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> fl
     return worst
 
 
-def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> None:
+def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> None:
     store, budget = folder / "store", setting.budget
     model = setting.make_model(folder / "model")
     plugin = (
@@ -197,7 +198,7 @@ def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> No
             )
             for n in range(2)
         ]
-        load = Load(servers, store, seconds)
+        load = Load(servers, store, n_exchanges)
         load.run()
         logs = [server.log for server in servers]
     peak = max(load.sizes)
@@ -222,12 +223,15 @@ def attack(setting: Setting, folder: Path, seconds: float, n_checked: int) -> No
         check_replies(server, load.exchanges[::step])
 
 
-@pytest.mark.timeout(280)
-def test_two_servers_for_a_minute(tmp_path: Path) -> None:
-    attack(SMALL, tmp_path, seconds=60, n_checked=30)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_two_servers_for_10_minutes(tmp_path: Path) -> None:
-    attack(LARGE, tmp_path, seconds=600, n_checked=60)
+@pytest.mark.parametrize(
+    ("setting", "n_exchanges", "n_checked"),
+    [
+        (SMALL, 80, 10),
+        pytest.param(SMALL, 400, 30, marks=pytest.mark.slow),
+        pytest.param(LARGE, 200, 40, marks=pytest.mark.slow),
+    ],
+    ids=["small", "small and long", "large"],
+)
+def test_two_servers(tmp_path: Path, setting: Setting, n_exchanges: int, n_checked: int) -> None:
+    attack(setting, tmp_path, n_exchanges, n_checked)

@@ -149,16 +149,17 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     return Setup(request.param)
 
 
+N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "gemma3": (6, 50)}
+"""By default, and among the slow tests."""
+
+
 @pytest.mark.parametrize(
     ("setup", "n_schedules"),
     [
-        ("llama", 12),
-        ("qwen3", 6),
-        ("deepseek_v2", 6),
-        ("gemma3", 6),
+        *((name, few) for name, (few, _) in N_SCHEDULES.items()),
         *(
-            pytest.param(architecture, n, marks=pytest.mark.slow)
-            for architecture, n in (("llama", 200), ("qwen3", 50), ("deepseek_v2", 50), ("gemma3", 50))
+            pytest.param(name, many, marks=pytest.mark.slow)
+            for name, (_, many) in N_SCHEDULES.items()
         ),
     ],
     indirect=["setup"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,6 @@ USER = [{"role": "user", "content": "Hello?"}]
 CHAT = "/v1/chat/completions"
 HUGE = 10**400
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    start = StartServer(tmp_path_factory.mktemp("checks"))
-    try:
-        yield start
-    finally:
-        start.close()
 
 
 @pytest.fixture(scope="module")

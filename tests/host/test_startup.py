@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -78,26 +79,36 @@ LAUNCHERS = {
 }
 
 
+@pytest.fixture
+def without_pth(environment: Environment) -> Iterator[Environment]:
+    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
+    yield environment
+    pth.with_suffix(".off").rename(pth)
+
+
 @pytest.mark.parametrize("code", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_c9_a_launcher_of_ones_own_installs_the_plugin(
-    environment: Environment, tmp_path: Path, code: str
+    without_pth: Environment, tmp_path: Path, code: str
 ) -> None:
     launcher = tmp_path / "serve.py"
     launcher.write_text(code, encoding="utf-8")
-    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
-    try:
-        done = environment.run("python", launcher, "--help")
-        other = environment.run("python", launcher, "--plugin", "echo", "--help")
-        unknown = environment.run("python", launcher, "--plugin", "nothing")
-        launcher.write_text(code.replace("install()", "install('echo')"), encoding="utf-8")
-        named = environment.run("python", launcher, "--help")
-    finally:
-        pth.with_suffix(".off").rename(pth)
+    done = without_pth.run("python", launcher, "--help")
     assert "--kvpersist-dir" in done.stdout, done.stderr
-    for shown in (other.stdout, named.stdout):
-        assert "--echo-file" in shown and "--kvpersist-dir" not in shown
+    other = without_pth.run("python", launcher, "--plugin", "echo", "--help")
+    assert "--echo-file" in other.stdout and "--kvpersist-dir" not in other.stdout
+
+
+def test_c9_a_launcher_of_ones_own_names_the_plugin(
+    without_pth: Environment, tmp_path: Path
+) -> None:
+    launcher, code = tmp_path / "serve.py", LAUNCHERS["install first"]
+    launcher.write_text(code, encoding="utf-8")
+    unknown = without_pth.run("python", launcher, "--plugin", "nothing")
     assert unknown.returncode == 1 and unknown.stderr.count("\n") == 1
     assert "no plugin named 'nothing'" in unknown.stderr
+    launcher.write_text(code.replace("install()", "install('echo')"), encoding="utf-8")
+    named = without_pth.run("python", launcher, "--help")
+    assert "--echo-file" in named.stdout and "--kvpersist-dir" not in named.stdout
 
 
 def test_c9_plugin_works_with_launchers_that_know_nothing_of_it(
@@ -113,13 +124,9 @@ def test_c9_plugin_works_with_launchers_that_know_nothing_of_it(
     assert "--plugin: expected one argument" in bare.stderr
 
 
-def test_c9_the_command_server_needs_no_pth(environment: Environment) -> None:
-    environment.add_script("mlx-lm-kvpersist", "mlx_lm_kvpersist.cli.main")
-    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
-    try:
-        done = environment.run("mlx-lm-kvpersist", "server", "--help")
-    finally:
-        pth.with_suffix(".off").rename(pth)
+def test_c9_the_command_server_needs_no_pth(without_pth: Environment) -> None:
+    without_pth.add_script("mlx-lm-kvpersist", "mlx_lm_kvpersist.cli.main")
+    done = without_pth.run("mlx-lm-kvpersist", "server", "--help")
     assert "--kvpersist-dir" in done.stdout and "--prefill-step-size" in done.stdout, done.stderr
 
 
@@ -131,14 +138,10 @@ def test_a_pth_executed_twice_installs_once(environment: Environment) -> None:
 
 
 def test_without_the_pth_the_flag_is_refused_and_the_module_form_works(
-    environment: Environment,
+    without_pth: Environment,
 ) -> None:
-    (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
-    try:
-        refused = environment.run("mlx_lm.server", "--plugin", "echo", "--help-me")
-        done = environment.run("python", "-m", "mlx_lm_kvpersist", "server", "--plugin=echo", "-h")
-    finally:
-        pth.with_suffix(".off").rename(pth)
+    refused = without_pth.run("mlx_lm.server", "--plugin", "echo", "--help-me")
+    done = without_pth.run("python", "-m", "mlx_lm_kvpersist", "server", "--plugin=echo", "-h")
     assert refused.returncode == 2
     assert "unrecognized arguments: --plugin" in refused.stderr
     assert "--echo-file" in done.stdout

@@ -111,23 +111,22 @@ def _is_whole(piece: bytes) -> bool:
         return False
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(history=st.lists(steps, min_size=3, max_size=8))
-def test_nothing_stored_is_computed_again(
-    tiny_model: Path, history: list[tuple[str, int, int, str, list[int]]]
-) -> None:
+@pytest.mark.parametrize("n", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_nothing_stored_is_computed_again(tiny_model: Path, n: int) -> None:
     """But for what a token of the prompt spans; the replayer compares logits with cold ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = History(tiny_model, Path(folder))
-        try:
-            for step in history:
-                made.step(*step)
-        finally:
-            made.replayer.close()
+
+    @settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
+    @given(history=st.lists(steps, min_size=3, max_size=8))
+    def check(history: list[tuple[str, int, int, str, list[int]]]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            made = History(tiny_model, Path(folder))
+            try:
+                for step in history:
+                    made.step(*step)
+            finally:
+                made.replayer.close()
+
+    check()
 
 
 def test_a_store_that_forgets_is_found_out(tiny_model: Path, tmp_path: Path) -> None:

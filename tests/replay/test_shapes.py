@@ -323,9 +323,9 @@ def test_a_subagent_under_the_same_key(replayer: Replayer) -> None:
             totals[i] = turn.n_total
 
 
-def test_fifty_anonymous_conversations(replayer: Replayer) -> None:
+@pytest.mark.parametrize("n_talks", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
     """Without any key, all of them begin alike, and half of the answers come after a restart."""
-    n_talks = 50
     system: Message = {"role": "system", "content": "You are brief, and kind to all who ask."}
     talks = [[system, user(f"{n} ships, where to?")] for n in range(n_talks)]
     firsts: list[Turn] = []

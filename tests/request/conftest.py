@@ -31,6 +31,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         tmp_path_factory.mktemp(kind),
         tokenizer=kind.removesuffix("-bos"),
         bos=kind != "byte-level",
+        n_heads=2,
+        n_kv_heads=1,
         whole_characters=False,
     )
     model, tokenizer = load(str(path))

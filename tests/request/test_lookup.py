@@ -78,23 +78,38 @@ def stored(loaded: LoadedModel) -> Any:
         store.close()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_any_cut_of_a_prompt(stored: Any, data: Any) -> None:
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Try `n` examples: a few, and many among the slow tests."""
+    return pytest.mark.parametrize("n", [few, pytest.param(many, marks=pytest.mark.slow)])
+
+
+def examples(n: int) -> settings:
+    return settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few_or_many(10, 50)
+def test_any_cut_of_a_prompt(stored: Any, n: int) -> None:
     """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 400 tokens."""
     talk, ids = stored
-    text = talk.loaded.text.decode(ids)
-    cut = data.draw(st.integers(0, len(text)))
-    asked = text[:cut] + data.draw(st.sampled_from(["", " and more", "ü🎉", "\n\nNew", "\ufffd"]))
-    if data.draw(st.booleans()):
-        talk.forget_hot_blocks()
-    prompt = list(talk.loaded.tokenizer.encode(asked.removeprefix(bos_of(talk.loaded))))
-    if len(prompt) < 2:
-        return
-    fed, caches, outcome = talk.ask(prompt)
-    assert talk.loaded.text.decode(fed) == talk.loaded.text.decode(prompt)
-    assert outcome.n_reused < len(fed)
-    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+    @examples(n)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        text = talk.loaded.text.decode(ids)
+        cut = data.draw(st.integers(0, len(text)))
+        ends = ["", " and more", "ü🎉", "\n\nNew", "\ufffd"]
+        asked = text[:cut] + data.draw(st.sampled_from(ends))
+        if data.draw(st.booleans()):
+            talk.forget_hot_blocks()
+        prompt = list(talk.loaded.tokenizer.encode(asked.removeprefix(bos_of(talk.loaded))))
+        if len(prompt) < 2:
+            return
+        fed, caches, outcome = talk.ask(prompt)
+        assert talk.loaded.text.decode(fed) == talk.loaded.text.decode(prompt)
+        assert outcome.n_reused < len(fed)
+        assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+    check()
 
 
 def without_text(talk: Conversations) -> Conversations:
@@ -106,23 +121,28 @@ def bos_of(loaded: LoadedModel) -> str:
     return loaded.tokenizer.bos_token or ""
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_any_cut_of_ids(stored: Any, data: Any) -> None:
+@few_or_many(8, 40)
+def test_any_cut_of_ids(stored: Any, n: int) -> None:
     """Without text, every token position is a cut; few tokens are not worth one."""
     talk, ids = stored
     talk = without_text(talk)
-    cut = data.draw(st.integers(1, len(ids)))
-    other = [(ids[cut] + 1) % 290 if cut < len(ids) else 7, 11]
-    prompt = ids[:cut] + data.draw(st.sampled_from([[], other]))
-    if len(prompt) < 2:
-        return
-    fed, caches, outcome = talk.ask(prompt)
-    assert fed == prompt
-    n_found = min(cut, len(prompt) - 1)
-    parts = n_found < min(len(ids), len(prompt) - 1)
-    assert outcome.n_reused == (0 if parts and n_found < MIN_TOKENS else n_found)
-    assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+    @examples(n)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        cut = data.draw(st.integers(1, len(ids)))
+        other = [(ids[cut] + 1) % 290 if cut < len(ids) else 7, 11]
+        prompt = ids[:cut] + data.draw(st.sampled_from([[], other]))
+        if len(prompt) < 2:
+            return
+        fed, caches, outcome = talk.ask(prompt)
+        assert fed == prompt
+        n_found = min(cut, len(prompt) - 1)
+        parts = n_found < min(len(ids), len(prompt) - 1)
+        assert outcome.n_reused == (0 if parts and n_found < MIN_TOKENS else n_found)
+        assert_same_logits(talk, fed, caches, outcome.n_reused)
+
+    check()
 
 
 def test_outcomes(talk: Conversations) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,13 +21,9 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("http")
-    start = StartServer(folder)
-    try:
-        yield start.with_plugin(tiny_model, env={"HF_HUB_CACHE": str(folder / "no-such-cache")})
-    finally:
-        start.close()
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    no_cache = started.store.with_name("no-such-cache")
+    return started.with_plugin(tiny_model, env={"HF_HUB_CACHE": str(no_cache)})
 
 
 def test_c8_the_loaded_model_is_listed_where_nothing_was_downloaded(

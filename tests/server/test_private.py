@@ -19,6 +19,12 @@ REQUESTS = "/v1/kvpersist/requests"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    """The server of all tests that need no options."""
+    return started.with_plugin(tiny_model)
+
+
 def n_total(reply: Reply) -> int:
     return reply.prompt_tokens + reply.completion_tokens
 
@@ -71,9 +77,8 @@ def test_a13_anonymous_requests_share_nothing_with_isolation(
 
 
 def test_a14_names_are_short_and_safe_in_the_log(
-    start_server: StartServer, tiny_model: Path
+    started: StartServer, server: ServerProcess
 ) -> None:
-    server = start_server.with_plugin(tiny_model)
     talk = [SYSTEM, {"role": "user", "content": "How long is my name?"}]
     for session, sent in (
         ("\x1b[2J\x9b31m", {"X-KVPersist-Namespace": "\x1b]0;title\x07"}),
@@ -83,7 +88,7 @@ def test_a14_names_are_short_and_safe_in_the_log(
         record = newest(server)
         assert len(record["session"]) <= 256 and len(record["namespace"]) <= 256
     reply = server.chat(talk, max_tokens=2, session_id="\ud800" * 100_000)
-    wait_for_commit(start_server.store, newest(server)["session"], n_total(reply))
+    wait_for_commit(started.store, newest(server)["session"], n_total(reply))
     assert newest(server)["session"].startswith("digest-")
     # Stock logs a body that is not JSON as it came, and the path of every request.
     body = "\x1b[3J\r\x9b31m\x7f".encode()
@@ -100,17 +105,16 @@ def test_a14_names_are_short_and_safe_in_the_log(
 
 
 def test_a15_operators_ask_from_this_machine_or_with_the_key(
-    start_server: StartServer, tiny_model: Path, tmp_path: Path
+    start_server: StartServer, server: ServerProcess, tiny_model: Path, tmp_path: Path
 ) -> None:
-    open_server = start_server.with_plugin(tiny_model)
     file = tmp_path / "key"
     file.write_text("secret\n", encoding="utf-8")
     locked = start_server.with_plugin(tiny_model, "--kvpersist-admin-key-file", str(file))
     right = {"Host": "public.example", "Authorization": "Bearer secret"}
     for path in (REQUESTS, "/v1/kvpersist/stats"):
-        assert open_server.request("GET", path)[0] == 200
+        assert server.request("GET", path)[0] == 200
         for sent in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
-            status, _, body = open_server.request("GET", path, headers=sent)
+            status, _, body = server.request("GET", path, headers=sent)
             assert status == 403 and "only for programs" in json.loads(body)["error"]
         assert locked.request("GET", path)[0] == 403
         assert locked.request("GET", path, headers=right)[0] == 200

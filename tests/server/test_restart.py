@@ -48,6 +48,12 @@ class Talk:
         wait_for_reply(server)
 
 
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    """The server of all tests that need no options."""
+    return started.with_plugin(tiny_model)
+
+
 def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path) -> None:
     """Same replies and the same bytes as a conversation that was never interrupted."""
     talks = {}
@@ -188,12 +194,11 @@ def test_c2_one_line_at_start_says_where_and_how(
 
 
 def test_c3_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
-    start_server: StartServer, tiny_model: Path
+    server: ServerProcess,
 ) -> None:
-    server = start_server.with_plugin(tiny_model)
     for _ in range(2):
-        server.chat([SYSTEM, {"role": "user", "content": "One?"}])
-    assert server.log.count("kvpersist: reused") == 1
+        reply = server.chat([SYSTEM, {"role": "user", "content": "Twice?"}])
+    assert f"kvpersist: reused {reply.cached_tokens:,} of" in server.log
     assert "Prompt Cache:" not in server.log
 
 
@@ -207,10 +212,9 @@ def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: 
     assert again.cached_tokens == again.prompt_tokens - 1
 
 
-def test_seeded_requests_are_kept_too(start_server: StartServer, tiny_model: Path) -> None:
+def test_seeded_requests_are_kept_too(server: ServerProcess) -> None:
     """A seed takes the server's other path, one request at a time."""
-    server = start_server.with_plugin(tiny_model)
-    talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
+    talk: list[Message] = [{"role": "user", "content": synthetic_text(150, seed=98)}]
     cold = server.chat(talk, "s", seed=3, temperature=1.0)
     again = server.chat(talk, "s", seed=3, temperature=1.0)
     assert again.text == cold.text
@@ -218,8 +222,7 @@ def test_seeded_requests_are_kept_too(start_server: StartServer, tiny_model: Pat
     assert again.kvpersist["outcome"] == "EXACT"
 
 
-def test_completions_without_a_chat(start_server: StartServer, tiny_model: Path) -> None:
-    server = start_server.with_plugin(tiny_model)
+def test_completions_without_a_chat(server: ServerProcess) -> None:
     first = server.complete("Once upon a time", max_tokens=10)
     more = server.complete("Once upon a time" + first.text + " and then", max_tokens=10)
     assert more.cached_tokens >= first.prompt_tokens

@@ -22,8 +22,14 @@ from tests.support import (
     wait_until,
 )
 
-SYSTEM: Message = {"role": "system", "content": synthetic_text(300)}
+SYSTEM: Message = {"role": "system", "content": synthetic_text(150)}
 QUESTION: Message = {"role": "user", "content": "What does the north tower see at noon?"}
+
+
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    """The server of all tests that need no options."""
+    return started.with_plugin(tiny_model)
 
 
 def records(server: ServerProcess) -> list[dict[str, Any]]:
@@ -33,14 +39,12 @@ def records(server: ServerProcess) -> list[dict[str, Any]]:
     return answer
 
 
-def test_where_a_prompt_parts(
-    start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = start_server.with_plugin(tiny_model)
-    reply = server.chat([SYSTEM, QUESTION], "s")
+def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    system: Message = {"role": "system", "content": synthetic_text(300, seed=7)}
+    reply = server.chat([system, QUESTION], "s")
     edited: Message = {"role": "user", "content": "What does the north gate see at noon?"}
-    other = server.chat([SYSTEM, edited], "s")
-    newest, oldest = records(server)
+    other = server.chat([system, edited], "s")
+    newest, oldest = records(server)[:2]
     assert oldest["id"] == reply.headers["x-kvpersist-request"]
     assert (oldest["outcome"], oldest["reason"]) == ("MISS", "nothing stored begins like this")
     assert newest["id"] == other.headers["x-kvpersist-request"]
@@ -101,13 +105,12 @@ def test_c11_why_needs_no_running_server(
 
 @pytest.mark.parametrize("of", ["store", "server"])
 def test_c11_why_follows_requests_as_they_come(
-    start_server: StartServer, tiny_model: Path, of: str
+    started: StartServer, server: ServerProcess, of: str
 ) -> None:
-    server = start_server.with_plugin(tiny_model)
     server.chat([SYSTEM, QUESTION], "before")
     wait_until(lambda: settled(server), "a writer at rest")
     options = {
-        "store": ["--kvpersist-dir", str(start_server.store)],
+        "store": ["--kvpersist-dir", str(started.store)],
         "server": ["--url", f"http://127.0.0.1:{server.port}"],
     }
     command = [sys.executable, "-m", "mlx_lm_kvpersist", "why", "--follow", "--json", *options[of]]
@@ -147,8 +150,7 @@ def test_a_fixed_share_to_reuse(start_server: StartServer, tiny_model: Path) -> 
     assert records(server)[0]["reason"] == "less than --kvpersist-min-reuse"
 
 
-def test_stats_of_a_running_server(start_server: StartServer, tiny_model: Path) -> None:
-    server = start_server.with_plugin(tiny_model)
+def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> None:
     server.chat([SYSTEM, QUESTION])
     status, _, body = server.request("GET", "/v1/kvpersist/stats?x=1")
     stats = json.loads(body)
