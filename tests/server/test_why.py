@@ -22,7 +22,7 @@ from tests.support import (
     wait_until,
 )
 
-SYSTEM: Message = {"role": "system", "content": synthetic_text(150)}
+SYSTEM: Message = {"role": "system", "content": synthetic_text(300)}
 QUESTION: Message = {"role": "user", "content": "What does the north tower see at noon?"}
 
 
