@@ -7,11 +7,12 @@ of what is stored, and a batch with a stranger.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,15 @@ class _Sweep:
 
     def _ending(self, seed: int) -> _Ending:
         """Return another last turn, and the reply that follows without any store."""
-        talk = self.talk.ending_differently(seed)
-        segments = talk.segments(N_TURNS - 1, self.replies)
-        return _Ending(segments, self._carried(talk, N_TURNS, self.replies[:-1])[-1])
+        segments = self.talk.ending_differently(seed).segments(N_TURNS - 1, self.replies)
+        before = self._before_last
+        row = Row(segments, copy.deepcopy(before.caches), len(before.tokens), N_REPLY)
+        return _Ending(segments, alone(self.model, row, self.spec.batching))
+
+    @cached_property
+    def _before_last(self) -> Reply:
+        """The last turn but one, with the caches from which every other last turn goes on."""
+        return self._carried(self.talk, N_TURNS - 1, self.replies[:-1])[-1]
 
     def _rewound(self, stored: StoredModel) -> None:
         """Go back one turn, say something else, and compare with computing that from scratch."""
