@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 from tests.support import StartServer, make_tiny_model
 from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
+from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 
 # A change is judged by the same examples each time; new ones are tried wherever people work.
 # No deadlines: how long an example takes says more about the machine than about the code.
@@ -58,6 +60,16 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
         yield start
     finally:
         start.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(models_dir: Path) -> Iterator[Path]:
+    """SmolLM2-135M-Instruct, real weights in float32: for slow tests, which skip without it."""
+    if not is_fetched():
+        pytest.skip(NOT_FETCHED)
+    path = make_smollm2(models_dir / "smollm2")
+    yield path
+    shutil.rmtree(path)  # 513 MiB; pytest would keep three of them
 
 
 @pytest.fixture
