@@ -1,0 +1,86 @@
+"""A real model, a real text, kill -9: what was stored is reused, and no reply changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.cli.quality import OWN_TEXT
+from tests.support import Message, Reply, ServerProcess, StartServer
+from tests.support.openblas import openblas_env
+
+from .stored import wait_for_commit, wait_for_reply
+
+DOCUMENT = OWN_TEXT.read_text(encoding="utf-8")[:4000]  # about 950 tokens
+QUESTIONS = (
+    "Who was the keeper of the lock?",
+    "What was Ruth Amsel sent to find out?",
+    "How long is the chamber?",
+    "Thank you. What did the keeper write down?",
+)
+N_BEFORE_KILL = 2
+
+
+@dataclass
+class Talk:
+    """A conversation about the document; it sends back what it got."""
+
+    server: ServerProcess
+    store: Path
+    messages: list[Message] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+
+    def ask(self, question: str) -> None:
+        before = "" if self.messages else f"{DOCUMENT}\n\n"
+        self.messages.append({"role": "user", "content": before + question})
+        reply = self.server.chat(
+            self.messages, "talk", max_tokens=24, temperature=0.0, logprobs=True
+        )
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.replies.append(reply)
+        wait_for_commit(self.store, "talk", reply.prompt_tokens + reply.completion_tokens)
+        wait_for_reply(self.server)
+
+
+def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
+    """Ask all questions and return the replies; kill the server between them if `is_killed`."""
+    folder.mkdir()
+    start = StartServer(folder)
+    try:
+        server = start.with_plugin(
+            model,
+            *("--kvpersist-kv-bits", "8"),  # with keys in 4 bits this model repeats itself
+            env=openblas_env(),
+            start_timeout_s=600,
+            request_timeout_s=1200,
+        )
+        talk = Talk(server, start.store)
+        for n, question in enumerate(QUESTIONS):
+            if is_killed and n == N_BEFORE_KILL:
+                server.restart(kill=True)
+            talk.ask(question)
+        return talk.replies
+    finally:
+        start.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) -> None:
+    expected = talk_on(tmp_path / "uninterrupted", smollm2, is_killed=False)
+    replies = talk_on(tmp_path / "killed", smollm2, is_killed=True)
+    assert [reply.text for reply in replies] == [reply.text for reply in expected]
+    assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
+    assert [reply.cached_tokens for reply in replies] == [reply.cached_tokens for reply in expected]
+    assert replies[0].cached_tokens == 0 and replies[0].prompt_tokens > 900
+    for before, after in pairwise(replies):
+        assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 1
+    restored = replies[N_BEFORE_KILL].kvpersist
+    assert restored["tier"] == "warm"
+    assert int(restored["restored"]) == replies[N_BEFORE_KILL].cached_tokens
+    assert expected[N_BEFORE_KILL].kvpersist["tier"] == "hot"
+    assert "Thomas Pell" in replies[0].text
+    assert len({reply.text for reply in replies}) == len(QUESTIONS)
