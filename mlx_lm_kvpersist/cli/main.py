@@ -67,11 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
     )
+    demo.add_argument("--kv-bits", help="as the server's --kvpersist-kv-bits (default: its own)")
     demo.add_argument(
         "--chars",
         type=int,
         default=12_000,
-        help="characters of the conversation (default: %(default)s, about 4,000 tokens)",
+        help="characters of the text it is about (default: %(default)s, about 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
     _add_quality(add)

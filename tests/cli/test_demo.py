@@ -15,7 +15,7 @@ import pytest
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 
-from mlx_lm_kvpersist.cli.demo_model import make_model, story
+from mlx_lm_kvpersist.cli.demo_model import document, make_model
 from mlx_lm_kvpersist.cli.demo_server import DemoServer
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import KVPersistError
@@ -36,7 +36,7 @@ def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[st
 
 def test_the_demo_model_says_printable_text_without_end(tmp_path: Path) -> None:
     model, tokenizer = load(str(make_model(tmp_path / "model")))
-    asked = [{"role": "user", "content": story(300, seed=1)}]
+    asked = [{"role": "user", "content": document(300)}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
     assert 70 < len(prompt) < 150, "about 3 characters a token"
     reply = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=40)]
