@@ -50,7 +50,7 @@ class Talk:
         self.cached.append(reply.cached_tokens)
         self.totals.append(reply.prompt_tokens + reply.completion_tokens)
         wait_for_commit(self.store, "main", self.totals[-1])
-        wait_for_reply(self.server)
+        wait_for_reply(self.server, logit_bias=self.logit_bias)
 
     def rewind(self) -> None:
         del self.messages[-2:]
