@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="most for one row of the table")
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
-    precision = KVPrecision(BITS[args.bits][0], 64, BITS[args.bits][1])
+    precision = KVPrecision.of(BITS[args.bits][0], 64, BITS[args.bits][1])
     phases = [Phase("decode", 1, 1), Phase("decode", 8, 1), Phase("decode, padded", 8, 1, True)]
     if not args.no_prefill:
         phases += [Phase("prefill", 1, args.chunk), Phase("prefill, padded", 1, args.chunk, True)]
@@ -151,7 +151,7 @@ class Layers:
             ]
             packed = [
                 PackedKV.of(pk.quantize(x, each), each, n_keys)
-                for x, each in zip(plain, (precision, precision.of_values), strict=True)
+                for x, each in zip(plain, (precision.keys, precision.values), strict=True)
             ]
             self.held.append(packed)
             self.plain.append([x[:, :, :n_keys] for x in plain])
@@ -184,11 +184,11 @@ class Layers:
 
     def stock(self, queries: mx.array, layer: int) -> mx.array:
         """mlx-lm's own; on CUDA it takes no slices, so copies are a part of its time."""
-        if self.precision.of_values.bits != self.precision.bits:
+        if self.precision.values.bits != self.precision.keys.bits:
             raise ValueError("stock has one number of bits for both")
         keys, values = (tuple(mx.contiguous(x) for x in part) for part in self.held[layer])
         out: mx.array = quantized_scaled_dot_product_attention(
-            queries * 1, keys, values, self.scale, self.mask, 64, self.precision.bits
+            queries * 1, keys, values, self.scale, self.mask, 64, self.precision.keys.bits
         )
         return out
 

@@ -32,7 +32,8 @@ def main() -> None:
         model = make_tiny_model(
             Path(folder) / "model", n_layers=2, n_heads=8, n_kv_heads=8, head_dim=64
         )
-        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(Path(folder) / "store"))
+        store = str(Path(folder) / "store")
+        plugin = ("--plugin", "kvpersist", "--kvpersist-dir", store, "--kvpersist-kv-bits", "4")
         budgets = ("--kvpersist-ram", "0", "--kvpersist-min-free", "0")
         with ServerProcess(model, *plugin, *budgets) as server:
             rows = measure(server)

@@ -51,7 +51,7 @@ _STOCK = ("--prompt-cache-size", "64")
 SIDES = {
     side.name: side
     for side in (
-        Side("ours", _PLUGIN, 4),
+        Side("ours", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
         Side("ours-8", (*_PLUGIN, "--kvpersist-kv-bits", "8"), 8),
         Side("stock", _STOCK, 16),
         # By default stock leaves the first 5,000 tokens as they are.

@@ -55,7 +55,9 @@ def main() -> None:
 
 def serve(model: Path, store: Path) -> ServerProcess:
     return ServerProcess(
-        model, "--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-min-free", "0"
+        model,
+        *("--plugin", "kvpersist", "--kvpersist-dir", str(store), "--kvpersist-min-free", "0"),
+        *("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -14,8 +15,9 @@ import platformdirs
 
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
+from .cache.allocation import PrecisionRequest
 from .cache.attention import STRATEGIES, Strategy
-from .cache.packed import GROUP_SIZES, OWN_BITS, PrecisionChoice
+from .cache.packed import GROUP_SIZES, OWN_BITS
 from .errors import ConfigError
 from .store.budget import StoreLimits
 from .units import parse_budget, parse_folder, parse_size
@@ -24,7 +26,14 @@ GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
 _STOCK_GROUP_SIZE = 64
-KV_BITS = {"4": (4, 4), "8": (8, 8), "k8v4": (8, 4), "16": (OWN_BITS, OWN_BITS)}
+KV_BITS: dict[str, tuple[int, int] | None] = {
+    "auto": None,
+    **{str(bits): (bits, bits) for bits in (4, 5, 6, 8)},
+    "k6v4": (6, 4),
+    "k8v4": (8, 4),
+    "16": (OWN_BITS, OWN_BITS),
+}
+"""Bits of keys and of values; None: as few as the model bears."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Config:
     session_header: str | None = None
     min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
-    precision: PrecisionChoice = field(default_factory=PrecisionChoice)
+    precision: PrecisionRequest = field(default_factory=PrecisionRequest)
     admin_key: str | None = field(default=None, repr=False)
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
@@ -55,6 +64,26 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
     return share
+
+
+def parse_nats(text: str) -> float:
+    """Return a divergence above 0."""
+    return _positive(text, "a divergence in nats; write a number above 0, such as 0.01")
+
+
+def parse_seconds(text: str) -> float:
+    """Return a time above 0."""
+    return _positive(text, "a number of seconds above 0")
+
+
+def _positive(text: str, expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not {expected}")
+    return number
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -72,7 +101,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 def add_options(parser: ArgumentParser) -> None:
     """Add the plugin's options to the server's command line."""
     group = parser.add_argument_group(
-        "kvpersist", "Keep the KV cache of every conversation, in 4 bits, across restarts."
+        "kvpersist", "Keep the KV cache of every conversation, quantized, across restarts."
     )
     group.add_argument(
         "--kvpersist-dir",
@@ -114,8 +143,32 @@ def add_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kvpersist-kv-bits",
         choices=tuple(KV_BITS),
-        help="Bits of each key and value; k8v4: 8 for keys, 4 for values; 16: the model's own "
-        "precision (default: that of --kv-bits, or 4)",
+        help="Bits of each key and value; auto: as few as the model bears, layer by layer; k8v4: 8 "
+        "for keys, 4 for values; 16: the model's own precision (default: that of --kv-bits, or "
+        "auto)",
+    )
+    group.add_argument(
+        "--kvpersist-kv-target",
+        type=parse_nats,
+        default=PrecisionRequest.target_nats,
+        metavar="NATS",
+        help="With auto: how far predictions may be from those in the model's own precision, as a "
+        "mean divergence; 0.01 raises the perplexity by about 1%% (default: 0.01)",
+    )
+    group.add_argument(
+        "--kvpersist-kv-measure-s",
+        type=parse_seconds,
+        default=PrecisionRequest.measure_s,
+        metavar="SECONDS",
+        help="Most time to measure what a model bears, once for each model; layers left over get "
+        "8-bit keys and 4-bit values (default: 60)",
+    )
+    group.add_argument(
+        "--kvpersist-kv-rotate",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="Rotate keys and values before they are quantized, which spreads channels that are "
+        "larger than the others (default: where it is measured to help)",
     )
     group.add_argument(
         "--kvpersist-kv-group-size",
@@ -227,7 +280,7 @@ def from_args(args: Namespace) -> Config:
     )
 
 
-def _precision(args: Namespace) -> PrecisionChoice:
+def _precision(args: Namespace) -> PrecisionRequest:
     """Return the precision that is asked for, and switch stock's way of quantizing off."""
     bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
     if getattr(args, "kv_bits", None) is not None:
@@ -237,13 +290,19 @@ def _precision(args: Namespace) -> PrecisionChoice:
             group_size = args.kv_group_size
         args.kv_bits = None
     if bits not in (None, *KV_BITS):
-        raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4 or 8")
+        raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4, 5, 6 or 8")
     if group_size not in (None, *GROUP_SIZES):
         raise ConfigError(
             f"--kv-group-size {group_size} cannot be kept; choose one of "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
-    return PrecisionChoice(*KV_BITS[bits or "4"], group_size)
+    return PrecisionRequest(
+        KV_BITS[bits or "auto"],
+        group_size,
+        args.kvpersist_kv_rotate,
+        args.kvpersist_kv_target,
+        args.kvpersist_kv_measure_s,
+    )
 
 
 def _admin_key(file: Path | None) -> str | None:

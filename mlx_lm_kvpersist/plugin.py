@@ -12,17 +12,26 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
 from .api.session_keys import namespace, session_key, unshared
+from .cache.allocation import (
+    Allocation,
+    allocated,
+    keep_allocation,
+    known_allocation,
+    measure,
+)
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.calibration import with_plans
 from .cache.canary import warm_up
 from .cache.fingerprint import content_hash, model_fingerprint
 from .cache.quantized import SequenceQuantizedKVCache
+from .cache.sample import sample_ids
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported
 from .host.hookspecs import hookimpl
@@ -41,6 +50,9 @@ from .store.block_store import BlockStore
 from .units import show_bytes
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+"""Between two lines of progress."""
 
 
 class KVPersistPlugin:
@@ -80,7 +92,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def self_test(self) -> None:
-        check_round_trip(self._config.precision, self._config.attention)
+        check_round_trip(self._config.precision.choice(), self._config.attention)
 
     @hookimpl
     def shutdown(self) -> None:
@@ -110,19 +122,25 @@ class KVPersistPlugin:
         model_path, adapter_path, draft_path = provider.model_key
         if draft_path is not None:
             raise ModelNotSupported("a draft model is in use")
-        spec = ModelCacheSpec.probe(provider.model, self._config.precision)
-        measured = self._config.folder / "attention.json"
-        spec = with_plans(provider.model, spec, measured, self._config.attention)
-        warm_up(provider.model, spec)
         fingerprint = model_fingerprint(
             local_path(model_path),
             Path(adapter_path) if adapter_path else None,
             self._content_hash,
         )
+        request, folder = self._config.precision, self._config.folder
+        spec = ModelCacheSpec.probe(provider.model, request.choice())
+        allocation = None
+        if request.is_measured and any(group.precision for group in spec.full):
+            allocation = self._allocation(provider, spec, fingerprint)
+            spec = allocated(provider.model, spec, allocation)
+        measured = folder / "attention.json"
+        spec = with_plans(provider.model, spec, measured, self._config.attention)
+        warm_up(provider.model, spec)
         text = TokenText.of(provider.tokenizer) if self._config.store_text else None
         if text is None and self._config.store_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        logger.info("kvpersist: %s: %s; %s", model_path, described(spec), self._places())
+        about = described(spec, allocation)
+        logger.info("kvpersist: %s: %s; %s", model_path, about, self._places())
         for group in spec.full:
             if group.precision is None and not self._config.precision.is_own:
                 logger.warning(
@@ -133,6 +151,29 @@ class KVPersistPlugin:
         self._model_ref = weakref.ref(provider.model)
         model = weakref.proxy(provider.model)
         return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
+
+    def _allocation(self, provider: Any, spec: ModelCacheSpec, fingerprint: str) -> Allocation:
+        """Return the precision of each layer: as chosen before, else measured now."""
+        request, file = self._config.precision, self._config.folder / "precision.json"
+        known = known_allocation(file, fingerprint, request)
+        if known is not None and known.precisions.keys() == spec.slots_of_full:
+            return known
+        told_s = time.monotonic()
+
+        def told(n_done: int, n_runs: int) -> None:
+            nonlocal told_s
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                logger.info("kvpersist: measuring precision: %d of about %d runs", n_done, n_runs)
+
+        logger.info("kvpersist: measuring once which precision this model bears")
+        try:
+            found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, told)
+        except Exception as error:
+            raise ModelNotSupported(f"its precision cannot be measured: {error!r}") from error
+        mx.clear_cache()
+        keep_allocation(file, fingerprint, request, found)
+        return found
 
     def _content_hash(self, path: Path) -> str:
         """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""

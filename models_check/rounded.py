@@ -11,6 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_lm_kvpersist.cache.packed import rotate, rotate_back
+
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
     """Return `own`, each cache rounding what it is given as the one of ours in its place does.
@@ -38,14 +40,16 @@ def _round_before(cache: Any, precision: Any) -> None:
     update_and_fetch = cache.update_and_fetch
 
     def rounding(keys: mx.array, values: mx.array, *args: Any) -> Any:
-        of_values = precision.of_values
-        return update_and_fetch(_round(keys, precision), _round(values, of_values), *args)
+        both = _round(keys, precision.keys), _round(values, precision.values)
+        return update_and_fetch(*both, *args)
 
     cache.update_and_fetch = rounding
 
 
-def _round(x: mx.array, precision: Any) -> mx.array:
+def _round(x: mx.array, quantization: Any) -> mx.array:
     if x.shape[-1] == 0:
         return x
-    how = {"group_size": precision.group_size, "bits": precision.bits}
+    how = {"group_size": quantization.group_size, "bits": quantization.bits}
+    if quantization.rotated:
+        return rotate_back(mx.dequantize(*mx.quantize(rotate(x), **how), **how)).astype(x.dtype)
     return mx.dequantize(*mx.quantize(x, **how), **how).astype(x.dtype)

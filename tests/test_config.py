@@ -8,7 +8,7 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
-from mlx_lm_kvpersist.cache.packed import PrecisionChoice
+from mlx_lm_kvpersist.cache.allocation import PrecisionRequest
 from mlx_lm_kvpersist.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert made.limits.max_disk_bytes <= shutil.disk_usage(tmp_path).total // 10
     assert made.limits.min_free_bytes == config.DEFAULT_MIN_FREE_BYTES
     assert (made.canary, made.limits.verify, made.store_text) == (True, True, True)
-    assert (made.precision, made.attention) == (PrecisionChoice(4, 4, None), "auto")
+    assert (made.precision, made.attention) == (PrecisionRequest(), "auto")
     assert not (tmp_path / "new").exists()
 
 
@@ -45,22 +45,29 @@ def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> No
     assert config.from_args(args).limits.max_ram_bytes == 1 << 20
 
 
-def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice:
+def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionRequest:
     return config.from_args(parsed("--kvpersist-dir", str(folder), *arguments, **stock)).precision
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), PrecisionChoice(4, 4, None)),
-        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None)),
-        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None)),
-        (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None)),
-        (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None)),
-        (("--kvpersist-kv-group-size", "128"), PrecisionChoice(4, 4, 128)),
+        ((), PrecisionRequest(None)),
+        (("--kvpersist-kv-bits", "auto"), PrecisionRequest(None)),
+        (("--kvpersist-kv-bits", "4"), PrecisionRequest((4, 4))),
+        (("--kvpersist-kv-bits", "5"), PrecisionRequest((5, 5))),
+        (("--kvpersist-kv-bits", "6"), PrecisionRequest((6, 6))),
+        (("--kvpersist-kv-bits", "8"), PrecisionRequest((8, 8))),
+        (("--kvpersist-kv-bits", "k6v4"), PrecisionRequest((6, 4))),
+        (("--kvpersist-kv-bits", "k8v4"), PrecisionRequest((8, 4))),
+        (("--kvpersist-kv-bits", "16"), PrecisionRequest((16, 16))),
+        (("--kvpersist-kv-group-size", "128"), PrecisionRequest(None, 128)),
+        (("--kvpersist-kv-rotate", "off"), PrecisionRequest(rotate="off")),
+        (("--kvpersist-kv-target", "0.03"), PrecisionRequest(target_nats=0.03)),
+        (("--kvpersist-kv-measure-s", "5"), PrecisionRequest(measure_s=5.0)),
     ],
 )
-def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
+def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionRequest) -> None:
     found = precision(tmp_path, *arguments)
     assert found == expected
     assert found.is_own == ("16" in arguments)
@@ -69,13 +76,13 @@ def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: Precisi
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     """Stock's own way of quantizing would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
-    assert config.from_args(args).precision == PrecisionChoice(8, 8, 32)
+    assert config.from_args(args).precision == PrecisionRequest((8, 8), 32)
     assert args.kv_bits is None
     stock = {"kv_bits": 8, "kv_group_size": 64}
-    assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None)
-    assert precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock) == PrecisionChoice(8, 4)
+    assert precision(tmp_path, **stock) == PrecisionRequest((8, 8))
+    assert precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock) == PrecisionRequest((8, 4))
     assert precision(tmp_path, "--kvpersist-kv-group-size", "128", **stock).group_size == 128
-    with pytest.raises(ConfigError, match="choose 4 or 8"):
+    with pytest.raises(ConfigError, match="choose 4, 5, 6 or 8"):
         precision(tmp_path, kv_bits=3, kv_group_size=64)
     with pytest.raises(ConfigError, match="choose one of 32, 64, 128"):
         precision(tmp_path, kv_bits=4, kv_group_size=16)
@@ -93,6 +100,10 @@ def test_attention(tmp_path: Path, choice: str) -> None:
         ("--kvpersist-kv-bits", "3"),
         ("--kvpersist-kv-bits", "k4v8"),
         ("--kvpersist-kv-group-size", "16"),
+        ("--kvpersist-kv-target", "0"),
+        ("--kvpersist-kv-target", "nan"),
+        ("--kvpersist-kv-measure-s", "soon"),
+        ("--kvpersist-kv-rotate", "yes"),
         ("--kvpersist-attention", "fused"),
     ],
 )

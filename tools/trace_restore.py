@@ -73,7 +73,8 @@ class Server:
         self.plugin = KVPersistPlugin()
         parser = argparse.ArgumentParser()
         self.plugin.add_options(parser)
-        args = parser.parse_args(["--kvpersist-dir", str(store)], copy.copy(ARGS))
+        options = ["--kvpersist-dir", str(store), "--kvpersist-kv-bits", "4"]
+        args = parser.parse_args([*options, "--kvpersist-kv-rotate", "off"], copy.copy(ARGS))
         args.model = str(model)
         plugins = manager.make_manager()
         plugins.register(self.plugin, name="kvpersist")

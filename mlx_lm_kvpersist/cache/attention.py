@@ -19,7 +19,7 @@ from typing import Literal
 import mlx.core as mx
 
 from . import packed as pk
-from .packed import KVPrecision, Packed
+from .packed import Packed, Quantization
 
 Strategy = Literal["dequantize", "packed", "tiled"]
 STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
@@ -36,40 +36,58 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
     As a tuple: weights, scales and biases of the cached tokens, as lazy views. `buffers` are the
-    cache's own, with spare room behind the first `n_tokens`. Without `tile_bytes` they are attended
-    by `packed_attention`, else by `tiled_attention`.
+    cache's own, with spare room behind the first `n_tokens`. `strategy` says how to attend to them,
+    `tile_bytes` in tiles of which size.
     """
 
-    precision: KVPrecision
+    quantization: Quantization
     buffers: Packed
     n_tokens: int
-    tile_bytes: int | None
+    strategy: Strategy
+    tile_bytes: int
 
     @classmethod
     def of(
-        cls, buffers: Packed, precision: KVPrecision, n_tokens: int, tile_bytes: int | None = None
+        cls,
+        buffers: Packed,
+        quantization: Quantization,
+        n_tokens: int,
+        strategy: Strategy = "packed",
+        tile_bytes: int = MAX_DEQUANTIZED_BYTES,
     ) -> PackedKV:
-        """Return the first `n_tokens` of `buffers`, which are keys or values of `precision`."""
+        """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
         made = cls(pk.view(buffers, 0, n_tokens))
-        made.precision, made.buffers, made.n_tokens = precision, buffers, n_tokens
-        made.tile_bytes = tile_bytes
+        made.quantization, made.buffers, made.n_tokens = quantization, buffers, n_tokens
+        made.strategy, made.tile_bytes = strategy, tile_bytes
         return made
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
-        """Return the attention of `queries` over these keys and `values`."""
-        if self.tile_bytes is None:
-            return packed_attention(queries, self, values, scale, mask)
-        return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
+        """Return the attention of `queries` over these keys and `values`.
+
+        Rotated keys meet rotated queries, and what rotated values add up to is rotated back. The
+        products of rows do not change if both are multiplied by one orthonormal matrix.
+        """
+        if self.quantization.rotated:
+            queries = pk.rotate(queries)
+        if self.strategy == "tiled":
+            out = tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
+        else:
+            attention = packed_attention if self.strategy == "packed" else dequantized_attention
+            out = attention(queries, self, values, scale, mask)
+        return pk.rotate_back(out) if values.quantization.rotated else out
 
     def dequantized(
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None
     ) -> mx.array:
-        """Dequantize a part in the dtype of the scales, but not before `after` is computed."""
+        """Dequantize a part in the dtype of the scales, but not before `after` is computed.
+
+        If rotated, it stays so.
+        """
         weights, *others = (x[rows, heads, tokens] for x in self)
         if after is not None:
             # Without this MLX may dequantize all tiles first and then use them.
             (weights,) = mx.depends([weights], [after])
-        return pk.read((weights, *others), self.precision)
+        return pk.dequantize((weights, *others), self.quantization)
 
 
 def dequantized_attention(
@@ -123,8 +141,8 @@ def packed_attention(
             block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim),
             *all_keys,
             transpose=True,
-            group_size=keys.precision.group_size,
-            bits=keys.precision.bits,
+            group_size=keys.quantization.group_size,
+            bits=keys.quantization.bits,
         )
         scores = scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
@@ -133,8 +151,8 @@ def packed_attention(
             weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity),
             *all_values,
             transpose=False,
-            group_size=values.precision.group_size,
-            bits=values.precision.bits,
+            group_size=values.quantization.group_size,
+            bits=values.quantization.bits,
         )
         parts.append(out.reshape(n_rows, n_heads, n, -1))
     return mx.concatenate(parts, axis=2).astype(queries.dtype)
@@ -300,6 +318,6 @@ def _slices(n: int, step: int) -> Iterator[slice]:
 
 def _token_bytes(keys: PackedKV, values: PackedKV, dtype: mx.Dtype) -> int:
     """Bytes of one token's dequantized key and value of one head."""
-    n_numbers = sum(x[1].shape[3] * x.precision.group_size for x in (keys, values))
+    n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
     size: int = n_numbers * dtype.size
     return size

@@ -9,12 +9,9 @@ file.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -37,14 +34,15 @@ from .attention import (
     packed_attention,
     tiled_attention,
 )
+from .kept_file import keep, read_kept
 from .observe import AttentionShape, probe_packed
-from .packed import KVPrecision, Packed
+from .packed import KVPrecision, Packed, Quantization
 from .quantized import PHASES, AttentionPlan, forced_plan
 from .spec import ModelCacheSpec, replaced, slots_of
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """Incremented when measurements change; results in an older format are measured again."""
 
 _PHASE_S = 0.25
@@ -128,9 +126,9 @@ def calibrate(
     if choice != "auto":
         return forced_plan(choice, can_take_packed=True)
     heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{shape.k_dim}/{shape.v_dim}"
-    key = f"{device_key()} {heads} {dims} {precision} {dtype}"
-    known = _known(cache_file)
-    plan = _read_plan(known.get(key))
+    kernels = KVPrecision.of(precision.keys.bits, precision.group_size, precision.values.bits)
+    key = f"{device_key()} {heads} {dims} {kernels} {dtype}"
+    plan = _read_plan(read_kept(cache_file, _FORMAT).get(key))
     if plan is None:
         start_s = time.perf_counter()
         measured = {phase: _measure(shape, precision, dtype, phase) for phase in PHASES}
@@ -142,7 +140,7 @@ def calibrate(
             time.perf_counter() - start_s,
             plan.describe(),
         )
-        _keep(cache_file, {**known, key: measured})
+        keep(cache_file, _FORMAT, key, measured)
     return plan
 
 
@@ -218,10 +216,10 @@ class _Layers:
         self.layers = []
         for _ in range(_layers_of(work)):
             lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
-            keys = _random_packed((*lead, shape.k_dim), precision, dtype)
-            values = _random_packed((*lead, shape.v_dim), precision.of_values, dtype)
-            packed_keys = PackedKV.of(keys, precision, work.n_keys)
-            packed_values = PackedKV.of(values, precision.of_values, work.n_keys)
+            keys = _random_packed((*lead, shape.k_dim), precision.keys, dtype)
+            values = _random_packed((*lead, shape.v_dim), precision.values, dtype)
+            packed_keys = PackedKV.of(keys, precision.keys, work.n_keys)
+            packed_values = PackedKV.of(values, precision.values, work.n_keys)
             self.layers.append((packed_keys, packed_values))
         token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
         self.dequantized_bytes = work.n_rows * work.n_keys * token_bytes
@@ -282,28 +280,12 @@ def _random(shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(0))
 
 
-def _random_packed(shape: tuple[int, ...], precision: KVPrecision, dtype: mx.Dtype) -> Packed:
+def _random_packed(shape: tuple[int, ...], quantization: Quantization, dtype: mx.Dtype) -> Packed:
     """Return packed numbers of `shape` [B, H, T, D]: a few random ones, repeated to save time."""
     some = _random((1, shape[1], min(shape[2], 64), shape[3])).astype(dtype)
-    packed = pk.quantize(some, precision)
+    packed = pk.quantize(some, quantization)
     times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
     return pk.each(lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), packed)
-
-
-def _known(cache_file: Path | None) -> dict[str, Any]:
-    """Return the results in the file; none if there is no file or it is damaged."""
-    if cache_file is None:
-        return {}
-    try:
-        content = json.loads(cache_file.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
-            return {}
-        return dict(content["measured_ms"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        logger.warning("kvpersist: %s is not used, attention is measured: %r", cache_file, error)
-        return {}
 
 
 def _read_plan(measured: Any) -> AttentionPlan | None:
@@ -315,19 +297,3 @@ def _read_plan(measured: Any) -> AttentionPlan | None:
         return _plan(ms)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-
-
-def _keep(cache_file: Path | None, measured_ms: Mapping[str, Any]) -> None:
-    if cache_file is None:
-        return
-    temporary = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.tmp")
-    try:
-        content = {"format": _FORMAT, "measured_ms": measured_ms}
-        temporary.unlink(missing_ok=True)  # a link there is not followed
-        temporary.touch(0o600, exist_ok=False)
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, cache_file)
-    except OSError as error:
-        with suppress(OSError):  # the folder may not exist
-            temporary.unlink()
-        logger.warning("kvpersist: attention will be measured again at the next start: %s", error)

@@ -81,10 +81,11 @@ def canary_difference(
     differences = []
     for group, old in zip(spec.groups, stored, strict=True):
         new = _stacked(group, slots, start, stop)
-        of_values = group.precision.of_values if group.precision else None
-        for precision, *both in zip((group.precision, of_values), old, new, strict=True):
+        precision = group.precision
+        sides = (precision.keys, precision.values) if precision else (None, None)
+        for side, *both in zip(sides, old, new, strict=True):
             was, now = (
-                (fields[0] if precision is None else pk.read(fields, precision)).astype(mx.float32)
+                (fields[0] if side is None else pk.dequantize(fields, side)).astype(mx.float32)
                 for fields in both
             )
             error = mx.square(now - was).sum(axis=(1, 3))

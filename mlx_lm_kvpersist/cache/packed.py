@@ -1,4 +1,4 @@
-"""The precision of keys and values, and the arithmetic on them: quantize, append, read back.
+"""The precision of keys and values, and the arithmetic on them: rotate, quantize, append, read.
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
 [B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
@@ -9,9 +9,11 @@ Keys or values in full precision are one array; `each`, `view`, `share` and `app
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import TypeVar
 
 import mlx.core as mx
@@ -30,10 +32,11 @@ _BITS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)
-class KVPrecision:
-    """MLX affine quantization: `bits` per number, one scale and bias per `group_size` numbers.
+class Quantization:
+    """How keys, or values, are quantized: MLX affine, `bits` per number.
 
-    `value_bits` are the bits of values; None stands for the same as keys.
+    `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
+    before: a channel far larger than the others would leave these few of the steps.
 
     Raises:
         ValueError: MLX has no kernel for these bits or this group size.
@@ -41,30 +44,18 @@ class KVPrecision:
 
     bits: int = 4
     group_size: int = 64
-    value_bits: int | None = None
+    rotated: bool = False
 
     def __post_init__(self) -> None:
-        if self.value_bits is None:
-            object.__setattr__(self, "value_bits", self.bits)
-        for bits in (self.bits, self.value_bits):
-            if bits not in _BITS:
-                raise ValueError(f"bits is {bits}; MLX quantizes to {_BITS}")
+        if self.bits not in _BITS:
+            raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
             )
 
     def __str__(self) -> str:
-        bits = (
-            f"{self.bits}b" if self.value_bits == self.bits else f"k{self.bits}v{self.value_bits}b"
-        )
-        return f"{bits}{self.group_size}"
-
-    @cached_property
-    def of_values(self) -> KVPrecision:
-        """The precision of the values, as a precision of its own."""
-        assert self.value_bits is not None
-        return KVPrecision(self.value_bits, self.group_size)
+        return f"{self.bits}{'r' if self.rotated else ''}"
 
     def fits(self, dim: int) -> bool:
         """Return whether a last dimension of `dim` numbers can be quantized."""
@@ -72,15 +63,71 @@ class KVPrecision:
 
 
 @dataclass(frozen=True)
+class KVPrecision:
+    """How the keys and the values of a layer are quantized; both in groups of the same size.
+
+    Raises:
+        ValueError: the group sizes differ.
+    """
+
+    keys: Quantization = Quantization()
+    values: Quantization = Quantization()
+
+    def __post_init__(self) -> None:
+        if self.keys.group_size != self.values.group_size:
+            raise ValueError("keys and values have different group sizes")
+
+    @classmethod
+    def of(
+        cls,
+        key_bits: int = 4,
+        group_size: int = 64,
+        value_bits: int | None = None,
+        *,
+        rotated: tuple[bool, bool] = (False, False),
+    ) -> KVPrecision:
+        """Return a precision; without `value_bits` values have the bits of keys."""
+        keys = Quantization(key_bits, group_size, rotated[0])
+        values = Quantization(value_bits or key_bits, group_size, rotated[1])
+        return cls(keys, values)
+
+    @property
+    def group_size(self) -> int:
+        return self.keys.group_size
+
+    def __str__(self) -> str:
+        bits = str(self.keys)
+        if self.values != self.keys:
+            bits = f"k{self.keys}v{self.values}"
+        return f"{bits}b{self.group_size}"
+
+
+def parse_precision(name: str) -> KVPrecision | None:
+    """Return the precision of this name; None for "own". Raises ValueError for anything else."""
+    if name == "own":
+        return None
+    match = re.fullmatch(r"(?:k(\d)(r?)v(\d)(r?)|(\d)(r?))b(\d+)", name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a precision")
+    key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
+    rotated = bool(keys_turned or turned), bool(values_turned or turned)
+    return KVPrecision.of(
+        int(key_bits or bits), int(size), int(value_bits or bits), rotated=rotated
+    )
+
+
+@dataclass(frozen=True)
 class PrecisionChoice:
     """The requested bits of keys and of values; `OWN_BITS` requests full precision.
 
-    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it.
+    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it. `rotated`
+    says whether keys, and whether values, are rotated.
     """
 
     key_bits: int = 4
     value_bits: int = 4
     group_size: int | None = None
+    rotated: tuple[bool, bool] = (False, False)
 
     @property
     def is_own(self) -> bool:
@@ -92,7 +139,10 @@ class PrecisionChoice:
         if self.is_own:
             return []
         sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
-        return [KVPrecision(self.key_bits, size, self.value_bits) for size in sizes]
+        return [
+            KVPrecision.of(self.key_bits, size, self.value_bits, rotated=self.rotated)
+            for size in sizes
+        ]
 
 
 def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:
@@ -113,24 +163,60 @@ def headroom(n_new: int) -> int:
     return min(max(n_new + 256, 512), 1024)
 
 
-def quantize(x: mx.array, precision: KVPrecision) -> Packed:
-    """Pack `x` [B, H, T, D] to `precision.bits`; scales and biases keep its dtype.
+@lru_cache(maxsize=32)
+def rotation(dim: int, dtype: mx.Dtype) -> mx.array:
+    """Return the orthonormal matrix [dim, dim] that keys and values are multiplied by.
 
-    For values give `precision.of_values`.
+    It is a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28), else the product of
+    one and of a cosine transform of the odd rest. It spreads a large channel over all of them:
+    https://arxiv.org/abs/2404.00456
     """
-    weights, scales, biases = mx.quantize(x, group_size=precision.group_size, bits=precision.bits)
+    power = dim & -dim
+    odd = dim // power
+    if odd == 1 or (odd in (3, 5, 7) and power >= 4):
+        matrix = mx.hadamard_transform(mx.eye(dim))
+    else:  # MLX 0.32 crashes on these
+        at = mx.arange(odd)
+        cosines = mx.cos(math.pi / odd * (at[:, None] + 0.5) * at)
+        cosines = cosines / mx.sqrt(mx.square(cosines).sum(axis=0))
+        matrix = mx.kron(cosines, mx.hadamard_transform(mx.eye(power)))
+    matrix = matrix.astype(dtype)
+    mx.eval(matrix)  # any thread may use it
+    return matrix
+
+
+def rotate(x: mx.array) -> mx.array:
+    """Return `x` [..., D] rotated."""
+    return x @ rotation(x.shape[-1], x.dtype)
+
+
+def rotate_back(x: mx.array) -> mx.array:
+    """Return what was rotated to `x` [..., D]."""
+    return x @ rotation(x.shape[-1], x.dtype).T
+
+
+def quantize(x: mx.array, quantization: Quantization) -> Packed:
+    """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
+    if quantization.rotated:
+        x = rotate(x)
+    weights, scales, biases = mx.quantize(
+        x, group_size=quantization.group_size, bits=quantization.bits
+    )
     return weights, scales, biases
 
 
-def read(packed: tuple[mx.array, ...], precision: KVPrecision) -> mx.array:
-    """Return all tokens dequantized: [B, H, T, D] in the dtype of the scales.
-
-    For values give `precision.of_values`.
-    """
+def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
+    """Return all tokens [B, H, T, D] in the dtype of the scales; if rotated, they stay so."""
     weights, scales, biases = packed
     return mx.dequantize(
-        weights, scales, biases, group_size=precision.group_size, bits=precision.bits
+        weights, scales, biases, group_size=quantization.group_size, bits=quantization.bits
     )
+
+
+def read(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
+    """Return all tokens [B, H, T, D] as they came, but for rounding, in the dtype of the scales."""
+    x = dequantize(packed, quantization)
+    return rotate_back(x) if quantization.rotated else x
 
 
 def view(held: Held, start: int, stop: int) -> Held:

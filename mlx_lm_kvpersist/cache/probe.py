@@ -97,6 +97,11 @@ def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCache
     return ModelCacheSpec(spec.groups, spec.template, _batching(model, spec, own_spec))
 
 
+def with_groups(model: Any, spec: ModelCacheSpec, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
+    """Return a model's spec with its slots in these groups, and live caches of their precision."""
+    return ModelCacheSpec(tuple(groups), _template(make_prompt_cache(model), groups), spec.batching)
+
+
 def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
     for i, cache in enumerate(caches):
         where = f"{place} {i}"
@@ -186,7 +191,7 @@ def _fitting(
             return None, f"MLX does not quantize {shape.dtype}"
     candidates = choice.candidates()
     for precision in candidates:
-        if precision.fits(keys.dim) and precision.fits(values.dim):
+        if precision.keys.fits(keys.dim) and precision.values.fits(values.dim):
             return precision, ""
     sizes = ", ".join(str(precision.group_size) for precision in candidates)
     dims = " and ".join(str(dim) for dim in dict.fromkeys((keys.dim, values.dim)))

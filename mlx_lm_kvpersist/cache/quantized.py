@@ -92,6 +92,10 @@ def forced_plan(strategy: Strategy, can_take_packed: bool) -> AttentionPlan:
     return AttentionPlan(strategy, strategy, strategy, can_take_packed)
 
 
+_NO_PLAN = AttentionPlan()
+"""Arrays work for every model."""
+
+
 class Buffers(_BaseCache, ABC):  # type: ignore[misc]
     """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
 
@@ -154,24 +158,26 @@ class PackedCache(Buffers):
         a batch have their padding in front.
         """
         start, n_new = self.size(), keys.shape[2]
-        self.keys = pk.append(self.keys, start, pk.quantize(keys, self.precision))
-        self.values = pk.append(self.values, start, pk.quantize(values, self.precision.of_values))
+        precision = self.precision
+        self.keys = pk.append(self.keys, start, pk.quantize(keys, precision.keys))
+        self.values = pk.append(self.values, start, pk.quantize(values, precision.values))
         self._end_at(start + n_new)
-        strategy = "dequantize"
-        if self.plan is not None:
-            n_rows, n_heads, _, k_dim = keys.shape
-            token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
-            strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
-        if self.plan is None or strategy == "dequantize":
+        plan = self.plan or _NO_PLAN
+        n_rows, n_heads, _, k_dim = keys.shape
+        token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
+        strategy = plan.choose(n_new, start + n_new, n_rows, token_bytes)
+        # Rotating a few queries costs less than rotating all keys back.
+        is_rotated = precision.keys.rotated or precision.values.rotated
+        if strategy == "dequantize" and not (is_rotated and plan.can_take_packed):
             self.__dict__.pop("bits", None)
             self.__dict__.pop("group_size", None)
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        self.bits, self.group_size = self.precision.bits, self.precision.group_size
-        tile_bytes = self.plan.tile_bytes if strategy == "tiled" else None
+        self.bits, self.group_size = precision.keys.bits, precision.group_size
+        tile_bytes = plan.tile_bytes
         return (
-            PackedKV.of(self.keys, self.precision, start + n_new, tile_bytes),
-            PackedKV.of(self.values, self.precision.of_values, start + n_new, tile_bytes),
+            PackedKV.of(self.keys, precision.keys, start + n_new, strategy, tile_bytes),
+            PackedKV.of(self.values, precision.values, start + n_new, strategy, tile_bytes),
         )
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -181,7 +187,7 @@ class PackedCache(Buffers):
             ValueError: the cache is empty.
         """
         keys, values = self.packed(0, self.size())
-        return pk.read(keys, self.precision), pk.read(values, self.precision.of_values)
+        return pk.read(keys, self.precision.keys), pk.read(values, self.precision.values)
 
     def packed(self, start: int, stop: int) -> tuple[Packed, Packed]:
         """Return keys and values of tokens [start, stop) as lazy views of the buffers.

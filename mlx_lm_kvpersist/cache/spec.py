@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -183,6 +184,11 @@ class ModelCacheSpec:
         return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
 
     @cached_property
+    def slots_of_full(self) -> frozenset[int]:
+        """The slots of the full groups."""
+        return frozenset(slot for group in self.full for slot in group.slots)
+
+    @cached_property
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
         """Sliding groups by their window, in tokens."""
         windows = sorted({group.window for group in self.groups if group.window is not None})
@@ -203,11 +209,23 @@ class ModelCacheSpec:
 
     @cached_property
     def layout(self) -> str:
-        """One word for how this model's KV is stored; different layouts have different words."""
+        """One word for how this model's KV is stored; different layouts have different words.
+
+        Layers of one geometry in several precisions are told one by one: "4rb64*12,8rb64*2".
+        """
         forms = [str(group.precision or "own") for group in self.full]
-        forms += [f"w{window}" for window in self.sliding]
-        forms += ["state"] if self.recurrent else []
-        return ",".join(dict.fromkeys(forms))
+        geometries = {(group.cache, group.keys, group.values) for group in self.full}
+        if len(set(forms)) > 1 and len(geometries) < len(self.full):
+            pairs = zip(forms, self.full, strict=True)
+            by_slot = sorted((slot, form) for form, group in pairs for slot in group.slots)
+            runs = groupby(form for _, form in by_slot)
+            forms = [f"{form}*{len(list(run))}" for form, run in runs]
+            return ",".join([*forms, *self._others])
+        return ",".join([*dict.fromkeys(forms), *self._others])
+
+    @property
+    def _others(self) -> list[str]:
+        return [f"w{window}" for window in self.sliding] + ["state"] * bool(self.recurrent)
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -244,20 +262,21 @@ class ModelCacheSpec:
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
     """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
     for group in groups:
-        for part, shape, precision in (
-            ("k", group.keys, group.precision),
-            ("v", group.values, group.precision.of_values if group.precision else None),
+        precision = group.precision
+        for part, shape, quantization in (
+            ("k", group.keys, precision.keys if precision else None),
+            ("v", group.values, precision.values if precision else None),
         ):
             if shape is None:
                 continue
             name, *others = group.array_names[part]
             lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
-            if precision is None:
+            if quantization is None:
                 yield name, (*lead, shape.dim), dtype
                 continue
-            yield name, (*lead, shape.dim * precision.bits // 32), mx.uint32
+            yield name, (*lead, shape.dim * quantization.bits // 32), mx.uint32
             for other in others:
-                yield other, (*lead, shape.dim // precision.group_size), dtype
+                yield other, (*lead, shape.dim // quantization.group_size), dtype
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:

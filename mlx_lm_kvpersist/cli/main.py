@@ -93,11 +93,17 @@ def make_parser() -> argparse.ArgumentParser:
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
     spec.add_argument(
         "--kv-bits",
-        choices=("4", "8", "k8v4", "16"),
-        default="4",
-        help="as the server's --kvpersist-kv-bits (default: 4)",
+        choices=("auto", "4", "5", "6", "8", "k6v4", "k8v4", "16"),
+        default="auto",
+        help="as the server's --kvpersist-kv-bits (default: auto, measured within a minute)",
     )
     spec.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
+    spec.add_argument(
+        "--kv-rotate",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="as --kvpersist-kv-rotate (default: auto)",
+    )
     summary = "check, repair and shrink a store"
     _add_store(_commands(commands.add_parser("store", help=summary, description=summary)))
     _add_why(commands)

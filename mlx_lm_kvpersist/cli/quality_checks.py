@@ -267,7 +267,7 @@ def quantizable(model: Any, choices: Mapping[str, PrecisionChoice]) -> dict[str,
         is_kept_so = (
             not any(kept)
             if choice.is_own
-            else any(one and (one.bits, one.value_bits) == asked for one in kept)
+            else any(one and (one.keys.bits, one.values.bits) == asked for one in kept)
         )
         reasons[name] = None if is_kept_so else "not kept in these bits"
     return reasons

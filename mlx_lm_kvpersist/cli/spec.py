@@ -8,12 +8,13 @@ from typing import Any
 
 from mlx_lm.utils import load
 
-from ..cache.packed import PrecisionChoice
+from ..cache.allocation import PrecisionRequest, allocated, measure
+from ..cache.sample import sample_ids
 from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
 from ..errors import ConfigError, KVPersistError, ModelNotSupported
 from ..units import show_bytes
-from .output import console, print_json, print_table, tell
+from .output import console, print_json, print_table, progress, tell
 
 _BATCHING = {
     Batching.ALL: "prompts and replies of several clients run together",
@@ -47,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
 
     Raises KVPersistError when the model cannot be loaded.
     """
-    model, _ = load_named(args.model, args.adapter_path)
-    choice = PrecisionChoice(*KV_BITS[args.kv_bits], args.kv_group_size)
+    model, tokenizer = load_named(args.model, args.adapter_path)
+    request = PrecisionRequest(KV_BITS[args.kv_bits], args.kv_group_size, args.kv_rotate)
     try:
-        spec = ModelCacheSpec.probe(model, choice)
+        spec = ModelCacheSpec.probe(model, request.choice())
+        if request.is_measured and any(group.precision for group in spec.full):
+            ids = sample_ids(tokenizer)
+            with progress("precision") as told:
+                spec = allocated(model, spec, measure(model, spec, ids, request, told))
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
@@ -96,9 +101,23 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
             f"A token takes {show_bytes(spec.bytes_per_token)} live and on disk, {share:.2f} of "
             f"{show_bytes(own)} in the model's own precision."
         )
+    for side, picture in pictures(spec).items():
+        out.print(f"Bits of the {side} by layer: {picture}")
     for line in _reuse(spec):
         out.print(line)
     out.print(f"Batching: {_BATCHING[spec.batching]}.")
+
+
+def pictures(spec: ModelCacheSpec) -> dict[str, str]:
+    """Return the bits of the full layers' keys and values, a digit each; "." for their own."""
+    pairs = ((slot, group.precision) for group in spec.full for slot in group.slots)
+    by_slot = sorted(pairs, key=lambda pair: pair[0])
+    if not any(precision for _, precision in by_slot):
+        return {}
+    return {
+        side: "".join(str(getattr(how, side).bits) if how else "." for _, how in by_slot)
+        for side in ("keys", "values")
+    }
 
 
 def _reuse(spec: ModelCacheSpec) -> list[str]:

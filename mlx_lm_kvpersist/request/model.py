@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..cache.allocation import Allocation
 from ..cache.spec import Batching, ModelCacheSpec
 from ..errors import ModelNotSupported
 from ..match.block import Root
@@ -49,26 +50,51 @@ class LoadedModel:
         return ids
 
 
-def described(spec: ModelCacheSpec) -> str:
+def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str:
     """Return how full layers are stored, batched and attended, for the log."""
-    found = []
-    for precision in dict.fromkeys(group.precision for group in spec.full):
-        if precision is None:
-            found.append("in full precision")
-        elif precision.bits == precision.of_values.bits:
-            found.append(f"in {precision.bits} bits")
-        else:
-            found.append(
-                f"in {precision.bits} bits for keys, {precision.of_values.bits} for values"
-            )
-    kept = " or ".join(found) or "in windows and states alone"
     plans = {
         f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
         for p in spec.plans.values()
     }
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
     n_bytes = show_bytes(spec.bytes_per_token)
-    return f"{n_bytes} a token {kept}, {_BATCHING[spec.batching]}, {attention}"
+    found = f"{n_bytes} a token, {described_bits(spec)}"
+    if allocation is not None and allocation.divergence is not None:
+        found += (
+            f"; predicted divergence {allocation.divergence.mean:.2g} "
+            f"(measured on {allocation.measured_on})"
+        )
+    return f"{found}; {_BATCHING[spec.batching]}, {attention}"
+
+
+def described_bits(spec: ModelCacheSpec) -> str:
+    """Return the bits of keys and values, such as "keys 4 to 6 bits, values 4 (5.2 on average)"."""
+    precisions = [group.precision for group in spec.full]
+    if not precisions:
+        return "in windows and states alone"
+    if not any(precisions):
+        return "in full precision"
+    sides = [(p.keys, p.values) for p in precisions if p is not None]
+    ranges = []
+    for side in zip(*sides, strict=True):
+        bits = sorted({one.bits for one in side})
+        ranges.append(f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else f"{bits[0]}")
+    n_own = sum(len(group.slots) for group in spec.full if group.precision is None)
+    n_numbers = sum(
+        len(group.slots) * shape.n_heads * shape.dim
+        for group in spec.full
+        for shape in (group.keys, group.values)
+        if shape is not None
+    )
+    turned = {one.rotated for both in sides for one in both}
+    own_bytes = sum(group.full_precision_bytes for group in spec.full)
+    return (
+        f"keys {ranges[0]} bits, values {ranges[1]}"
+        + (f", {n_own} layers in full precision" if n_own else "")
+        + f" ({spec.bytes_per_token * 8 / n_numbers:.1f} on average"
+        + ("" if turned == {False} else ", rotated" if turned == {True} else ", partly rotated")
+        + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
+    )
 
 
 def local_path(model: str) -> Path:

@@ -38,7 +38,7 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
     "lost+found",
 }
 """What an operating system puts into every folder or volume: a folder with these is empty."""
-_LEFT_BEHIND = {"lock", "writing", "attention.json"}
+_LEFT_BEHIND = {"lock", "writing", "attention.json", "precision.json"}
 """What a running server can leave in a store's folder that was removed under it."""
 _SQLITE = b"SQLite format 3\0"
 _APPLICATION_ID = b"kvp"

@@ -12,7 +12,7 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Kind, Tier
 from mlx_lm_kvpersist.store.files import read_record
 from tests.server.stored import block_files, wait_for_commit
-from tests.support import Message, ServerProcess, synthetic_text
+from tests.support import UNMEASURED, Message, ServerProcess, synthetic_text
 
 from .driving import LIMITS, TOLERANCE, Cold, Talk, conversation_ids, replace_payload, talk_with
 from .quarantine import quarantined_reasons
@@ -102,7 +102,7 @@ def test_the_option_turns_the_canary_off(
 ) -> None:
     """The same with real servers: one catches it, one that was told not to look does not."""
     messages: list[Message] = [{"role": "user", "content": synthetic_text(500, seed=1)}]
-    plugin = ("--plugin", "kvpersist", "--kvpersist-attention", "dequantize", "--kvpersist-dir")
+    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
     clean = tmp_path / "clean"
     with ServerProcess(tiny_model, *plugin, str(clean), log_path=tmp_path / "0.log") as server:
         first = server.chat(messages, "s", temperature=0.0, max_tokens=12)

@@ -17,7 +17,7 @@ from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Tier
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.server.stored import n_tokens, wait_for_commit
-from tests.support import Message, StartServer, synthetic_text, wait_until
+from tests.support import UNMEASURED, Message, StartServer, synthetic_text, wait_until
 
 from .disks import Disk, Limited, Tmpfs, small_disk
 from .driving import LIMITS, Cold, Talk, conversation_ids, replace_payload, talk_with
@@ -387,8 +387,7 @@ def test_a_server_on_a_disk_that_fills_up(
         plugin = (
             "--plugin",
             "kvpersist",
-            "--kvpersist-attention",
-            "dequantize",
+            *UNMEASURED,
             *options,
             "--kvpersist-disk",
             "6M",

@@ -16,7 +16,14 @@ import pytest
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.index import Index
 from tests.server.stored import block_files, wait_for_commit
-from tests.support import Message, ServerError, ServerProcess, synthetic_text, wait_until
+from tests.support import (
+    UNMEASURED,
+    Message,
+    ServerError,
+    ServerProcess,
+    synthetic_text,
+    wait_until,
+)
 
 from .turns import LIMITS, check_committed, keep_turn
 
@@ -170,8 +177,7 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
         plugin = (
             "--plugin",
             "kvpersist",
-            "--kvpersist-attention",
-            "dequantize",
+            *UNMEASURED,
             "--kvpersist-dir",
             str(store),
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthetic_text
+from tests.support import UNMEASURED, Message, Reply, ServerProcess, make_tiny_model, synthetic_text
 
 MIB = 1 << 20
 N_CLIENTS = 4
@@ -182,8 +182,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     plugin = (
         "--plugin",
         "kvpersist",
-        "--kvpersist-attention",
-        "dequantize",
+        *UNMEASURED,
         "--kvpersist-dir",
         str(store),
         "--kvpersist-min-free",
@@ -213,8 +212,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     cold = (
         "--plugin",
         "kvpersist",
-        "--kvpersist-attention",
-        "dequantize",
+        *UNMEASURED,
         "--kvpersist-dir",
         str(folder / "cold"),
     )

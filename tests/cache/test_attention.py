@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache import packed as pk
 from mlx_lm_kvpersist.cache.attention import (
+    STRATEGIES,
     Mask,
     PackedKV,
     Strategy,
@@ -28,14 +29,14 @@ from mlx_lm_kvpersist.cache.attention import (
 )
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import AttentionShape, observed_attention, probe_packed
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.packed import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache, forced_plan
 from mlx_lm_kvpersist.host.patches import PATCHES
 
 from .conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
 
 TOLERANCE = 2e-5
-PRECISION = KVPrecision(4, 32)
+PRECISION = KVPrecision.of(4, 32)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Case:
         """Return queries, keys and values; what is behind the tokens would be noticed."""
         keys = mx.random.split(mx.random.key(self.seed), 3)
         lead = (self.n_rows, self.n_kv_heads, self.n_keys + self.n_spare)
-        k, v = self.precision, self.precision.of_values
+        k, v = self.precision.keys, self.precision.values
         behind = mx.where(mx.arange(lead[2]) < self.n_keys, 1.0, 50.0)[:, None]
         k_held = pk.quantize(behind * mx.random.normal((*lead, self.k_dim), key=keys[0]), k)
         v_held = pk.quantize(behind * mx.random.normal((*lead, self.v_dim), key=keys[1]), v)
@@ -107,7 +108,7 @@ def written_out(
     n_repeats = queries.shape[1] // keys[0].shape[1]
     plain = []
     for x in (keys, values):
-        held = pk.read(x, x.precision).astype(mx.float32)
+        held = pk.read(x, x.quantization).astype(mx.float32)
         plain.append(mx.repeat(held, n_repeats, axis=1))
     scores = (queries.astype(mx.float32) @ plain[0].swapaxes(-1, -2)) * scale
     n, s = scores.shape[-2:]
@@ -162,18 +163,57 @@ def test_grouped_queries(n_kv_heads: int, n_repeats: int, mask: Mask) -> None:
     [(64, 64, 64), (96, 96, 32), (128, 128, 128), (192, 128, 64), (64, 32, 32), (256, 256, 64)],
 )
 def test_head_sizes(k_dim: int, v_dim: int, group_size: int, n_queries: int) -> None:
-    precision = KVPrecision(4, group_size)
+    precision = KVPrecision.of(4, group_size)
     check(Case(k_dim=k_dim, v_dim=v_dim, precision=precision, n_queries=n_queries), "causal")
 
 
 @pytest.mark.parametrize(
     "precision",
-    [KVPrecision(8, 32), KVPrecision(8, 32, 4), KVPrecision(4, 32, 8), KVPrecision(3, 32, 6)],
+    [
+        KVPrecision.of(8, 32),
+        KVPrecision.of(8, 32, 4),
+        KVPrecision.of(4, 32, 8),
+        KVPrecision.of(3, 32, 6),
+    ],
     ids=str,
 )
 def test_precisions(precision: KVPrecision) -> None:
     check(Case(precision=precision), "causal")
     check(Case(precision=precision, n_queries=1), None)
+
+
+ROTATED = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("rotated", ROTATED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 224, 256, 288])
+def test_rotated_attention_is_plain_attention(
+    dim: int, strategy: Strategy, rotated: tuple[bool, bool]
+) -> None:
+    """For each strategy and mask. 32, 64, 128, 256: 2^k; 96, 192: 12 * 2^k; 224: 28 * 2^k."""
+    precision = KVPrecision.of(8, 32, rotated=rotated)
+    case = Case(k_dim=dim, v_dim=64, precision=precision, n_repeats=3, n_queries=6, n_spare=9)
+    queries, keys, values = case.arrays()
+    keys.strategy, keys.tile_bytes = strategy, case.head_bytes(13)
+    padding = mx.array([0, 3, 17][: case.n_rows])
+    for mask in (
+        None,
+        "causal",
+        create_causal_mask(6, 34, left_padding=padding),
+        create_causal_mask(6, 34, window_size=7),
+        mx.random.normal(case.scores_shape),
+    ):
+        found = keys.attend(queries, values, 0.1, mask)
+        expected = written_out(queries, keys, values, 0.1, mask)
+        assert mx.abs(found - expected).max() < TOLERANCE
+    # Negative control: neither side is rotated for nothing.
+    for side, turned in zip((keys, values), rotated, strict=True):
+        side.quantization = replace(side.quantization, rotated=not turned)
+        wrong = keys.attend(queries, values, 0.1, "causal")
+        side.quantization = replace(side.quantization, rotated=turned)
+        right = keys.attend(queries, values, 0.1, "causal")
+        assert mx.abs(wrong - right).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("n_rows", [1, 3, 8])
@@ -262,7 +302,7 @@ def test_spare_room_is_not_seen(n_spare: int, n_queries: int) -> None:
 def test_keys_and_values_with_different_room() -> None:
     case = Case()
     queries, keys, values = case.arrays()
-    bare = PackedKV.of(pk.view(tuple(values), 0, 40), values.precision, 40)  # type: ignore[arg-type,type-var]
+    bare = PackedKV.of(pk.view(tuple(values), 0, 40), values.quantization, 40)  # type: ignore[arg-type,type-var]
     found = packed_attention(queries, keys, bare, 0.1, "causal")
     expected = written_out(queries, keys, bare, 0.1, "causal")
     assert mx.abs(found - expected).max() < TOLERANCE
@@ -283,7 +323,7 @@ def calls(draw: st.DrawFn) -> tuple[Case, Mask]:
         n_queries=draw(st.integers(1, min(n_keys, 20))),
         n_keys=n_keys,
         n_spare=draw(st.sampled_from([0, 1, 9, 50])),
-        precision=KVPrecision(
+        precision=KVPrecision.of(
             draw(st.sampled_from([4, 8])), 32, draw(st.sampled_from([4, 8, None]))
         ),
         seed=draw(st.integers(0, 99)),
@@ -400,7 +440,7 @@ def test_a_plan_describes_itself() -> None:
 
 
 def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantizedKVCache:
-    cache = SequenceQuantizedKVCache(KVPrecision(8, 32, 4), plan)
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), plan)
     if n_tokens:
         cache.update_and_fetch(*random_kv(1, n_tokens))
     return cache
@@ -415,7 +455,7 @@ def test_bits_show_only_after_a_packed_fetch() -> None:
     keys, values = cache.update_and_fetch(*random_kv(2, 1))
     assert isinstance(keys, PackedKV) and isinstance(values, PackedKV)
     assert (cache.bits, cache.group_size) == (8, 32)
-    assert (keys.precision.bits, values.precision.bits) == (8, 4)
+    assert (keys.quantization.bits, values.quantization.bits) == (8, 4)
     cache.update_and_fetch(*random_kv(3, 2))
     assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
 
@@ -426,7 +466,7 @@ def test_a_plan_goes_where_its_tokens_go() -> None:
     assert batch.extract(0).plan is PACKED and batch.extract(1).plan is PACKED
     batch.filter([0])
     assert batch.plan is PACKED
-    other = BatchQuantizedKVCache([0], KVPrecision(8, 32, 4))
+    other = BatchQuantizedKVCache([0], KVPrecision.of(8, 32, 4))
     other.extend(batch)
     assert other.plan is PACKED
     assert copy.deepcopy(batch).plan is PACKED
@@ -452,7 +492,7 @@ def test_a_batch_attends_through_the_host(
     """What models call, with what models pass, for a plan and without one."""
     found = []
     for each in (None, plan):
-        caches = [SequenceQuantizedKVCache(KVPrecision(8, 32, 4), each) for _ in lengths]
+        caches = [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), each) for _ in lengths]
         for i, n in enumerate(lengths):
             if n:
                 caches[i].update_and_fetch(*random_kv(i, n))
@@ -493,7 +533,7 @@ def test_models_whose_attention_takes_packed_keys(
         request.getfixturevalue("patched")
     before = vars(base).copy()
     model = ARCHITECTURES[architecture]()
-    precision = KVPrecision(8, 32, 4)
+    precision = KVPrecision.of(8, 32, 4)
     found = probe_packed(model, lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers])
     shapes = {
         "llama": AttentionShape(4, 2, 64, 64),
@@ -559,7 +599,7 @@ def test_models_that_need_plain_keys(
     attend: Callable[[Any, Any, Any, mx.array], mx.array],
 ) -> None:
     def make_caches() -> list[Any]:
-        return [SequenceQuantizedKVCache(KVPrecision(4, 32))]
+        return [SequenceQuantizedKVCache(KVPrecision.of(4, 32))]
 
     assert probe_packed(OneLayer(attend), make_caches) == [None]
     if attend is by_its_bits:
@@ -573,8 +613,8 @@ def test_calls_are_observed_and_others_left_alone() -> None:
     with observed_attention() as seen:
         keys, values = cache.update_and_fetch(*random_kv(1, 1))
         base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
-        plain = pk.quantize(mx.ones((1, 2, 4, 64)), KVPrecision(8, 32))
-        cache.precision = KVPrecision(8, 32)
+        plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
+        cache.precision = KVPrecision.of(8, 32)
         base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
     assert [(call.shape, call.n_queries) for call in seen] == [(AttentionShape(4, 2, 64, 32), 1)]
     assert base.quantized_scaled_dot_product_attention is stock
@@ -589,7 +629,7 @@ def test_generation_is_that_of_plain_keys(patched: None, llama_model: Any, seed:
     """A plan may change its mind at every step; the logits stay."""
     rng = random.Random(seed)
     caches = {
-        way: [SequenceQuantizedKVCache(KVPrecision(8, 32, 4)) for _ in range(2)]
+        way: [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4)) for _ in range(2)]
         for way in ("plain", "planned")
     }
     for step in range(6):

@@ -16,8 +16,9 @@ from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 
 from .conftest import K_DIM, N_HEADS, address, random_kv, same_packed
 
-PRECISION = KVPrecision(4, 32)
-FINER_KEYS = KVPrecision(8, 32, 4)
+PRECISION = KVPrecision.of(4, 32)
+FINER_KEYS = KVPrecision.of(8, 32, 4)
+ROTATED = KVPrecision.of(6, 32, 4, rotated=(True, True))
 MAX_SPARE = 1024
 
 
@@ -165,7 +166,7 @@ class Rows:
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
     rng = random.Random(seed)
-    rows = Rows(rng, FINER_KEYS if seed % 3 == 0 else PRECISION)
+    rows = Rows(rng, (PRECISION, FINER_KEYS, ROTATED)[seed % 3])
     rows.check()
     steps = [
         rows.prefill,
@@ -473,7 +474,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="nothing"):
         BatchQuantizedKVCache.merge([])
     with pytest.raises(ValueError, match="4b32 by 8b32"):
-        batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision(8, 32)))
+        batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision.of(8, 32)))
     with pytest.raises(ValueError, match="4b32 into k8v4b32"):
         BatchQuantizedKVCache.merge([sequence(1)], FINER_KEYS)
     with pytest.raises(TypeError, match="list"):

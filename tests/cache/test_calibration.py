@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.cache.packed import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import PHASES, AttentionPlan
 
 SHAPE = AttentionShape(4, 2, 64, 64)
-PRECISION = KVPrecision(4, 32)
+PRECISION = KVPrecision.of(4, 32)
 
 
 def measure_nothing(*args: Any) -> dict[str, float]:
@@ -48,7 +48,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
 )
 def test_takes_about_a_second(shape: AttentionShape) -> None:
     start_s = time.perf_counter()
-    plan = calibrate(shape, KVPrecision(8, 64, 4), mx.float32, None)
+    plan = calibrate(shape, KVPrecision.of(8, 64, 4), mx.float32, None)
     assert time.perf_counter() - start_s < 6  # others may be using the machine
     assert plan.can_take_packed
     for phase in PHASES:
@@ -108,7 +108,7 @@ def test_results_are_kept_for_each_shape_device_and_precision(
     assert len(measured) == len(PHASES)
     others: list[tuple[AttentionShape, KVPrecision, mx.Dtype]] = [
         (AttentionShape(8, 2, 64, 64), PRECISION, mx.float32),
-        (SHAPE, KVPrecision(8, 32, 4), mx.float32),
+        (SHAPE, KVPrecision.of(8, 32, 4), mx.float32),
         (SHAPE, PRECISION, mx.bfloat16),
     ]
     for n, other in enumerate(others, 2):
@@ -117,13 +117,13 @@ def test_results_are_kept_for_each_shape_device_and_precision(
     monkeypatch.setattr(calibration, "device_key", lambda: "another device")
     calibrate(SHAPE, PRECISION, mx.float32, path)
     assert len(measured) == 5 * len(PHASES)
-    assert len(json.loads(path.read_text())["measured_ms"]) == 5
+    assert len(json.loads(path.read_text())["measured"]) == 5
     assert [child.name for child in path.parent.iterdir()] == [path.name]
 
 
 def damaged(path: Path) -> dict[str, Any]:
     """Files that cannot be used, by what is wrong with them."""
-    key = next(iter(json.loads(path.read_text())["measured_ms"]))
+    key = next(iter(json.loads(path.read_text())["measured"]))
 
     def phases(ms: dict[str, Any]) -> dict[str, Any]:
         return {phase: ms for phase in PHASES}
@@ -133,20 +133,18 @@ def damaged(path: Path) -> dict[str, Any]:
         "torn": path.read_text()[:-9],
         "binary": b"\xff\xfe\x00",
         "a list": "[]",
-        "no results": '{"format": 2}',
-        "odd results": '{"format": 2, "measured_ms": [1]}',
-        "another format": '{"format": 99, "measured_ms": {}}',
-        "a phase is missing": json.dumps({"format": 2, "measured_ms": {key: {"decode": {}}}}),
-        "no number": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": "x"})}}),
+        "no results": '{"format": 3}',
+        "odd results": '{"format": 3, "measured": [1]}',
+        "another format": '{"format": 99, "measured": {}}',
+        "a phase is missing": json.dumps({"format": 3, "measured": {key: {"decode": {}}}}),
+        "no number": json.dumps({"format": 3, "measured": {key: phases({"dequantize": "x"})}}),
         "too deep": "[" * 100_000,
-        "too big": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": 10**400})}}),
+        "too big": json.dumps({"format": 3, "measured": {key: phases({"dequantize": 10**400})}}),
         "not finite": json.dumps(
-            {"format": 2, "measured_ms": {key: phases({"dequantize": math.nan})}}
+            {"format": 3, "measured": {key: phases({"dequantize": math.nan})}}
         ),
-        "negative": json.dumps({"format": 2, "measured_ms": {key: phases({"dequantize": -1})}}),
-        "nothing to compare": json.dumps(
-            {"format": 2, "measured_ms": {key: phases({"packed": 1.0})}}
-        ),
+        "negative": json.dumps({"format": 3, "measured": {key: phases({"dequantize": -1})}}),
+        "nothing to compare": json.dumps({"format": 3, "measured": {key: phases({"packed": 1.0})}}),
     }
 
 

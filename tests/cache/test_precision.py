@@ -3,20 +3,31 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.packed import GROUP_SIZES, OWN_BITS, KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.packed import (
+    GROUP_SIZES,
+    OWN_BITS,
+    KVPrecision,
+    PrecisionChoice,
+    Quantization,
+    quantize,
+    read,
+    rotate,
+    rotate_back,
+    rotation,
+)
 from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, TensorShape, token_arrays
 
 
 def test_reads_like_a_name() -> None:
     assert str(KVPrecision()) == "4b64"
-    assert str(KVPrecision(8, 32)) == "8b32"
+    assert str(KVPrecision.of(8, 32)) == "8b32"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
     shape = TensorShape(2, 256, "float32")
-    precision = KVPrecision(bits, group_size)
+    precision = KVPrecision.of(bits, group_size)
     group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
     packed = mx.quantize(mx.ones((2, 2, 5, 256)), group_size=group_size, bits=bits)
     assert [form[1:] for form in token_arrays([group], 5)] == [
@@ -27,30 +38,66 @@ def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
 
 
 def test_a_dimension_fits_in_whole_groups_only() -> None:
-    assert KVPrecision(4, 32).fits(96)
-    assert not KVPrecision(4, 64).fits(96)
-    assert not KVPrecision().fits(0)
+    assert Quantization(4, 32).fits(96)
+    assert not Quantization(4, 64).fits(96)
+    assert not Quantization().fits(0)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (4, 16), (4, 0)])
 def test_what_mlx_cannot_do_is_refused(bits: int, group_size: int) -> None:
     with pytest.raises(ValueError, match="MLX quantizes"):
-        KVPrecision(bits, group_size)
+        KVPrecision.of(bits, group_size)
+    with pytest.raises(ValueError, match="group sizes"):
+        KVPrecision(Quantization(4, 32), Quantization(4, 64))
 
 
 def test_values_may_take_other_bits() -> None:
-    precision = KVPrecision(8, 64, 4)
+    precision = KVPrecision.of(8, 64, 4)
     assert str(precision) == "k8v4b64"
-    assert precision.of_values == KVPrecision(4, 64)
-    assert precision.of_values.of_values == KVPrecision(4, 64)
-    assert KVPrecision(8, 64, 8) == KVPrecision(8, 64)
-    assert len({precision, KVPrecision(8, 64), precision.of_values}) == 3
+    assert (precision.keys, precision.values) == (Quantization(8, 64), Quantization(4, 64))
+    assert KVPrecision.of(8, 64, 8) == KVPrecision.of(8, 64)
     with pytest.raises(ValueError, match="bits is 7"):
-        KVPrecision(8, 64, 7)
+        KVPrecision.of(8, 64, 7)
+
+
+def test_rotation_is_part_of_the_name() -> None:
+    names = {
+        str(KVPrecision.of(4, 64, rotated=(k, v))) for k in (False, True) for v in (False, True)
+    }
+    assert names == {"4b64", "4rb64", "k4rv4b64", "k4v4rb64"}
+    assert str(KVPrecision.of(6, 32, 4, rotated=(True, True))) == "k6rv4rb32"
+
+
+@pytest.mark.parametrize("dim", [32, 64, 72, 80, 96, 112, 128, 192, 256, 288, 576])
+def test_rotating_keeps_products_and_spreads_outliers(dim: int) -> None:
+    matrix = rotation(dim, mx.float32)
+    assert mx.abs(matrix @ matrix.T - mx.eye(dim)).max() < 1e-5
+    x = mx.random.normal((3, dim), key=mx.random.key(1))
+    assert mx.abs(rotate_back(rotate(x)) - x).max() < 1e-4
+    one = rotate(mx.eye(dim)[:1])
+    assert mx.abs(one).max() < 3 * dim**-0.5
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_usual_head_sizes_have_a_hadamard_matrix(dim: int) -> None:
+    """All entries have the same size: nothing spreads better."""
+    assert mx.abs(mx.abs(rotation(dim, mx.float32)) - dim**-0.5).max() < 1e-5
+
+
+def test_what_is_rotated_is_read_as_it_came() -> None:
+    x = mx.random.normal((1, 2, 5, 96), key=mx.random.key(2))
+    x[..., 7] *= 40
+    errors = {}
+    for rotated in (False, True):
+        how = Quantization(4, 32, rotated)
+        packed = quantize(x, how)
+        assert mx.abs(read(packed, how) - x).max() < 10
+        errors[rotated] = float(mx.square(read(packed, how) - x).mean())
+    assert errors[True] < errors[False] / 2
 
 
 def test_what_is_asked_for_names_what_to_try() -> None:
-    assert PrecisionChoice().candidates() == [KVPrecision(4, size) for size in GROUP_SIZES]
-    assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision(8, 32, 4)]
+    assert PrecisionChoice().candidates() == [KVPrecision.of(4, size) for size in GROUP_SIZES]
+    assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision.of(8, 32, 4)]
     own = PrecisionChoice(OWN_BITS, OWN_BITS)
     assert own.is_own and own.candidates() == []

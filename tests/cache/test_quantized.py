@@ -7,16 +7,16 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import packed as pk
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.packed import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 
 from .conftest import K_DIM, V_DIM, address, random_kv, same_bits, same_packed
 
-PRECISION = KVPrecision(4, 32)
+PRECISION = KVPrecision.of(4, 32)
 
 
-def packed_bytes(precision: KVPrecision, dim: int) -> int:
-    return sum(int(x.nbytes) for x in pk.quantize(mx.zeros((1, dim)), precision))
+def packed_bytes(quantization: Quantization, dim: int) -> int:
+    return sum(int(x.nbytes) for x in pk.quantize(mx.zeros((1, dim)), quantization))
 
 
 def filled(n_tokens: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> SequenceQuantizedKVCache:
@@ -40,7 +40,7 @@ def test_returns_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -
 
 
 def test_values_may_take_other_bits_than_keys() -> None:
-    precision = KVPrecision(8, 32, 4)
+    precision = KVPrecision.of(8, 32, 4)
     cache = SequenceQuantizedKVCache(precision)
     keys, values = random_kv(1, 9)
     plain = cache.update_and_fetch(keys, values)
@@ -52,7 +52,7 @@ def test_values_may_take_other_bits_than_keys() -> None:
     for found, again in zip(plain, cache.keys_and_values(), strict=True):
         assert same_bits(found, again)
     assert cache.nbytes == (9 + 512) * 2 * (
-        packed_bytes(precision, K_DIM) + packed_bytes(precision.of_values, V_DIM)
+        packed_bytes(precision.keys, K_DIM) + packed_bytes(precision.values, V_DIM)
     )
 
 
@@ -138,7 +138,7 @@ def test_an_empty_cache_is_nothing() -> None:
 
 
 def test_bytes_are_those_of_the_buffers() -> None:
-    per_token = 2 * (packed_bytes(PRECISION, K_DIM) + packed_bytes(PRECISION, V_DIM))
+    per_token = 2 * (packed_bytes(PRECISION.keys, K_DIM) + packed_bytes(PRECISION.values, V_DIM))
     assert filled(8).nbytes == (8 + 512) * per_token
 
 

@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.host.patches import PATCHES
 from .conftest import ARCHITECTURES, VOCAB, tiny_gemma3
 
 MODELS: dict[str, Callable[[], Any]] = {**ARCHITECTURES, "gemma3": tiny_gemma3}
-PRECISION = KVPrecision(4, 32)
+PRECISION = KVPrecision.of(4, 32)
 MAX_TOKENS = 8
 TIE = 2e-3
 """Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 from mlx_lm_kvpersist.cli import main as cli
 from tests.support import make_zoo_model
+
+PLAIN = ("--kv-bits", "4", "--kv-rotate", "off")
 
 
 def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -17,7 +20,7 @@ def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 
 def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["spec", "--model", str(tiny_model)]) == 0
+    assert cli.main(["spec", "--model", str(tiny_model), *PLAIN]) == 0
     said = capsys.readouterr().out
     assert "KVCache  full  2 x 64 float32  2 x 64 float32" in said
     # Per layer keys and values of 2 heads: 32 bytes of codes, 8 of scale and bias, for 64 numbers.
@@ -29,18 +32,30 @@ def test_precision_as_the_server_takes_it(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = [
-        described(capsys, "--model", str(tiny_model), "--kv-bits", bits)["layout"]
-        for bits in ("4", "8", "k8v4", "16")
+        described(capsys, "--model", str(tiny_model), "--kv-bits", bits, "--kv-rotate", rotate)[
+            "layout"
+        ]
+        for bits, rotate in (("4", "off"), ("8", "off"), ("k8v4", "on"), ("16", "auto"))
     ]
-    assert layouts == ["4b64", "8b64", "k8v4b64", "own"]
+    assert layouts == ["4b64", "8b64", "k8rv4rb64", "own"]
     assert cli.main(["spec", "--model", str(tiny_model), "--kv-group-size", "48"]) == 1
     assert "group size is 48" in capsys.readouterr().err
+
+
+def test_what_a_model_bears_is_measured(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["spec", "--model", str(tiny_model)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Bits of the keys by layer: [4-8.]{2}\n", said)
+    assert re.search(r"Bits of the values by layer: [4-8.]{2}\n", said)
 
 
 def test_windows_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sliding = str(make_zoo_model(tmp_path / "sliding", "gemma3_text"))
     recurrent = str(make_zoo_model(tmp_path / "recurrent", "nemotron_h"))
-    assert cli.main(["spec", "--model", sliding]) == cli.main(["spec", "--model", recurrent]) == 0
+    for model in (sliding, recurrent):
+        assert cli.main(["spec", "--model", model, *PLAIN]) == 0
     said = capsys.readouterr().out
     assert "RotatingKVCache  sliding" in said and "whose last 16 tokens are stored" in said
     assert "ArraysCache  recurrent" in said and "where the state of the recurrent layers" in said

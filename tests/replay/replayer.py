@@ -31,6 +31,7 @@ from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Kind
+from tests.support import UNMEASURED
 from tests.support.synthetic.tokenizer import token_bytes
 
 Message = dict[str, Any]
@@ -82,7 +83,7 @@ class Replayer:
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
-            *("--kvpersist-attention", "dequantize"),  # nothing to measure at each start
+            *UNMEASURED,
             *options,
         )
         self._key = (str(model_path), None, None)

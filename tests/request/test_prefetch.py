@@ -26,7 +26,7 @@ from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Outcome, Tier
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.files import block_path
-from tests.support import synthetic_text, wait_until
+from tests.support import UNMEASURED, synthetic_text, wait_until
 
 READ_S = 0.3
 """What reading one block takes in these tests: decoding goes on in less."""
@@ -134,7 +134,7 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
-    options = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-attention", "dequantize"]
+    options = ["--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED]
     args = parser.parse_args(options, copy.copy(ARGS))
     args.model = str(tiny_model)
     vars(args).update(decode_concurrency=8, prompt_concurrency=4, prefill_step_size=512)

@@ -16,8 +16,12 @@ from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.request.round_trip import check_round_trip
 
-PRECISIONS = {name: PrecisionChoice(*bits) for name, bits in KV_BITS.items()}
+PRECISIONS = {name: PrecisionChoice(*(bits or (4, 4))) for name, bits in KV_BITS.items()}
 PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 64, 128)}
+PRECISIONS |= {
+    f"4, rotated {rotated}": PrecisionChoice(4, 4, None, rotated)
+    for rotated in ((True, False), (False, True), (True, True))
+}
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 

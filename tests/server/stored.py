@@ -6,7 +6,6 @@ import json
 import sqlite3
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from tests.support import ServerProcess, wait_until
 
@@ -39,14 +38,12 @@ def wait_for_writer(server: ServerProcess) -> None:
     wait_until(is_idle, "nothing left to write", 60)
 
 
-def wait_for_reply(server: ServerProcess, **params: Any) -> None:
+def wait_for_reply(server: ServerProcess) -> None:
     """Return when the last reply is on disk.
 
-    It is remembered right after its turn: before the next request is looked up. `params` are those
-    of that next request. Give it a logit_bias if later requests have one: mlx-lm 0.31.3 ignores
-    the bias of a request that comes after one without.
+    It is remembered right after its turn: before the next request is looked up.
     """
-    server.chat([{"role": "user", "content": "Bye"}], max_tokens=1, **params)
+    server.chat([{"role": "user", "content": "Bye"}], max_tokens=1)
     wait_for_writer(server)
 
 

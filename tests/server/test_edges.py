@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from mlx_lm_kvpersist.request.outcome import Reason
 from tests.support import (
+    UNMEASURED,
     Message,
     Reply,
     ServerError,
@@ -410,8 +411,7 @@ def test_one_at_a_time_in_small_steps(
     options = (
         "--plugin",
         "kvpersist",
-        "--kvpersist-attention",
-        "dequantize",
+        *UNMEASURED,
         "--kvpersist-dir",
         str(tmp_path / "store"),
         *sizes,
@@ -438,8 +438,7 @@ def cramped(
     plugin = (
         "--plugin",
         "kvpersist",
-        "--kvpersist-attention",
-        "dequantize",
+        *UNMEASURED,
         "--kvpersist-dir",
         str(store),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import (
+    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -50,7 +51,7 @@ class Talk:
         self.cached.append(reply.cached_tokens)
         self.totals.append(reply.prompt_tokens + reply.completion_tokens)
         wait_for_commit(self.store, "main", self.totals[-1])
-        wait_for_reply(self.server, logit_bias=self.logit_bias)
+        wait_for_reply(self.server)
 
     def rewind(self) -> None:
         del self.messages[-2:]
@@ -61,7 +62,7 @@ def test_a_conversation_goes_on_after_kill_9(
     family: str, kills: set[int], start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
-    plugin = ("--plugin", "kvpersist", "--kvpersist-attention", "dequantize", "--kvpersist-dir")
+    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
     whole = Talk(start_server(model, *plugin, str(tmp_path / "whole")), tmp_path / "whole")
     for question in QUESTIONS:
         whole.turn(question)

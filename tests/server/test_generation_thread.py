@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from tests.support import make_tiny_model, synthetic_text
+from tests.support import UNMEASURED, make_tiny_model, synthetic_text
 from tests.support.zoo import make_zoo_model
 
 
@@ -41,7 +41,8 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
-    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
+    options = ["--kvpersist-dir", str(tmp_path / "store"), *UNMEASURED]
+    args = parser.parse_args(options, copy.copy(ARGS))
     plugin.configure(args)
     made = manager.make_manager()
     made.register(plugin)

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from tests.support import (
+    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -62,8 +63,7 @@ def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path) -> None:
         plugin = (
             "--plugin",
             "kvpersist",
-            "--kvpersist-attention",
-            "dequantize",
+            *UNMEASURED,
             "--kvpersist-dir",
             str(store),
         )

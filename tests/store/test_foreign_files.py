@@ -15,7 +15,7 @@ import platformdirs
 import pytest
 
 from mlx_lm_kvpersist import config
-from mlx_lm_kvpersist.cache.calibration import _keep
+from mlx_lm_kvpersist.cache.kept_file import keep
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import ConfigError, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -457,7 +457,7 @@ def test_a16_what_attention_takes_is_for_the_owner_alone(tmp_path: Path) -> None
 
     old = os.umask(0o022)
     try:
-        _keep(tmp_path / "attention.json", {})
+        keep(tmp_path / "attention.json", 1, "name", {})
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "attention.json").stat().st_mode) == 0o600

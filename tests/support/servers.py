@@ -8,6 +8,13 @@ from typing import Any
 
 from .server_process import ServerProcess
 
+UNMEASURED = (
+    *("--kvpersist-attention", "dequantize"),
+    *("--kvpersist-kv-bits", "4"),
+    *("--kvpersist-kv-rotate", "off"),
+)
+"""Options with which nothing is measured when a model is loaded."""
+
 
 class StartServer:
     """Start servers for one test; `close` ends them all."""
@@ -27,12 +34,13 @@ class StartServer:
     def with_plugin(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
         """Start the server with the plugin, on this test's own store.
 
-        What attention takes is not measured: that is a second a start, and no test's business
-        but its own.
+        Neither attention nor the precision is measured: that is a second a start, and no test's
+        business but its own.
         """
         plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(self.store)]
-        if "--kvpersist-attention" not in extra:
-            plugin += ["--kvpersist-attention", "dequantize"]
+        for option, value in zip(UNMEASURED[::2], UNMEASURED[1::2], strict=True):
+            if option not in extra:
+                plugin += [option, value]
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:

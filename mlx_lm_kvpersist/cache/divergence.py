@@ -1,0 +1,62 @@
+"""How far a model's predictions move when its cache is quantized, in nats.
+
+The Kullback-Leibler divergence from the model's own precision is taken for every next token of a
+text, so a few hundred tokens say as much as a perplexity over thousands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+_CHUNK = 256
+_MOST_BYTES = 256 << 20
+"""A larger reference is kept in float16, which moves a mean by less than 1e-4."""
+
+
+@dataclass(frozen=True)
+class MeanDivergence:
+    """A mean over the tokens of a text, and its standard error, in nats."""
+
+    mean: float
+    standard_error: float
+
+
+class Reference:
+    """A model's own predictions of a text, and how far those over other caches are from them.
+
+    `own_caches` is a new prompt cache in the model's own precision. Evaluates MLX.
+    """
+
+    def __init__(self, model: Any, ids: Sequence[int], own_caches: list[Any]) -> None:
+        self._model = model
+        self._ids = mx.array([list(ids)])
+        self._expected: list[mx.array] = []
+        for logprobs in self._run(own_caches):
+            if logprobs.nbytes * len(ids) > _MOST_BYTES * logprobs.shape[0]:
+                logprobs = logprobs.astype(mx.float16)
+            mx.eval(logprobs)
+            self._expected.append(logprobs)
+
+    def divergence(self, caches: list[Any]) -> MeanDivergence:
+        """Return the divergence of the model with these caches, which are empty."""
+        nats: list[float] = []
+        for expected, found in zip(self._expected, self._run(caches), strict=True):
+            expected = expected.astype(mx.float32)
+            each: Any = (mx.exp(expected) * (expected - found)).sum(axis=-1)
+            nats += each.tolist()
+        mean = sum(nats) / len(nats)
+        variance = sum((one - mean) ** 2 for one in nats) / max(1, len(nats) - 1)
+        return MeanDivergence(mean, math.sqrt(variance / len(nats)))
+
+    def _run(self, caches: list[Any]) -> Any:
+        """Yield log-probabilities [n, vocabulary] of the text, lazy, chunk by chunk."""
+        for start in range(0, self._ids.shape[1], _CHUNK):
+            out = self._model(self._ids[:, start : start + _CHUNK], cache=caches)
+            out = out[0] if isinstance(out, tuple) else out
+            logits = getattr(out, "logits", out)[0].astype(mx.float32)
+            yield logits - mx.logsumexp(logits, axis=-1, keepdims=True)
