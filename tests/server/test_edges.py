@@ -25,6 +25,7 @@ from tests.support import (
     ServerError,
     ServerProcess,
     StartServer,
+    heed_biases,
     make_tiny_model,
     make_zoo_model,
     n_not_sent,
@@ -274,6 +275,7 @@ def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
     vocabulary = tokenizer.get_vocab()
     bias = {str(vocabulary[letter]): 60.0 for letter in string.ascii_uppercase}
     params: dict[str, Any] = {"max_tokens": 30, "logit_bias": bias}
+    heed_biases(server)
     question = [SYSTEM, user("When do you stop?")]
     whole = server.chat(question, headers=tenant("whole"), logprobs=True, **params)
     at, stop = stop_word(spoken(whole, tokenizer), tokenizer)
@@ -295,6 +297,7 @@ def test_a_reply_that_begins_with_a_space(
     words = [t for t in vocabulary if t[0] == "Ġ" and t[1:].isascii() and t[1:].isalpha()]
     bias = {str(vocabulary[token]): 60.0 for token in sorted(words)}
     params: dict[str, Any] = {"max_tokens": 12, "logit_bias": bias, "logprobs": True}
+    heed_biases(server)
     for n in range(20):
         question = [SYSTEM, user(f"{n}. What is behind a space? {stopped}")]
         whole = server.chat(question, headers=tenant("whole"), **params)

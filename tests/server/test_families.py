@@ -11,6 +11,7 @@ from tests.support import (
     Message,
     ServerProcess,
     StartServer,
+    heed_biases,
     make_zoo_model,
     synthetic_text,
     whole_characters,
@@ -43,6 +44,7 @@ class Talk:
 
     def turn(self, question: str) -> None:
         self.messages.append({"role": "user", "content": question})
+        heed_biases(self.server)
         reply = self.server.chat(
             self.messages, "main", max_tokens=12, temperature=0.0, logit_bias=self.logit_bias
         )

@@ -3,7 +3,7 @@
 from .reply import Reply, ServerError, parse_outcome
 from .server_process import ServerProcess
 from .servers import UNMEASURED, StartServer
-from .stock import keeps_short_chunks, n_not_sent, reads_lists_of_calls, serves_holes
+from .stock import heed_biases, keeps_short_chunks, n_not_sent, reads_lists_of_calls, serves_holes
 from .synthetic import (
     Message,
     make_tiny_model,
@@ -20,6 +20,7 @@ __all__ = [
     "ServerError",
     "ServerProcess",
     "StartServer",
+    "heed_biases",
     "keeps_short_chunks",
     "make_tiny_model",
     "make_zoo_model",

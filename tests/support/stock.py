@@ -10,6 +10,8 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_lm_kvpersist.host import versions
 
+from .server_process import ServerProcess
+
 _IS_BEFORE_0_32 = versions.parse(versions.installed("mlx-lm")) < (0, 32, 0)
 
 
@@ -40,6 +42,16 @@ def reads_lists_of_calls() -> bool:
     That of 0.31.3 reads `[TOOL_CALLS]name[ARGS]{...}` only. The client gets no call of a list.
     """
     return not _IS_BEFORE_0_32
+
+
+def heed_biases(server: ServerProcess) -> None:
+    """Have the logit_bias of the next request heeded.
+
+    0.31.3 ignores that of the first request after one without, also without the plugin: a sequence
+    that had none leaves its place in the batch to the next one.
+    """
+    if _IS_BEFORE_0_32:
+        server.chat([{"role": "user", "content": "Bye"}], max_tokens=1, logit_bias={"0": -1.0})
 
 
 def n_not_sent(tokenizer: Any, ids: Sequence[int]) -> int:
