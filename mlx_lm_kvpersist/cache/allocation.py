@@ -30,9 +30,9 @@ _PER_BIT = 4.2
 """Each bit more divides the divergence by about so much; measured on several models."""
 _SURE_BITS = (8, 4)
 """Of keys and values that were not measured in time."""
-_MARGIN = 0.9
-"""Share of the target that is given out, because the sum is a prediction."""
-_CHECKS = 3
+_CHECKS = 5
+_CLOSER = 0.97
+"""After a miss the budget shrinks by what it missed the target by, and by so much more."""
 _LEAST_TOKENS = 512
 _ERROR_SHARE = 0.25
 """Of the target: most of the standard error."""
@@ -235,7 +235,7 @@ class _Measuring:
         """Give bits out, and measure the whole; give out more while it is beyond the target."""
         target = self.request.target_nats
         costs = {(slot, side): _numbers(self.group_of[slot], side) for slot, side in at_four}
-        budget = target * _MARGIN
+        budget = target
         for _ in range(_CHECKS):
             bits = allocate(at_four, costs, budget)
             trial = {
@@ -250,7 +250,7 @@ class _Measuring:
             allocation = self._checked({**self.own, **trial})
             if allocation.divergence is None or allocation.divergence.mean <= target:
                 return allocation
-            budget *= 0.8 * target / allocation.divergence.mean
+            budget *= _CLOSER * target / allocation.divergence.mean
         allocation = self._checked(self._all(8, 8, rotated))
         if allocation.divergence is None or allocation.divergence.mean <= target:
             return allocation
