@@ -13,11 +13,14 @@ import pytest
 from mlx_lm_kvpersist import _startup
 from tests.support.host import PTH, Environment
 
-FORMS = {
+STOCK_FORMS = {
     "console script": ("mlx_lm.server",),
     "mlx_lm server": ("mlx_lm", "server"),
     "python -m mlx_lm server": ("python", "-m", "mlx_lm", "server"),
     "python -m mlx_lm.server": ("python", "-m", "mlx_lm.server"),
+}
+FORMS = {
+    **STOCK_FORMS,
     "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
 }
 OURS = "import sys; print([m for m in sys.modules if m.startswith('mlx_lm_kvpersist')])"
@@ -48,7 +51,13 @@ def test_dash_m_keeps_stocks_own_main_block(environment: Environment) -> None:
     assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprecated.")
 
 
-@pytest.mark.parametrize("form", list(FORMS.values())[:4], ids=list(FORMS)[:4])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=name, marks=[pytest.mark.slow] if "mlx_lm server" in name else [])
+        for name, form in STOCK_FORMS.items()
+    ],
+)
 def test_without_the_flag_the_help_is_stocks(
     environment: Environment, stock_environment: Environment, form: tuple[str, ...]
 ) -> None:
