@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _BITS = (4, 6, 8, OWN_BITS)
-"""5 bits take as long to dequantize as 6 and save little: some are left out."""
+"""5 bits are left out: on CUDA they take longer to dequantize than 6, and they save little."""
 _PER_BIT = 4.2
-"""Each bit more divides the divergence by about so much; measured on several models."""
+"""Each bit more divides the divergence by about so much: measured on SmolLM2-135M."""
 _SURE_BITS = (8, 4)
 """Of keys and values that were not measured in time."""
 _CHECKS = 5
@@ -70,10 +70,10 @@ class PrecisionRequest:
         """Whether the model decides."""
         return not self.is_own and (self.bits is None or self.rotate == "auto")
 
-    def choice(self, bits: tuple[int, int] | None = None) -> PrecisionChoice:
+    def choice(self) -> PrecisionChoice:
         """Return the choice of one precision for all layers, rotated unless that is off."""
         rotated = self.rotate != "off"
-        key_bits, value_bits = bits or self.bits or (4, 4)
+        key_bits, value_bits = self.bits or (4, 4)
         return PrecisionChoice(key_bits, value_bits, self.group_size, (rotated, rotated))
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import subprocess
 import sys
@@ -42,12 +41,20 @@ def test_a_line_says_where_it_is_missing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads on Linux only")
-@pytest.mark.skipif(not ctypes.util.find_library("openblas"), reason="OpenBLAS is not installed")
-def test_a_command_runs_with_it() -> None:
+def test_a_process_preloads_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of glibc stands in, which Python itself does not load: OpenBLAS may be missing."""
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(openblas, "find_library", lambda name: "libanl.so.1")
     command = [sys.executable, "-c", "print(open('/proc/self/maps').read())"]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    plain = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "openblas" not in plain.stdout
-    launcher = [sys.executable, "-m", "tests.support.openblas", *command]
-    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, check=True)
-    assert "openblas" in done.stdout
+    for added, is_there in (({}, False), (openblas.openblas_env(), True)):
+        environment = {**os.environ, **added}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert ("libanl" in done.stdout) is is_there
+
+
+def test_a_command_runs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    shown = "import os; print(os.environ.get('LD_PRELOAD', ''))"
+    launcher = [sys.executable, "-m", "tests.support.openblas", sys.executable, "-c", shown]
+    done = subprocess.run(launcher, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == openblas.openblas_env().get("LD_PRELOAD", "")
