@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 from . import config
 from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
 from .api.normalise import normalise
-from .api.session_keys import namespace, session_key, unshared
+from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .cache.allocation import (
     Allocation,
     allocated,
@@ -33,7 +33,7 @@ from .cache.fingerprint import content_hash, model_fingerprint
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.sample import sample_ids
 from .cache.spec import Batching, ModelCacheSpec
-from .errors import ModelNotSupported
+from .errors import ModelNotSupported, RequestRefused
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
 from .host.response_generator import has_text_only
@@ -221,6 +221,12 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.session = session_key(headers, body, self._config.session_header)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
+        state.is_kept = is_kept(headers)
+        if not state.is_kept and not has_text_only(request):
+            raise RequestRefused(
+                f"{KEEP_HEADER} is no, but the stock server keeps prompts with images; leave out "
+                "the header or the images"
+            )
         if self._config.isolate_sessions and state.session is None:
             state.namespace = unshared(state.namespace)
         normalise(request.messages, request.tools, self._config.normalise)
@@ -265,7 +271,8 @@ class KVPersistPlugin:
         lookup, state.lookup = state.lookup, None
         if self._loaded is None or self._store is None:
             self._record(state, Outcome.stock(len(prompt.ids), self._refusal))
-            return None
+            # The stock server would keep it.
+            return None if state.is_kept else Prepared(prompt, handle=Sequence(state, 0))
         try:
             if lookup is None or lookup.rendered is not prompt or lookup.model is not self._loaded:
                 if lookup is not None:
@@ -284,12 +291,13 @@ class KVPersistPlugin:
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
         model = self._loaded.name if self._loaded else ""
-        record = self._history.add(state.session, state.namespace, model, outcome)
+        kept = state.is_kept
+        record = self._history.add(state.session, state.namespace, model, outcome, kept=kept)
         state.outcome, state.id = outcome, record["id"]
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
-        if self._store is not None:
+        if self._store is not None and kept:
             self._store.keep_request(record)
 
     @hookimpl
@@ -303,6 +311,8 @@ class KVPersistPlugin:
             n_computed = len(tokens) - sequence.n_reused
             self._policy.prefill.learn(n_computed, time.perf_counter() - sequence.entered_s)
             sequence.entered_s = None
+        if not sequence.request.is_kept:
+            return
         if self._config.isolate_sessions and sequence.request.session is None:
             return  # no other request could find it
         try:
@@ -337,7 +347,8 @@ class KVPersistPlugin:
             why = "another plugin took it" if has_text else "prompts with images are left to it"
             self._record(state, Outcome.stock(0, why))
         assert state.outcome is not None
-        return [("X-KVPersist", state.outcome.header), ("X-KVPersist-Request", state.id)]
+        said = state.outcome.header + ("" if state.is_kept else "; kept=no")
+        return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]
 
     @hookimpl
     def routes(self) -> list[Route]:

@@ -1,4 +1,4 @@
-"""Where clients put the name of a conversation, and which namespace a request belongs to.
+"""What a request says of its conversation: its name, its namespace, and whether it is kept.
 
 A key is a hint about which requests belong together. Which tokens are reused is decided by the text
 alone, so a wrong key costs nothing and a missing one little. Names of people (`user`,
@@ -16,9 +16,11 @@ from email.message import Message
 from hashlib import blake2b
 from typing import Any
 
+from ..errors import RequestRefused
 from ..match.block import short_name
 
 NAMESPACE_HEADER = "X-KVPersist-Namespace"
+KEEP_HEADER = "X-KVPersist-Keep"
 
 _VENDOR_SESSION = re.compile(r"x-[a-z0-9-]+-session-id", re.IGNORECASE)
 _USER_ID_SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
@@ -120,6 +122,15 @@ def namespace(headers: Message, *, by_key: bool) -> str:
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return f"key-{digest.hexdigest()}"
+
+
+def is_kept(headers: Message) -> bool:
+    """Return whether a request may be stored. Raises RequestRefused for a value but yes and no."""
+    values = headers.get_all(KEEP_HEADER, ["yes"])
+    for value in values:
+        if value.strip().lower() not in ("yes", "no"):
+            raise RequestRefused(f"{KEEP_HEADER} is {value!r}, expected yes or no")
+    return all(value.strip().lower() == "yes" for value in values)
 
 
 def unshared(namespace: str) -> str:

@@ -65,7 +65,10 @@ def joins_prompts(model: Any) -> bool | None:
 
 @hookspec
 def request_received(request: Any, headers: Message, body: dict[str, Any]) -> None:
-    """A request was parsed and is about to be queued. HTTP thread."""
+    """A request was parsed and is about to be queued; raise RequestRefused to refuse it.
+
+    HTTP thread.
+    """
 
 
 @hookspec

@@ -155,7 +155,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _received(self, request: Any) -> Any:
         self._begin_request()
         self._completion = request
-        manager.ask_all("request_received", request=request, headers=self.headers, body=self.body)
+        given = {"request": request, "headers": self.headers, "body": self.body}
+        manager.ask_all("request_received", passed_on=(RequestRefused,), **given)
         return request
 
     def _set_completion_headers(self, status_code: int = 200) -> None:

@@ -89,12 +89,14 @@ def ask(hook: str, **arguments: Any) -> Any:
     return getattr(_current.hook, hook)(**arguments)
 
 
-def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[Any, Any]]:
+def ask_each(
+    hook: str, only: Any = None, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
+) -> Iterator[tuple[Any, Any]]:
     """Yield each plugin that answers a hook, with its answer; None is no answer.
 
     For places where nothing would catch an exception. A plugin that raises is logged and passed
     over: the first failure of a kind with its traceback, the same kind again at DEBUG only.
-    only: the one plugin to ask.
+    only: the one plugin to ask. passed_on: exceptions that reach the caller.
     """
     # pluggy calls the last implementation first.
     for implementation in reversed(getattr(_current.hook, hook).get_hookimpls()):
@@ -103,6 +105,8 @@ def ask_each(hook: str, only: Any = None, **arguments: Any) -> Iterator[tuple[An
         taken = {name: arguments[name] for name in implementation.argnames}
         try:
             answer = implementation.function(**taken)
+        except passed_on:
+            raise
         except Exception as error:
             kind = (implementation.plugin_name, hook, type(error))
             log = logger.debug if kind in _logged else logger.error

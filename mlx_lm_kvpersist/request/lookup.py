@@ -231,12 +231,14 @@ class Lookup:
 class RequestState:
     """One request, from its HTTP thread to the generation thread and back.
 
-    `session` and `namespace` are set once, before the request is queued. `id` and `outcome` are
-    set when the request enters, before its reply begins.
+    `session`, `namespace` and `is_kept` are set once, before the request is queued. `id` and
+    `outcome` are set when the request enters, before its reply begins.
     """
 
     session: str | None = None
     namespace: str = ""
+    is_kept: bool = True
+    """Whether anything of it may be stored, on disk or in RAM."""
     id: str = ""
     outcome: Outcome | None = None
     root: Root | None = None

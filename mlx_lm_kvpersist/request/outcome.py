@@ -122,7 +122,7 @@ class Outcome:
             f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}{reason}"
         )
 
-    def sentence(self, session: str | None) -> str:
+    def sentence(self, session: str | None, *, kept: bool = True) -> str:
         """Return what happened in one sentence for people; `session` is the conversation's name."""
         why = self.detail or (self.reason.text if self.reason else "")
         if self.kind is Kind.STOCK:
@@ -139,6 +139,8 @@ class Outcome:
                 f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
                 f"{n_computed:,} computed" + (f" ({why})" if why else ""),
             ]
+        if not kept:
+            parts.append("not kept")
         if session:
             parts.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
         return ", ".join(parts)
@@ -226,14 +228,20 @@ class History:
         self._lock = Lock()
 
     def add(
-        self, session: str | None, namespace: str, model: str, outcome: Outcome
+        self,
+        session: str | None,
+        namespace: str,
+        model: str,
+        outcome: Outcome,
+        *,
+        kept: bool = True,
     ) -> dict[str, Any]:
         """Add a record and return it. Ids are unique and growing.
 
-        `received` is in seconds since the epoch.
+        `received` is in seconds since the epoch. A request that is not `kept` is not quoted.
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
-        if divergence and not self._with_text:
+        if divergence and not (self._with_text and kept):
             divergence.update(stored=None, asked=None)
         record = {
             "id": f"kvp-{self._start}-{next(self._numbers)}",
@@ -241,7 +249,8 @@ class History:
             "session": session,
             "namespace": namespace,
             "model": model,
-            "sentence": outcome.sentence(session),
+            "sentence": outcome.sentence(session, kept=kept),
+            "kept": kept,
             "outcome": outcome.kind.value,
             "tier": outcome.tier.value,
             "prompt_tokens": outcome.n_prompt,

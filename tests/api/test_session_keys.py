@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.session_keys import namespace, session_key, unshared
+from mlx_lm_kvpersist.api.session_keys import is_kept, namespace, session_key, unshared
+from mlx_lm_kvpersist.errors import RequestRefused
 
 UUID = "0f3a2b1c-9d8e-4f70-8a6b-5c4d3e2f1a0b"
 
@@ -131,3 +132,20 @@ def test_a13_unnamed_requests_share_no_namespace() -> None:
 @pytest.mark.parametrize("user_id", ["123", "null", "[]", '["session_id"]', '{"session_id": 5}'])
 def test_a_user_id_that_names_no_session(user_id: str) -> None:
     assert session_key(Message(), {"metadata": {"user_id": user_id}}) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [([], True), (["yes"], True), (["no"], False), ([" No "], False), (["yes", "no"], False)],
+)
+def test_whether_a_request_is_kept(values: list[str], kept: bool) -> None:
+    sent = Message()
+    for value in values:
+        sent["X-KVPersist-Keep"] = value
+    assert is_kept(sent) is kept
+
+
+@pytest.mark.parametrize("value", ["", "false", "no, no", "0"])
+def test_only_yes_and_no_say_whether_a_request_is_kept(value: str) -> None:
+    with pytest.raises(RequestRefused, match=r"X-KVPersist-Keep is .*, expected yes or no"):
+        is_kept(headers({"X-KVPersist-Keep": value}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http_server import handler_with, is_header, plugin_routes
 from mlx_lm_kvpersist.host.probes import ARGS, ProbeConnection, answer
@@ -148,6 +148,19 @@ def test_failing_hooks_do_not_break_the_reply(
     assert '"text": "pong"' in answered
     failed = re.findall(r"failed in hook (\w+);", caplog.text)
     assert sorted(failed) == ["reply_sent", "request_received", "response_headers"]
+
+
+class Refusing:
+    @hookimpl
+    def request_received(self, request: Any, headers: Any, body: Any) -> None:
+        raise RequestRefused("a header is wrong, expected none")
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_plugin_refuses_a_request(patched_server: ModuleType) -> None:
+    with plugged(Refusing()):
+        answered = answer(patched_server, completion())
+    assert answered.startswith("HTTP/1.0 400 ") and '{"error": "a header is wrong' in answered
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
