@@ -7,6 +7,7 @@ import time
 import weakref
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from email.message import Message
 from pathlib import Path
@@ -16,7 +17,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import config
-from .api.admin import REQUESTS_PATH, STATS_PATH, json_view
+from .api.admin import METRICS_PATH, REQUESTS_PATH, STATS_PATH, operator_view
+from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .cache.allocation import (
@@ -69,6 +71,7 @@ class KVPersistPlugin:
         self._refused: set[str] = set()
         self._policy = ReusePolicy()
         self._history = History()
+        self._metrics = Metrics(self._store_counts)
 
     # Startup and shutdown.
 
@@ -294,6 +297,8 @@ class KVPersistPlugin:
         kept = state.is_kept
         record = self._history.add(state.session, state.namespace, model, outcome, kept=kept)
         state.outcome, state.id = outcome, record["id"]
+        reused = outcome.n_reused, outcome.n_restored
+        self._metrics.count(outcome.kind.value, *reused, outcome.n_computed)
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
         if outcome.divergence:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
@@ -329,6 +334,12 @@ class KVPersistPlugin:
         state.sent = {"content": content, "reasoning": reasoning, "tool_calls": tool_calls}
         self._remember(state)
 
+    @hookimpl
+    def reply_timed(self, request: Any, times_s: ListLike[float]) -> None:
+        outcome = RequestState.of(request).outcome
+        # The server serves a prompt with images before anybody asks for its headers.
+        self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
+
     def _remember(self, state: RequestState) -> None:
         """Remember a reply once its ids and what the client was sent are both known. Any thread."""
         loaded, store = self._loaded, self._store
@@ -354,9 +365,13 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key = self._config.admin_key
         return [
-            Route("GET", REQUESTS_PATH, json_view(self._history.records, key)),
-            Route("GET", STATS_PATH, json_view(self._stats, key)),
+            Route("GET", REQUESTS_PATH, operator_view(self._history.records, key)),
+            Route("GET", STATS_PATH, operator_view(self._stats, key)),
+            Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
         ]
+
+    def _store_counts(self) -> dict[str, Any] | None:
+        return self._store.stats(all_files=False) if self._store else None
 
     def _stats(self) -> dict[str, Any]:
         loaded, store, policy = self._loaded, self._store, self._policy

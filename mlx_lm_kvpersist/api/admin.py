@@ -12,22 +12,27 @@ from urllib.parse import urlsplit
 
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"
+METRICS_PATH = "/metrics"
 KEY_VARIABLE = "KVPERSIST_ADMIN_KEY"
 
 
-def json_view(answer: Callable[[], Any], key: str | None = None) -> Callable[[Any], None]:
+def operator_view(
+    answer: Callable[[], Any], key: str | None = None, content_type: str = "application/json"
+) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 
-    The answers quote private conversations. With a `key`, every request must carry it, and may come
-    from anywhere. Without one, only programs of the server's own machine may ask.
+    answer: returns an object for JSON, or bytes of the `content_type`. The answers tell of private
+    conversations. With a `key`, every request must carry it, and may come from anywhere. Without
+    one, only programs of the server's own machine may ask.
     """
 
     def handle(handler: Any) -> None:
         refusal = why_refused(handler.client_address[0], handler.headers, key)
         content = {"error": refusal} if refusal else answer()
-        body = json.dumps(content).encode()
+        is_json = not isinstance(content, bytes)
+        body = json.dumps(content).encode() if is_json else content
         handler.send_response(403 if refusal else 200)
-        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Type", "application/json" if is_json else content_type)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)

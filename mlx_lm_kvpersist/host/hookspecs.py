@@ -120,6 +120,14 @@ def reply_sent(
 
 
 @hookspec
+def reply_timed(request: Any, times_s: Sequence[float]) -> None:
+    """A reply has ended, or was cut off: when each token came, in seconds since it was queued.
+
+    HTTP thread.
+    """
+
+
+@hookspec
 def routes() -> list[Route]:  # type: ignore[empty-body]
     """Return HTTP routes to serve beside the stock ones."""
 

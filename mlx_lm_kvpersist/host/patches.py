@@ -73,6 +73,10 @@ PATCHES: tuple[Patch, ...] = (
             Signature("ResponseGenerator._tokenize", "(self, tokenizer, request, args)"),
             Signature("ResponseGenerator._next_request", "(self, timeout=None)"),
             Signature("ResponseGenerator._is_batchable", "(self, args)"),
+            Signature(
+                "ResponseGenerator.generate",
+                "(self, request, generation_args, progress_callback=None)",
+            ),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),
             Uses("ResponseGenerator.generate", "requests"),

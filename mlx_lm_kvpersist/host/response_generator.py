@@ -11,6 +11,7 @@ import _thread
 import logging
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -189,6 +190,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             prompt = waiting.rendered.prompt
             waiting.is_fetched = manager.ask_first("prefetch", prompt=prompt, **given)
 
+    def generate(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, Iterator[Any]]:
+        """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
+        queued_s = time.perf_counter()
+        context, tokens = super().generate(request, *args, **kwargs)
+        return context, _timed(request, tokens, queued_s)
+
     # Tokenizing.
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
@@ -286,6 +293,17 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+def _timed(request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
+    """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
+    times_s: list[float] = []
+    try:
+        for token in tokens:
+            times_s.append(time.perf_counter() - queued_s)
+            yield token
+    finally:
+        manager.ask_all("reply_timed", request=request, times_s=times_s)
 
 
 class UntilReady:

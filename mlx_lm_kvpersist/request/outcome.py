@@ -108,6 +108,11 @@ class Outcome:
         return cls(Kind.STOCK, n_prompt, reason=Reason.NOT_KEPT, detail=why)
 
     @property
+    def n_computed(self) -> int:
+        """Prompt tokens that the plugin knows to be computed; stock may reuse some of its own."""
+        return 0 if self.kind is Kind.STOCK else self.n_prompt - self.n_reused
+
+    @property
     def tier(self) -> Tier:
         if self.n_restored:
             return Tier.WARM
@@ -134,10 +139,9 @@ class Outcome:
             if self.n_restored:
                 source = "disk" if self.n_restored >= self.n_reused else "RAM and disk"
                 source += f" in {self.restore_ms:,.0f} ms"
-            n_computed = self.n_prompt - self.n_reused
             parts = [
                 f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
-                f"{n_computed:,} computed" + (f" ({why})" if why else ""),
+                f"{self.n_computed:,} computed" + (f" ({why})" if why else ""),
             ]
         if not kept:
             parts.append("not kept")

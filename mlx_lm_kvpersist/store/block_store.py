@@ -254,31 +254,29 @@ class BlockStore(BlockReader):
         """Return when everything submitted so far is on disk."""
         self._writer.drain()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, all_files: bool = True) -> dict[str, Any]:
         """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
 
         "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
+        Without `all_files` the bytes on disk are those of blocks and checkpoints, as the index
+        knows them, and no folder is looked at.
         """
         # SQLite keeps as many descriptors as connections were ever open at the same time.
         with self._stats_lock:
             try:
-                totals, used_bytes = self.disk.index.totals(), self.disk.used_bytes()
+                totals = self.disk.index.totals()
+                used_bytes = self.disk.used_bytes() if all_files else totals.n_bytes
             finally:
                 self.disk.index.disconnect()
         return {
             "folder": str(self.folder),
-            "ram": {
-                "blocks": len(self.pool) - self.pool.n_checkpoints,
-                "checkpoints": self.pool.n_checkpoints,
-                "bytes": self.pool.n_bytes,
-                "checkpoint_bytes": self.pool.n_checkpoint_bytes,
-                "max_bytes": self.limits.max_ram_bytes,
-            },
+            "ram": self.pool.stats(),
             "disk": {
                 "blocks": totals.n_blocks,
                 "checkpoints": totals.n_checkpoints,
                 "bytes": used_bytes,
                 "checkpoint_bytes": totals.checkpoint_bytes,
+                "evicted": self.disk.n_evicted,
                 "max_bytes": self.limits.max_disk_bytes,
                 "written_bytes": self.disk.written.total_bytes,
             },

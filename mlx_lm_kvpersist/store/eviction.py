@@ -37,6 +37,8 @@ class StoredFiles:
         self.limits = limits
         self.lock = lock
         self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+        self.n_evicted = 0
+        """Blocks and checkpoints that this process removed to make room."""
 
     def close(self) -> None:
         self.index.close()
@@ -88,6 +90,7 @@ class StoredFiles:
                 went = self.forget(victim)
                 for key in {victim, *went.checkpoints}:
                     self._note_gone(key, Gone.EVICTED)
+                    self.n_evicted += 1
                 too_much -= went.n_bytes
                 if too_much <= 0:
                     # Removing rows makes the index's log longer.

@@ -337,8 +337,7 @@ class IndexReader:
 
     def n_bytes(self) -> int:
         """Return the size of all files of blocks and parts, in bytes."""
-        totals = self.totals()
-        return totals.block_bytes + totals.checkpoint_bytes
+        return self.totals().n_bytes
 
     def n_blocks(self) -> int:
         return self.totals().n_blocks

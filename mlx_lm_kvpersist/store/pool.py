@@ -56,6 +56,19 @@ class BlockPool:
         """Bytes of all entries."""
         self.n_checkpoints = 0
         self.n_checkpoint_bytes = 0
+        self.n_evicted = 0
+        """Blocks and checkpoints that went to make room."""
+
+    def stats(self) -> dict[str, int]:
+        """Return what is here, in numbers and bytes, and what went to make room."""
+        return {
+            "blocks": len(self) - self.n_checkpoints,
+            "checkpoints": self.n_checkpoints,
+            "bytes": self.n_bytes,
+            "checkpoint_bytes": self.n_checkpoint_bytes,
+            "evicted": self.n_evicted,
+            "max_bytes": self.max_bytes,
+        }
 
     def __len__(self) -> int:
         """Return the number of blocks and checkpoints."""
@@ -218,8 +231,12 @@ class BlockPool:
             if victim is None:
                 return
             is_gone = not self._entries[victim].on_disk
-            self._remove(victim)
+            self._evict_one(victim)
             # Checkpoints of a block that is nowhere else would be of no use.
             for key in list(self._checkpoints.get(victim, ())) if is_gone else ():
                 if not self._entries[key].pins and not self._entries[key].prefetched:
-                    self._remove(key)
+                    self._evict_one(key)
+
+    def _evict_one(self, key: bytes) -> None:
+        self._remove(key)
+        self.n_evicted += 1

@@ -109,6 +109,10 @@ class Totals:
     n_checkpoints: int = 0
     checkpoint_bytes: int = 0
 
+    @property
+    def n_bytes(self) -> int:
+        return self.block_bytes + self.checkpoint_bytes
+
 
 @dataclass(frozen=True)
 class Forgotten:

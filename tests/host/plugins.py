@@ -81,6 +81,10 @@ class Echo:
         self.record("reply_sent", content)
 
     @hookimpl
+    def reply_timed(self, request: Any, times_s: list[float]) -> None:
+        self.record("reply_timed", len(times_s), 0 < times_s[0] and times_s == sorted(times_s))
+
+    @hookimpl
     def routes(self) -> list[Route]:
         return [
             Route("GET", "/echo", self.answer),

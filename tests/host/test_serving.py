@@ -73,6 +73,7 @@ def test_a_request_is_known_from_header_to_cache(
     assert hooks[0] == "request_received" and recorded[0][1:] == ["session-1", stream]
     assert ["prepare_messages", question] in recorded
     assert ["reply_sent", reply.text] in recorded
+    assert ["reply_timed", 5, True] in recorded
     assert ["take_request", reply.prompt_tokens] in recorded
     # The handle comes back with the ids, after their whole journey through the batch.
     inserted = [call for call in recorded if call[0] == "insert_cache"]

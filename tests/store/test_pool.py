@@ -23,6 +23,8 @@ def test_least_recently_used_leaves_go_first() -> None:
     assert [key in pool for key in old] == [True, True, False]
     assert [node.key for node in pool.children(old[0])] == [old[1]]
     assert pool.children(old[1]) == []
+    pool.drop(old[1])
+    assert (pool.stats()["evicted"], pool.stats()["blocks"]) == (1, 4)
 
 
 def test_using_a_chain_keeps_it() -> None:

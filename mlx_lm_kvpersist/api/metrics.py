@@ -1,0 +1,109 @@
+"""Metrics for Prometheus: what requests reused, how long they took, what the store holds.
+
+What a request does is counted where its outcome is made. What the store counts itself is read when
+Prometheus asks, as plain numbers. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""Of `Metrics.exposed`."""
+TIERS = ("ram", "disk")
+_FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+_INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """All metrics, in a registry of their own.
+
+    store: returns what `BlockStore.stats` does, None where there is no store.
+    """
+
+    def __init__(self, store: Callable[[], dict[str, Any] | None]) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"kvpersist_{name}", about, labels, registry=self.registry)
+
+        def histogram(name: str, about: str, buckets: Sequence[float]) -> Histogram:
+            name, labels = f"kvpersist_{name}", ("outcome",)
+            return Histogram(name, about, labels, buckets=buckets, registry=self.registry)
+
+        self._requests = counter("requests", "Requests, by what they reused.", "outcome")
+        self._reused = counter("reused_tokens", "Prompt tokens that were not computed again.")
+        self._restored = counter("restored_tokens", "Reused tokens that were read from disk.")
+        self._prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
+        self._first_token = histogram(
+            "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
+        )
+        self._inter_token = histogram(
+            "inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
+        )
+        self.registry.register(_StoreCollector(store))
+
+    def count(self, outcome: str, n_reused: int, n_restored: int, n_prefilled: int) -> None:
+        """Count a request by its outcome, and its prompt's tokens."""
+        self._requests.labels(outcome).inc()
+        self._reused.inc(n_reused)
+        self._restored.inc(n_restored)
+        self._prefilled.inc(n_prefilled)
+
+    def observe(self, outcome: str, times_s: Sequence[float]) -> None:
+        """Take the times of a reply's tokens, in seconds since its request was queued."""
+        if times_s:
+            self._first_token.labels(outcome).observe(times_s[0])
+        inter_token = self._inter_token.labels(outcome)
+        for before, after in pairwise(times_s):
+            inter_token.observe(after - before)
+
+    def exposed(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _StoreCollector:
+    """Reads the store's own counts when the metrics are asked for."""
+
+    def __init__(self, store: Callable[[], dict[str, Any] | None]) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._store()
+        if found is None:
+            return
+        for make, key, name, about in (
+            (GaugeMetricFamily, "blocks", "blocks", "Blocks of tokens."),
+            (GaugeMetricFamily, "checkpoints", "checkpoints", "Checkpoints of blocks."),
+            (GaugeMetricFamily, "bytes", "bytes", "Bytes of blocks and checkpoints."),
+            (GaugeMetricFamily, "max_bytes", "max_bytes", "The budget."),
+            (CounterMetricFamily, "evicted", "evictions", "Blocks and checkpoints evicted."),
+        ):
+            family = make(f"kvpersist_{name}", about, labels=["tier"])
+            for tier in TIERS:
+                family.add_metric([tier], found[tier][key])
+            yield family
+        queue, disk = found["queue"], found["disk"]
+        for make, value, name, about in (
+            (GaugeMetricFamily, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
+            (GaugeMetricFamily, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
+            (GaugeMetricFamily, queue["max_bytes"], "queue_max_bytes", "Most that may wait."),
+            (GaugeMetricFamily, len(found["failures"]), "failures", "What fails on disk now."),
+            (CounterMetricFamily, disk["written_bytes"], "written_bytes", "Written to disk."),
+            (CounterMetricFamily, found["turns_saved"], "saved_turns", "Turns written."),
+            (CounterMetricFamily, found["turns_not_saved"], "dropped_turns", "Turns not written."),
+            (CounterMetricFamily, found["blocks_quarantined"], "quarantined", "Failed a check."),
+        ):
+            yield make(f"kvpersist_{name}", about, value=value)

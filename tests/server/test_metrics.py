@@ -1,0 +1,157 @@
+"""`/metrics` of a real server: what it says is what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support import Message, Reply, ServerProcess, StartServer, synthetic_text
+from tests.support.host import REPOSITORY
+
+from .stored import wait_for_writer
+
+DOCS = REPOSITORY / "docs"
+SYSTEM: Message = {"role": "system", "content": synthetic_text(300, seed=31)}
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    """A server whose disk is too small for what `served` stores, and whose RAM keeps nothing."""
+    return started.with_plugin(tiny_model, "--kvpersist-disk", "1400K", "--kvpersist-ram", "0")
+
+
+def scraped(server: ServerProcess) -> Samples:
+    """Return every sample by name and labels' values."""
+    status, headers, body = server.request("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=")
+    families = text_string_to_metric_families(body.decode())
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def of(samples: Samples, name: str) -> dict[str, float]:
+    """Return a metric's samples by the value of its only label."""
+    found = {labels[0]: n for (full, labels), n in samples.items() if full == f"kvpersist_{name}"}
+    assert found, name
+    return found
+
+
+def asked(server: ServerProcess, path: str) -> Any:
+    return json.loads(server.request("GET", f"/v1/kvpersist/{path}")[2])
+
+
+@pytest.fixture(scope="module")
+def served(server: ServerProcess) -> list[Reply]:
+    """Conversations with every outcome that a prompt of text can have."""
+    texts = [synthetic_text(1500, seed=n) for n in range(32, 36)]
+    first: list[Message] = [SYSTEM, {"role": "user", "content": texts[0]}]
+    replies = [server.chat(first, max_tokens=12)]
+    wait_for_writer(server)
+    replies.append(server.chat(first, stream=True, max_tokens=7))
+    first += [{"role": "assistant", "content": replies[0].text}, {"role": "user", "content": "So?"}]
+    replies.append(server.chat(first, max_tokens=5, seed=1))
+    for text in texts[1:]:
+        replies.append(server.chat([SYSTEM, {"role": "user", "content": text}], max_tokens=3))
+    replies.append(server.complete("b", max_tokens=1))
+    wait_for_writer(server)
+    return replies
+
+
+def test_requests_and_tokens_are_counted_by_outcome(
+    server: ServerProcess, served: list[Reply]
+) -> None:
+    samples, records = scraped(server), asked(server, "requests")
+    assert len(records) == len(served)
+    outcomes = Counter(record["outcome"] for record in records)
+    assert of(samples, "requests_total") == outcomes and {"MISS", "EXACT", "DIVERGE"} <= {*outcomes}
+    n_reused = sum(reply.cached_tokens for reply in served)
+    n_prompt = sum(reply.prompt_tokens for reply in served)
+    assert samples["kvpersist_reused_tokens_total", ()] == n_reused > 0
+    assert samples["kvpersist_prefilled_tokens_total", ()] == n_prompt - n_reused
+    n_restored = sum(record["restored_tokens"] for record in records)
+    assert samples["kvpersist_restored_tokens_total", ()] == n_restored > 0
+
+
+def test_times_are_observed_by_outcome(server: ServerProcess, served: list[Reply]) -> None:
+    samples = scraped(server)
+    n_gaps: Counter[str] = Counter()
+    for reply in served:
+        n_gaps[reply.kvpersist["outcome"]] += reply.completion_tokens - 1
+    assert of(samples, "first_token_seconds_count") == of(samples, "requests_total")
+    assert of(samples, "inter_token_seconds_count") == n_gaps
+    seconds = of(samples, "first_token_seconds_sum"), of(samples, "inter_token_seconds_sum")
+    total_s = sum(reply.total_s for reply in served)
+    assert 0 < sum(seconds[0].values()) < total_s and 0 < sum(sum(s.values()) for s in seconds)
+    assert sum(sum(each.values()) for each in seconds) <= total_s
+
+
+def test_the_stores_counts_are_the_stores(server: ServerProcess, served: list[Reply]) -> None:
+    samples, store = scraped(server), asked(server, "stats")["store"]
+    for name in ("blocks", "checkpoints", "max_bytes"):
+        assert of(samples, name) == {tier: store[tier][name] for tier in ("ram", "disk")}
+    files = (Path(store["folder"]) / "blocks").rglob("*.safetensors")
+    on_disk = sum(path.stat().st_size for path in files)
+    assert of(samples, "bytes") == {"ram": store["ram"]["bytes"], "disk": on_disk}
+    evicted = of(samples, "evictions_total")
+    assert evicted == {tier: store[tier]["evicted"] for tier in ("ram", "disk")}
+    assert min(evicted.values()) > 0
+    assert samples["kvpersist_saved_turns_total", ()] == store["turns_saved"] > 0
+    assert samples["kvpersist_written_bytes_total", ()] == store["disk"]["written_bytes"] > on_disk
+    assert samples["kvpersist_queue_max_bytes", ()] == store["queue"]["max_bytes"]
+    for name in ("queue_tasks", "queue_bytes", "failures", "quarantined_total"):
+        assert samples[f"kvpersist_{name}", ()] == 0
+
+
+def test_a_scrape_does_not_wait_for_generation(server: ServerProcess) -> None:
+    body = {"prompt": "one", "max_tokens": 400, "stream": True}
+    events = server.events("/v1/completions", body)
+    next(events)
+    started_s = time.perf_counter()
+    scraped(server)
+    took_s = time.perf_counter() - started_s
+    n_left = sum(1 for _ in events)
+    assert n_left > 50 and took_s < 2
+
+
+def test_a_damaged_file_is_counted(server: ServerProcess, served: list[Reply]) -> None:
+    folder = Path(asked(server, "stats")["store"]["folder"])
+    for path in (folder / "blocks").rglob("*.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    talk: list[Message] = [SYSTEM, {"role": "user", "content": synthetic_text(1500, seed=35)}]
+    server.chat(talk, max_tokens=1)
+    wait_for_writer(server)
+    n_found = asked(server, "stats")["store"]["blocks_quarantined"]
+    assert scraped(server)["kvpersist_quarantined_total", ()] == n_found > 0
+
+
+def test_only_operators_may_scrape(server: ServerProcess) -> None:
+    status, _, body = server.request("GET", "/metrics", headers={"Host": "evil.example"})
+    assert status == 403 and "only for programs" in json.loads(body)["error"]
+
+
+def test_the_dashboard_asks_for_what_there_is(server: ServerProcess, served: list[Reply]) -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    asks = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    wanted = {name for ask in asks for name in re.findall(r"kvpersist_\w+", ask)}
+    names = {name for name, _ in scraped(server)}
+    assert len(asks) > 10 and wanted - names == set()
+    # And each metric is on it.
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(kvpersist_\w+)` \|", page, re.MULTILINE))
+    bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+    bases = {name for name in bases if not name.endswith("_created")}
+    assert listed == bases
+    assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in wanted} == bases
