@@ -10,10 +10,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from email.message import Message
-from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import config
@@ -21,40 +19,25 @@ from .api.admin import METRICS_PATH, REQUESTS_PATH, STATS_PATH, operator_view
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
-from .cache.allocation import (
-    Allocation,
-    allocated,
-    keep_allocation,
-    known_allocation,
-    measure,
-)
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
-from .cache.calibration import with_plans
-from .cache.canary import warm_up
-from .cache.fingerprint import content_hash, model_fingerprint
 from .cache.quantized import SequenceQuantizedKVCache
-from .cache.sample import sample_ids
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
 from .host.response_generator import has_text_only
 from .host.routes import Route
-from .match.text import TokenText
 from .request.costs import ReusePolicy
 from .request.insert import insert
+from .request.loading import places, prepare
 from .request.lookup import Lookup, RequestState, Reuse, Sequence
-from .request.model import LoadedModel, described, local_path
+from .request.model import LoadedModel
 from .request.outcome import History, Kind, Outcome, Reason
 from .request.replies import remember, respell
 from .request.round_trip import check_round_trip
 from .store.block_store import BlockStore
-from .units import show_bytes
 
 logger = logging.getLogger(__name__)
-
-_TELL_S = 5.0
-"""Between two lines of progress."""
 
 
 class KVPersistPlugin:
@@ -85,13 +68,7 @@ class KVPersistPlugin:
         self._history = History(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
         if getattr(args, "model", None) is None:
-            logger.info("kvpersist: %s", self._places())
-
-    def _places(self) -> str:
-        """Return where conversations are kept and how much space they take, for the log."""
-        assert self._store is not None
-        ram = show_bytes(self._config.limits.max_ram_bytes)
-        return f"conversations in {self._store.disk.space()}, and up to {ram} of RAM"
+            logger.info("kvpersist: %s", places(self._store))
 
     @hookimpl
     def self_test(self) -> None:
@@ -109,86 +86,22 @@ class KVPersistPlugin:
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
         self._loaded, self._refusal = None, ""
-        if self._store is not None:
-            self._store.release_prefetched()
+        store = self._store
+        if store is None:
+            return  # the server ends
+        store.release_prefetched()
         # The speeds of one model are not those of another.
         self._policy = ReusePolicy(self._config.canary, self._config.min_reuse)
+        precision, attention = self._config.precision, self._config.attention
+        with_text = self._config.store_text
         try:
-            self._loaded = self._describe(provider)
+            self._loaded = prepare(provider, store, precision, attention, with_text=with_text)
+            self._model_ref = weakref.ref(provider.model)
         except ModelNotSupported as error:
             self._refusal = str(error)
             if provider.model_key[0] not in self._refused:
                 self._refused.add(provider.model_key[0])
                 logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
-
-    def _describe(self, provider: Any) -> LoadedModel:
-        model_path, adapter_path, draft_path = provider.model_key
-        if draft_path is not None:
-            raise ModelNotSupported("a draft model is in use")
-        fingerprint = model_fingerprint(
-            local_path(model_path),
-            Path(adapter_path) if adapter_path else None,
-            self._content_hash,
-        )
-        request, folder = self._config.precision, self._config.folder
-        spec = ModelCacheSpec.probe(provider.model, request.choice())
-        allocation = None
-        if request.is_measured and any(group.precision for group in spec.full):
-            allocation = self._allocation(provider, spec, fingerprint)
-            spec = allocated(provider.model, spec, allocation)
-        measured = folder / "attention.json"
-        spec = with_plans(provider.model, spec, measured, self._config.attention)
-        warm_up(provider.model, spec)
-        text = TokenText.of(provider.tokenizer) if self._config.store_text else None
-        if text is None and self._config.store_text:
-            logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        about = described(spec, allocation)
-        logger.info("kvpersist: %s: %s; %s", model_path, about, self._places())
-        for group in spec.full:
-            if group.precision is None and not self._config.precision.is_own:
-                logger.warning(
-                    "kvpersist: %d of its layers stay in full precision: %s",
-                    len(group.slots),
-                    group.why,
-                )
-        self._model_ref = weakref.ref(provider.model)
-        model = weakref.proxy(provider.model)
-        return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
-
-    def _allocation(self, provider: Any, spec: ModelCacheSpec, fingerprint: str) -> Allocation:
-        """Return the precision of each layer: as chosen before, else measured now."""
-        request, file = self._config.precision, self._config.folder / "precision.json"
-        known = known_allocation(file, fingerprint, request)
-        if known is not None and known.precisions.keys() == spec.slots_of_full:
-            return known
-        told_s = time.monotonic()
-
-        def told(n_done: int, n_runs: int) -> None:
-            nonlocal told_s
-            if time.monotonic() - told_s > _TELL_S:
-                told_s = time.monotonic()
-                logger.info("kvpersist: measuring precision: %d of about %d runs", n_done, n_runs)
-
-        logger.info("kvpersist: measuring once which precision this model bears")
-        try:
-            found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, told)
-        except Exception as error:
-            raise ModelNotSupported(f"its precision cannot be measured: {error!r}") from error
-        mx.clear_cache()
-        keep_allocation(file, fingerprint, request, found)
-        return found
-
-    def _content_hash(self, path: Path) -> str:
-        """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
-        assert self._store is not None
-        stat = path.stat()
-        stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-        known = self._store.file_hash(str(path), stamp)
-        if known is None:
-            logger.info("kvpersist: reading %s once, to tell models apart", path.name)
-            known = content_hash(path)
-            self._store.set_file_hash(str(path), stamp, known)
-        return known
 
     def _spec_of(self, model: Any) -> ModelCacheSpec | None:
         """Return the spec of the loaded model, None for any other."""

@@ -1,0 +1,127 @@
+"""A model that the server has loaded is made ready: its caches probed, their precision chosen.
+
+Generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from ..cache.allocation import (
+    Allocation,
+    PrecisionRequest,
+    allocated,
+    keep_allocation,
+    known_allocation,
+    measure,
+)
+from ..cache.attention import Strategy
+from ..cache.calibration import with_plans
+from ..cache.canary import warm_up
+from ..cache.fingerprint import content_hash, model_fingerprint
+from ..cache.sample import sample_ids
+from ..cache.spec import ModelCacheSpec
+from ..errors import ModelNotSupported
+from ..match.text import TokenText
+from ..store.block_store import BlockStore
+from ..units import show_bytes
+from .model import LoadedModel, described, local_path
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 5.0
+"""Between two lines of progress."""
+
+
+def prepare(
+    provider: Any,
+    store: BlockStore,
+    request: PrecisionRequest,
+    attention: Strategy | Literal["auto"],
+    *,
+    with_text: bool,
+) -> LoadedModel:
+    """Return what is known of the model that the provider has loaded, and log it.
+
+    What is measured of it is kept in the store's folder. with_text: whether its prompts may be
+    stored as text. Raises ModelNotSupported where its conversations cannot be kept.
+    """
+    model_path, adapter_path, draft_path = provider.model_key
+    if draft_path is not None:
+        raise ModelNotSupported("a draft model is in use")
+    fingerprint = model_fingerprint(
+        local_path(model_path),
+        Path(adapter_path) if adapter_path else None,
+        lambda path: _content_hash(store, path),
+    )
+    spec = ModelCacheSpec.probe(provider.model, request.choice())
+    allocation = None
+    if request.is_measured and any(group.precision for group in spec.full):
+        file = store.folder / "precision.json"
+        allocation = _allocation(provider, spec, fingerprint, request, file)
+        spec = allocated(provider.model, spec, allocation)
+    spec = with_plans(provider.model, spec, store.folder / "attention.json", attention)
+    warm_up(provider.model, spec)
+    text = TokenText.of(provider.tokenizer) if with_text else None
+    if text is None and with_text:
+        logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
+    about = described(spec, allocation)
+    logger.info("kvpersist: %s: %s; %s", model_path, about, places(store))
+    for group in spec.full:
+        if group.precision is None and not request.is_own:
+            logger.warning(
+                "kvpersist: %d of its layers stay in full precision: %s",
+                len(group.slots),
+                group.why,
+            )
+    model = weakref.proxy(provider.model)
+    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
+
+
+def places(store: BlockStore) -> str:
+    """Return where conversations are kept and how much space they take, for the log."""
+    ram = show_bytes(store.limits.max_ram_bytes)
+    return f"conversations in {store.disk.space()}, and up to {ram} of RAM"
+
+
+def _allocation(
+    provider: Any, spec: ModelCacheSpec, fingerprint: str, request: PrecisionRequest, file: Path
+) -> Allocation:
+    """Return the precision of each layer: as chosen before, else measured now."""
+    known = known_allocation(file, fingerprint, request)
+    if known is not None and known.precisions.keys() == spec.slots_of_full:
+        return known
+    told_s = time.monotonic()
+
+    def told(n_done: int, n_runs: int) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s > _TELL_S:
+            told_s = time.monotonic()
+            logger.info("kvpersist: measuring precision: %d of about %d runs", n_done, n_runs)
+
+    logger.info("kvpersist: measuring once which precision this model bears")
+    try:
+        found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, told)
+    except Exception as error:
+        raise ModelNotSupported(f"its precision cannot be measured: {error!r}") from error
+    mx.clear_cache()
+    keep_allocation(file, fingerprint, request, found)
+    return found
+
+
+def _content_hash(store: BlockStore, path: Path) -> str:
+    """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
+    stat = path.stat()
+    stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+    known = store.file_hash(str(path), stamp)
+    if known is None:
+        logger.info("kvpersist: reading %s once, to tell models apart", path.name)
+        known = content_hash(path)
+        store.set_file_hash(str(path), stamp, known)
+    return known
