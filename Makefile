@@ -56,7 +56,7 @@ dev: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 ifeq ($(MODEL),smollm2)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --kv-bits 8 --chars 4000
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000
 else
 	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)")
 endif

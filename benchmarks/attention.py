@@ -34,7 +34,7 @@ from mlx_lm_kvpersist.cache.attention import (
 )
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.precision import KVPrecision
 
 from .report import Result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -15,12 +14,11 @@ import platformdirs
 
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
-from .cache.allocation import PrecisionRequest
 from .cache.attention import STRATEGIES, Strategy
-from .cache.packed import GROUP_SIZES, OWN_BITS
+from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionRequest
 from .errors import ConfigError
 from .store.budget import StoreLimits
-from .units import parse_budget, parse_folder, parse_size
+from .units import parse_budget, parse_folder, parse_nats, parse_seconds, parse_size
 
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
@@ -64,26 +62,6 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
     return share
-
-
-def parse_nats(text: str) -> float:
-    """Return a divergence above 0."""
-    return _positive(text, "a divergence in nats; write a number above 0, such as 0.01")
-
-
-def parse_seconds(text: str) -> float:
-    """Return a time above 0."""
-    return _positive(text, "a number of seconds above 0")
-
-
-def _positive(text: str, expected: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise ArgumentTypeError(f"{text!r} is not {expected}")
-    return number
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""How options read sizes and folders, and how messages show sizes (powers of 1024)."""
+"""How options read sizes, folders and numbers, and how messages show sizes (powers of 1024)."""
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -61,3 +62,23 @@ def show_bytes(n_bytes: float) -> str:
         if abs(n_bytes) < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{n_bytes:.1f} {unit}iB"
+
+
+def parse_nats(text: str) -> float:
+    """Return a divergence above 0."""
+    return _positive(text, "a divergence in nats; write a number above 0, such as 0.01")
+
+
+def parse_seconds(text: str) -> float:
+    """Return a time above 0."""
+    return _positive(text, "a number of seconds above 0")
+
+
+def _positive(text: str, expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r} is not {expected}")
+    return number

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
-from mlx_lm_kvpersist.cache.allocation import PrecisionRequest
+from mlx_lm_kvpersist.cache.precision import PrecisionRequest
 from mlx_lm_kvpersist.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent

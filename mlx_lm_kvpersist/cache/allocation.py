@@ -1,31 +1,39 @@
-"""Which bits each layer's keys and values get: measured on the model, kept for ever.
+"""Which bits each layer's keys and values get: measured on the model.
 
 The divergence of single layers adds up to that of the whole within some percent. So each layer's
-keys are quantized alone, bits are given to the layers that gain most from them, and the result is
-measured as a whole. Values lose less and are measured together.
+keys are quantized alone, or with its neighbours' where time is short; bits are given to the layers
+that gain most from them, and the result is measured as a whole. Values lose less and are measured
+together.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
-from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
-from .divergence import MeanDivergence, Reference
-from .kept_file import keep, read_kept
-from .packed import OWN_BITS, KVPrecision, PrecisionChoice, parse_precision
+import mlx.core as mx
+
+from .divergence import Reference
+from .packed import dequantize, quantize
+from .precision import (
+    OWN_BITS,
+    Allocation,
+    KVPrecision,
+    MeanDivergence,
+    PrecisionRequest,
+    Quantization,
+)
 from .probe import with_groups
 from .spec import LayerGroup, ModelCacheSpec
 
-logger = logging.getLogger(__name__)
-
-_FORMAT = 1
-_BITS = (4, 6, 8, OWN_BITS)
-"""5 bits are left out: on CUDA they take longer to dequantize than 6, and they save little."""
+_BITS = (4, 5, 6, 8, OWN_BITS)
+_SLOW = 1.3
+"""5 bits are left out where they take so much longer to dequantize than 6, as on CUDA."""
 _PER_BIT = 4.2
 """Each bit more divides the divergence by about so much: measured on SmolLM2-135M."""
 _SURE_BITS = (8, 4)
@@ -34,6 +42,10 @@ _CHECKS = 5
 _CLOSER = 0.97
 """After a miss the budget shrinks by what it missed the target by, and by so much more."""
 _LEAST_TOKENS = 512
+_MOST_TIMED_BYTES = 64 << 20
+_MEASURE_SHARE = 0.9
+_SPARED_RUNS = 3
+"""For measuring the whole."""
 _ERROR_SHARE = 0.25
 """Of the target: most of the standard error."""
 
@@ -43,55 +55,6 @@ Precisions = dict[int, "KVPrecision | None"]
 """By slot; None for the model's own."""
 Rotated = dict[tuple[str, "Side"], bool]
 """By group and side."""
-
-
-@dataclass(frozen=True)
-class PrecisionRequest:
-    """What the command line asks for.
-
-    `bits` of keys and of values; None: as few as keep the mean divergence from the model's own
-    precision below `target_nats`. What is measured may take `measure_s` seconds. `rotate` "auto"
-    rotates keys, and values, where that brings them nearer to the model's own.
-    """
-
-    bits: tuple[int, int] | None = None
-    group_size: int | None = None
-    rotate: Literal["auto", "on", "off"] = "auto"
-    target_nats: float = 0.01
-    measure_s: float = 60.0
-
-    @property
-    def is_own(self) -> bool:
-        """Whether full precision is requested."""
-        return self.bits is not None and OWN_BITS in self.bits
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the model decides."""
-        return not self.is_own and (self.bits is None or self.rotate == "auto")
-
-    def choice(self) -> PrecisionChoice:
-        """Return the choice of one precision for all layers, rotated unless that is off."""
-        rotated = self.rotate != "off"
-        key_bits, value_bits = self.bits or (4, 4)
-        return PrecisionChoice(key_bits, value_bits, self.group_size, (rotated, rotated))
-
-    def __str__(self) -> str:
-        bits = f"{self.target_nats:g} nats" if self.bits is None else "{} {}".format(*self.bits)
-        return f"{bits}, group {self.group_size or 'auto'}, rotate {self.rotate}"
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The precision of each slot of the full groups, by its place in the prompt cache.
-
-    `divergence` is what the whole was measured to have, None where there was no time for it.
-    """
-
-    precisions: Mapping[int, KVPrecision | None]
-    divergence: MeanDivergence | None = None
-    measured_on: str = ""
-    """The day, as YYYY-MM-DD."""
 
 
 def allocated(model: Any, spec: ModelCacheSpec, allocation: Allocation) -> ModelCacheSpec:
@@ -169,12 +132,11 @@ class _Measuring:
         if bits is not None:
             return self._checked(self._all(*bits, rotated))
         self._read_more()
-        for slot, group in self.group_of.items():
-            found = self._run(
-                {**self.own, slot: _precision(group, 4, 8, rotated)}, self.request.measure_s * 0.9
-            )
+        for slots in self._bunches():
+            trial = {slot: _precision(self.group_of[slot], 4, 8, rotated) for slot in slots}
+            found = self._run({**self.own, **trial}, self.request.measure_s * _MEASURE_SHARE)
             if found is not None:
-                at_four[slot, "keys"] = found.mean
+                at_four |= {(slot, "keys"): found.mean / len(slots) for slot in slots}
         return self._within_target(at_four, rotated)
 
     def _caches(self, precisions: Precisions) -> list[Any]:
@@ -231,13 +193,30 @@ class _Measuring:
             self.reference = Reference(self.model, self.ids[:n_tokens], self._caches(self.own))
             self.run_s *= n_tokens / _LEAST_TOKENS
 
+    def _bunches(self) -> list[tuple[int, ...]]:
+        """Return the slots whose keys are measured together: one, or as many as the time asks for.
+
+        They are neighbours of one group.
+        """
+        left_s = self.ends_s - time.perf_counter()
+        n_allowed = max(1, int(_MEASURE_SHARE * left_s / max(self.run_s, 1e-6)) - _SPARED_RUNS)
+        size = math.ceil(len(self.group_of) / n_allowed)
+        bunches = [
+            group.slots[start : start + size]
+            for group in self.groups
+            for start in range(0, len(group.slots), size)
+        ]
+        self.n_runs += len(bunches) - len(self.group_of)
+        return bunches
+
     def _within_target(self, at_four: Mapping[Part, float], rotated: Rotated) -> Allocation:
         """Give bits out, and measure the whole; give out more while it is beyond the target."""
         target = self.request.target_nats
         costs = {(slot, side): _numbers(self.group_of[slot], side) for slot, side in at_four}
+        choice = _quick_bits(self.groups[0])
         budget = target
         for _ in range(_CHECKS):
-            bits = allocate(at_four, costs, budget)
+            bits = allocate(at_four, costs, budget, choice)
             trial = {
                 slot: _precision(
                     group,
@@ -276,17 +255,43 @@ def _numbers(group: LayerGroup, side: Side) -> int:
     return shape.n_heads * shape.dim if shape else 0
 
 
+def _quick_bits(group: LayerGroup) -> tuple[int, ...]:
+    """Return the bits to choose from on this device: 5 only where they are not slow."""
+    precision, shape = group.precision, group.keys
+    assert precision is not None and shape is not None
+    of = {n: Quantization(n, precision.group_size) for n in (5, 6)}
+    n_tokens = 1 << 10
+    while True:
+        keys = mx.zeros((1, shape.n_heads, n_tokens, shape.dim), shape.mx_dtype)
+        packed = {n: quantize(keys, one) for n, one in of.items()}
+        mx.eval(list(packed.values()))
+        times_s: dict[int, list[float]] = {5: [], 6: []}
+        for _ in range(5):
+            for n, taken_s in times_s.items():
+                started_s = time.perf_counter()
+                mx.eval(dequantize(packed[n], of[n]))
+                taken_s.append(time.perf_counter() - started_s)
+        five_s, six_s = (median(taken_s) for taken_s in times_s.values())
+        # A launch takes a GPU tens of microseconds, whatever it does.
+        if six_s > 1e-3 or keys.nbytes > _MOST_TIMED_BYTES:
+            return _BITS if five_s <= _SLOW * six_s else tuple(n for n in _BITS if n != 5)
+        n_tokens *= 4
+
+
 def allocate(
-    at_four: Mapping[Part, float], costs: Mapping[Part, int], budget: float
+    at_four: Mapping[Part, float],
+    costs: Mapping[Part, int],
+    budget: float,
+    choice: Sequence[int] = _BITS,
 ) -> dict[Part, int]:
     """Give bits out so that the predicted divergence stays within `budget`.
 
     `at_four` has the divergence with each part alone in 4 bits, `costs` its numbers a token. The
-    next bits go to the part that gains most for what they cost.
+    next bits of `choice`, which begins with 4, go to the part that gains most for what they cost.
     """
-    bits = dict.fromkeys(at_four, _BITS[0])
+    bits = dict.fromkeys(at_four, choice[0])
     while sum(_predicted(at_four[part], n) for part, n in bits.items()) > budget:
-        steps = {part: _BITS[_BITS.index(n) + 1] for part, n in bits.items() if n != OWN_BITS}
+        steps = {part: choice[choice.index(n) + 1] for part, n in bits.items() if n != choice[-1]}
         if not steps:
             break
         gains = {
@@ -301,35 +306,3 @@ def allocate(
 
 def _predicted(at_four: float, bits: int) -> float:
     return 0.0 if bits == OWN_BITS else max(0.0, at_four) / _PER_BIT ** (bits - _BITS[0])
-
-
-# What was chosen is kept in a JSON file.
-
-
-def known_allocation(file: Path, fingerprint: str, request: PrecisionRequest) -> Allocation | None:
-    """Return what was chosen for this model and request before; None if it cannot be read."""
-    kept = read_kept(file, _FORMAT).get(f"{fingerprint} {request}")
-    if kept is None:
-        return None
-    try:
-        precisions = {int(slot): parse_precision(name) for slot, name in kept["slots"].items()}
-        found = kept["divergence"]
-        divergence = None if found is None else MeanDivergence(float(found[0]), float(found[1]))
-        return Allocation(precisions, divergence, str(kept["measured_on"]))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        logger.warning("kvpersist: %s is damaged, precision is measured again: %r", file, error)
-        return None
-
-
-def keep_allocation(
-    file: Path, fingerprint: str, request: PrecisionRequest, allocation: Allocation
-) -> None:
-    """Keep what was chosen; a file that cannot be written is logged."""
-    found = allocation.divergence
-    slots = {str(slot): str(how or "own") for slot, how in allocation.precisions.items()}
-    measured = {
-        "slots": slots,
-        "divergence": None if found is None else [found.mean, found.standard_error],
-        "measured_on": allocation.measured_on,
-    }
-    keep(file, _FORMAT, f"{fingerprint} {request}", measured)

@@ -19,7 +19,8 @@ from typing import Literal
 import mlx.core as mx
 
 from . import packed as pk
-from .packed import Packed, Quantization
+from .packed import Packed
+from .precision import Quantization
 
 Strategy = Literal["dequantize", "packed", "tiled"]
 STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")

@@ -16,7 +16,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from . import packed as pk
-from .packed import KVPrecision
+from .precision import KVPrecision
 from .quantized import AttentionPlan, Buffers, PackedCache, SequenceQuantizedKVCache
 
 KeysAndValues = tuple[Any, Any]

@@ -36,7 +36,8 @@ from .attention import (
 )
 from .kept_file import keep, read_kept
 from .observe import AttentionShape, probe_packed
-from .packed import KVPrecision, Packed, Quantization
+from .packed import Packed
+from .precision import KVPrecision, Quantization
 from .quantized import PHASES, AttentionPlan, forced_plan
 from .spec import ModelCacheSpec, replaced, slots_of
 

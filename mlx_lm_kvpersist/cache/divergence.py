@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from .precision import MeanDivergence
+
 _CHUNK = 256
 _MOST_BYTES = 256 << 20
 """A larger reference is kept in float16, which moves a mean by less than 1e-4."""
-
-
-@dataclass(frozen=True)
-class MeanDivergence:
-    """A mean over the tokens of a text, and its standard error, in nats."""
-
-    mean: float
-    standard_error: float
 
 
 class Reference:

@@ -57,6 +57,19 @@ def model_fingerprint(
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def local_path(model: str) -> Path:
+    """Return the folder of a model that has been loaded: a path, or a repository in the cache."""
+    path = Path(model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception as error:
+        raise ModelNotSupported(f"the files of model {model} cannot be found: {error}") from error
+
+
 def content_hash(path: Path) -> str:
     """Return a hex hash of a file's content: its sha256 in a hub cache, else xxh3_128.
 

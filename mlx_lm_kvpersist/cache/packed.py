@@ -1,4 +1,4 @@
-"""The precision of keys and values, and the arithmetic on them: rotate, quantize, append, read.
+"""Arithmetic on quantized keys and values: rotate, quantize, append, read.
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
 [B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
@@ -10,139 +10,16 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
 import mlx.core as mx
 
+from .precision import Quantization
+
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
-
-
-GROUP_SIZES = (64, 32, 128)
-"""The group sizes that MLX has kernels for, in the order in which they are tried."""
-
-OWN_BITS = 16
-"""Stands for full precision: the dtype that the model computes in."""
-
-_BITS = (2, 3, 4, 5, 6, 8)
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How keys, or values, are quantized: MLX affine, `bits` per number.
-
-    `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
-    before: a channel far larger than the others would leave these few of the steps.
-
-    Raises:
-        ValueError: MLX has no kernel for these bits or this group size.
-    """
-
-    bits: int = 4
-    group_size: int = 64
-    rotated: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bits not in _BITS:
-            raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
-        if self.group_size not in GROUP_SIZES:
-            raise ValueError(
-                f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.bits}{'r' if self.rotated else ''}"
-
-    def fits(self, dim: int) -> bool:
-        """Return whether a last dimension of `dim` numbers can be quantized."""
-        return dim > 0 and dim % self.group_size == 0
-
-
-@dataclass(frozen=True)
-class KVPrecision:
-    """How the keys and the values of a layer are quantized; both in groups of the same size.
-
-    Raises:
-        ValueError: the group sizes differ.
-    """
-
-    keys: Quantization = Quantization()
-    values: Quantization = Quantization()
-
-    def __post_init__(self) -> None:
-        if self.keys.group_size != self.values.group_size:
-            raise ValueError("keys and values have different group sizes")
-
-    @classmethod
-    def of(
-        cls,
-        key_bits: int = 4,
-        group_size: int = 64,
-        value_bits: int | None = None,
-        *,
-        rotated: tuple[bool, bool] = (False, False),
-    ) -> KVPrecision:
-        """Return a precision; without `value_bits` values have the bits of keys."""
-        keys = Quantization(key_bits, group_size, rotated[0])
-        values = Quantization(value_bits or key_bits, group_size, rotated[1])
-        return cls(keys, values)
-
-    @property
-    def group_size(self) -> int:
-        return self.keys.group_size
-
-    def __str__(self) -> str:
-        bits = str(self.keys)
-        if self.values != self.keys:
-            bits = f"k{self.keys}v{self.values}"
-        return f"{bits}b{self.group_size}"
-
-
-def parse_precision(name: str) -> KVPrecision | None:
-    """Return the precision of this name; None for "own". Raises ValueError for anything else."""
-    if name == "own":
-        return None
-    match = re.fullmatch(r"(?:k(\d)(r?)v(\d)(r?)|(\d)(r?))b(\d+)", name)
-    if match is None:
-        raise ValueError(f"{name!r} is not the name of a precision")
-    key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
-    rotated = bool(keys_turned or turned), bool(values_turned or turned)
-    return KVPrecision.of(
-        int(key_bits or bits), int(size), int(value_bits or bits), rotated=rotated
-    )
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """The requested bits of keys and of values; `OWN_BITS` requests full precision.
-
-    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it. `rotated`
-    says whether keys, and whether values, are rotated.
-    """
-
-    key_bits: int = 4
-    value_bits: int = 4
-    group_size: int | None = None
-    rotated: tuple[bool, bool] = (False, False)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether full precision is requested."""
-        return OWN_BITS in (self.key_bits, self.value_bits)
-
-    def candidates(self) -> list[KVPrecision]:
-        """Return the precisions to try, in order; none for full precision."""
-        if self.is_own:
-            return []
-        sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
-        return [
-            KVPrecision.of(self.key_bits, size, self.value_bits, rotated=self.rotated)
-            for size in sizes
-        ]
 
 
 def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from ..errors import ModelNotSupported
 from .observe import logits_difference
-from .packed import KVPrecision, PrecisionChoice
+from .precision import KVPrecision, PrecisionChoice
 from .quantized import SequenceQuantizedKVCache
 from .spec import (
     COMPOSITE,

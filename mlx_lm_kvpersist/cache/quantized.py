@@ -12,7 +12,8 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import packed as pk
 from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
-from .packed import KVPrecision, Packed
+from .packed import Packed
+from .precision import KVPrecision
 
 if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .packed import KVPrecision, PrecisionChoice
+from .precision import KVPrecision, PrecisionChoice
 from .quantized import AttentionPlan, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
@@ -219,18 +219,23 @@ class ModelCacheSpec:
             pairs = zip(forms, self.full, strict=True)
             by_slot = sorted((slot, form) for form, group in pairs for slot in group.slots)
             runs = groupby(form for _, form in by_slot)
-            forms = [f"{form}*{len(list(run))}" for form, run in runs]
-            return ",".join([*forms, *self._others])
-        return ",".join([*dict.fromkeys(forms), *self._others])
-
-    @property
-    def _others(self) -> list[str]:
-        return [f"w{window}" for window in self.sliding] + ["state"] * bool(self.recurrent)
+            parts = [f"{form}*{len(list(run))}" for form, run in runs]
+        else:
+            parts = list(dict.fromkeys(forms))
+        windows = [f"w{window}" for window in self.sliding]
+        return ",".join([*parts, *windows, *["state"] * bool(self.recurrent)])
 
     @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of a token in the full groups, live and on disk."""
         return sum(group.bytes_per_token for group in self.full)
+
+    @cached_property
+    def bits_per_number(self) -> float:
+        """Mean bits of a number in the full groups' keys and values, with scales and biases."""
+        shapes = ((g.slots, shape) for g in self.full for shape in (g.keys, g.values) if shape)
+        n_numbers = sum(len(slots) * shape.n_heads * shape.dim for slots, shape in shapes)
+        return 8 * self.bytes_per_token / n_numbers
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:

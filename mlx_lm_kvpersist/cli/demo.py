@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
         model = args.model or str(make_model(folder / "model"))
-        options = ("--kvpersist-kv-bits", args.kv_bits) if args.kv_bits else ()
+        options = ("--kvpersist-kv-bits", args.bits) if args.bits else ()
         # What random weights say is not worth reading.
         shows_replies = args.model is not None
         steps = run_steps(model, options, folder, args.chars, out.print, shows_replies)

@@ -17,9 +17,10 @@ from typing import Any
 from .. import __version__
 from .._startup import requested_plugins, serve
 from ..errors import KVPersistError
-from ..units import parse_folder, parse_size
+from ..units import parse_folder, parse_nats, parse_seconds, parse_size
 
 PROG = "mlx-lm-kvpersist"
+_KV_BITS = ("auto", "4", "5", "6", "8", "k6v4", "k8v4", "16")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
     )
-    demo.add_argument("--kv-bits", help="as the server's --kvpersist-kv-bits (default: its own)")
+    demo.add_argument("--bits", help="as the server's --kvpersist-kv-bits (default: its own)")
     demo.add_argument(
         "--chars",
         type=int,
@@ -75,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="characters of the text it is about (default: %(default)s, about 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
-    _add_quality(add)
+    _add_quality(_adder(commands, _folder()))
     _add_selftest(add)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -92,18 +93,12 @@ def make_parser() -> argparse.ArgumentParser:
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
     spec.add_argument(
-        "--kv-bits",
-        choices=("auto", "4", "5", "6", "8", "k6v4", "k8v4", "16"),
+        "--bits",
+        choices=_KV_BITS,
         default="auto",
-        help="as the server's --kvpersist-kv-bits (default: auto, measured within a minute)",
+        help="as the server's --kvpersist-kv-bits (default: auto)",
     )
-    spec.add_argument("--kv-group-size", type=int, help="as --kvpersist-kv-group-size")
-    spec.add_argument(
-        "--kv-rotate",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="as --kvpersist-kv-rotate (default: auto)",
-    )
+    _add_precision(spec)
     summary = "check, repair and shrink a store"
     _add_store(_commands(commands.add_parser("store", help=summary, description=summary)))
     _add_why(commands)
@@ -162,10 +157,27 @@ def _budgets() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_precision(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--group-size", type=int, help="as --kvpersist-kv-group-size")
+    command.add_argument(
+        "--rotate", choices=("auto", "on", "off"), default="auto", help="as --kvpersist-kv-rotate"
+    )
+    command.add_argument(
+        "--target", type=parse_nats, default=0.01, metavar="NATS", help="as --kvpersist-kv-target"
+    )
+    command.add_argument(
+        "--measure-s",
+        type=parse_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="as --kvpersist-kv-measure-s (default: 60)",
+    )
+
+
 def _add_quality(add: Any) -> None:
-    quality = add("quality", "quality:run", "measure what 8 and 4 bits of KV cost", json=True)
+    quality = add("quality", "quality:run", "measure what every KV precision costs")
     quality.description = (
-        "Measure what 8 and 4 bits of KV change in a model's output: the perplexity of a text, "
+        "Measure what every KV precision changes in a model's output: the perplexity of a text, "
         "the next tokens, a fact found in a long context, a tool call."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
@@ -183,6 +195,12 @@ def _add_quality(add: Any) -> None:
         help="tokens of the context in which a fact is hidden (%(default)s)",
     )
     quality.add_argument("--no-needle", action="store_true", help="hide no fact; that is slowest")
+    _add_precision(quality)
+    quality.add_argument(
+        "--choose",
+        action="store_true",
+        help="only measure anew which bits `auto` gives, and keep that in the store for the server",
+    )
 
 
 def _add_selftest(add: Any) -> None:

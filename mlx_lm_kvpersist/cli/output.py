@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from rich.text import Text
 
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask."""
+_LONG_S = 2.0
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -83,15 +85,28 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: st
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr if that is a terminal; the yielded function takes (done, total)."""
+    """Show progress on stderr: a bar in a terminal, else a line for every 5% of what takes long.
+
+    The yielded function takes (done, total).
+    """
+    if not sys.stderr.isatty():
+        yield _lines(what)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(what: str) -> Callable[[int, int], None]:
+    told, started_s = 0, time.monotonic()
+
+    def tell_of(done: int, total: int) -> None:
+        nonlocal told
+        percent = 100 * done // max(1, total) // 5 * 5
+        if percent > told and time.monotonic() - started_s >= _LONG_S:
+            told = percent
+            print(f"{what}: {percent}%", file=sys.stderr, flush=True)
+
+    return tell_of

@@ -1,37 +1,43 @@
-"""`mlx-lm-kvpersist quality`: how 8 and 4 bits of KV change a model's output."""
+"""`mlx-lm-kvpersist quality`: how each KV precision changes a model's output."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..cache.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.kept_allocation import PRECISION_FILE, keep_allocation
+from ..cache.precision import layout_in_words
+from ..cache.spec import ModelCacheSpec
+from ..config import KV_BITS
+from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
+from .opening import check_exists, folder_of
 from .output import console, print_json, print_table, progress, tell
-from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
+from .quality_advice import REFERENCE, Estimate, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
-    CHOICES,
     SECRET,
     TOOL,
     TOOL_QUESTION,
+    MakeCache,
     Told,
     greedy,
     n_text_steps,
     needle_prompts,
     prompt_of,
-    quantizable,
     score_text,
-    spec_for,
     takes_tools,
     tool_call_in,
     windows_of,
 )
-from .spec import load_named
+from .spec import load_named, measured_spec, pictures, request_of
 
 OWN_TEXT = Path(__file__).with_name("quality_text.txt")
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -42,6 +48,8 @@ _TOOL_TOKENS = 128
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError where it fails."""
+    if args.choose:
+        return _choose(args)
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text_name, text = read_text(args.text)
@@ -53,19 +61,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
-    why_not = quantizable(model, CHOICES)
-    names = [name for name, reason in why_not.items() if reason is None]
-    left_out = {name: reason for name, reason in why_not.items() if reason is not None}
-    if set(names) <= {REFERENCE}:
+    specs, left_out = _specs(args, model, tokenizer)
+    if not specs:
         reasons = "; ".join(sorted(set(left_out.values())))
         why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
         content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
         tell(args, {**content, "recommended": REFERENCE, "why": why}, why)
         return 0
+    first = next(iter(specs.values()))
+    dtype = next(group.keys.dtype for group in first.full if group.keys is not None)
+    makers: dict[str, MakeCache] = {REFERENCE: partial(make_prompt_cache, model)}
+    makers |= {name: spec.make_cache for name, spec in specs.items()}
     windows = windows_of(ids, begin, args.window, args.stride)
     with_tools = takes_tools(tokenizer)
     n_needles = 0 if args.no_needle else len(_DEPTHS)
-    total = n_text_steps(windows) + len(names) * (n_needles + with_tools)
+    total = n_text_steps(windows) + len(makers) * (n_needles + with_tools)
     done = 0
     with progress("quality") as told:
 
@@ -74,55 +84,118 @@ def run(args: argparse.Namespace) -> int:
             done += 1
             told(done, total)
 
-        choices = {name: CHOICES[name] for name in names}
-        scores = score_text(model, windows, choices, one_more)
-        ask = partial(_replies, model, tokenizer, names, one_more)
+        scores = score_text(model, windows, makers, one_more)
+        ask = partial(_replies, model, tokenizer, makers, one_more)
         depths = () if args.no_needle else _DEPTHS
         hidden = needle_prompts(tokenizer, text, args.context, depths)
         needles = [ask(ids, _NEEDLE_TOKENS) for _, ids in hidden]
         question = prompt_of(tokenizer, TOOL_QUESTION, [TOOL]) if with_tools else []
         calls = ask(question, _TOOL_TOKENS) if with_tools else {}
-    own = scores[REFERENCE]
+    own_bytes = sum(group.full_precision_bytes for group in first.full)
     rows = [
         Row(
             precision=name,
-            kv_bytes_per_token=float(spec_for(model, CHOICES[name]).bytes_per_token),
+            layout=specs[name].layout if name in specs else "own",
+            bits_per_number=first.bits_per_number * n_bytes / first.bytes_per_token,
+            kv_bytes_per_token=float(n_bytes),
             perplexity=score.perplexity,
-            perplexity_rise=score.perplexity / own.perplexity - 1,
+            perplexity_rise=score.perplexity_rise,
             agreement=score.agreement,
-            divergence_nats=score.mean_divergence,
+            divergence_nats=score.divergence_nats,
             needles=_needles_of(needles, name),
             tool_call=_tool_call_of(tokenizer, calls, name),
         )
         for name, score in scores.items()
+        for n_bytes in [specs[name].bytes_per_token if name in specs else own_bytes]
     ]
-    advice = recommend(rows)
+    advice = recommend(rows, args.target)
+    noted = caveats(rows, args.target)
     if args.json:
         print_json(
             {
                 "model": args.model,
-                "text": {**about_text, "tokens": len(ids), "predicted": own.n_tokens},
+                "reference": dtype,
+                "text": {**about_text, "tokens": len(ids), "predicted": scores["16"].n_tokens},
                 "window": args.window,
                 "stride": args.stride,
                 "needle_context": None if args.no_needle else args.context,
                 "template_takes_tools": with_tools,
                 "rows": [asdict(row) for row in rows],
                 "left_out": left_out,
-                "caveats": caveats(rows),
+                "caveats": noted,
                 "recommended": advice[0],
                 "why": advice[1],
             }
         )
         return 0
     console().print(
-        f"{args.model} on {text_name}: {own.n_tokens:,} tokens predicted, in windows of "
-        f"{args.window:,} that advance by {args.stride:,}\n"
+        f"{args.model} on {text_name}: {scores[REFERENCE].n_tokens:,} tokens predicted, in windows "
+        f"of {args.window:,} that advance by {args.stride:,}. Compared with {REFERENCE}, the "
+        f"model's own {dtype}. ±: standard error.\n"
     )
     _print_rows(rows)
+    for side, picture in pictures(specs["auto"]).items() if "auto" in specs else ():
+        console().print(f"auto: bits of the {side} by layer: {picture}")
     left = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    for line in (*left, *caveats(rows), "", advice[1]):
+    for line in (*left, *noted, "", advice[1]):
         console().print(line)
     return 0
+
+
+def _choose(args: argparse.Namespace) -> int:
+    """Measure anew what `auto` gives, and keep it for the server."""
+    folder = folder_of(args)
+    check_exists(folder)
+    model, tokenizer = load_named(args.model)
+    request = request_of(args, "auto")
+    spec, allocation = measured_spec(model, tokenizer, request)
+    if allocation is None:
+        raise ModelNotSupported(f"nothing of {args.model} is quantized, there is nothing to choose")
+    fingerprint = model_fingerprint(local_path(args.model), None, content_hash)
+    file = folder / PRECISION_FILE
+    keep_allocation(file, fingerprint, request, allocation)
+    found = allocation.divergence
+    nats = None if found is None else Estimate(found.mean, found.standard_error)
+    content = {
+        "model": args.model,
+        "layout": spec.layout,
+        "divergence_nats": asdict(nats) if nats else None,
+        "kept_in": str(file),
+    }
+    tell(
+        args,
+        content,
+        f"{args.model}: {layout_in_words(spec.layout)} ({spec.bits_per_number:.1f} on average)",
+        *(f"Bits of the {side} by layer: {line}" for side, line in pictures(spec).items()),
+        f"Predicted divergence: {nats.value:.2g} ± {nats.error:.1g} nats"
+        if nats
+        else "There was no time to measure the whole: give it more with --measure-s",
+        f"Kept in {file}. The server uses it from its next start; conversations stored in other "
+        "bits are not found again.",
+    )
+    return 0
+
+
+def _specs(
+    args: argparse.Namespace, model: Any, tokenizer: Any
+) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
+    """Return the spec of every precision that the model can be kept in, and why not in others."""
+    specs: dict[str, ModelCacheSpec] = {}
+    left_out: dict[str, str] = {}
+    for name in KV_BITS:
+        if name == REFERENCE:
+            continue
+        try:
+            spec, _ = measured_spec(model, tokenizer, request_of(args, name))
+        except ModelNotSupported as error:
+            left_out[name] = str(error)
+            continue
+        if any(group.precision for group in spec.full):
+            specs[name] = spec
+        else:
+            reasons = [group.why for group in spec.full if group.why]
+            left_out[name] = reasons[0] if reasons else "no layer of this model is quantized"
+    return specs, left_out
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
@@ -149,13 +222,18 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def _replies(
-    model: Any, tokenizer: Any, names: Sequence[str], told: Told, ids: list[int], max_tokens: int
+    model: Any,
+    tokenizer: Any,
+    makers: Mapping[str, MakeCache],
+    told: Told,
+    ids: list[int],
+    max_tokens: int,
 ) -> dict[str, str]:
     """Return the reply of each precision to a prompt."""
     ends = set(tokenizer.eos_token_ids)
     replies = {}
-    for name in names:
-        said = greedy(model, ids, CHOICES[name], max_tokens, ends)
+    for name, make_cache in makers.items():
+        said = greedy(model, ids, make_cache(), max_tokens, ends)
         replies[name] = tokenizer.decode(said)
         told()
     return replies
@@ -183,11 +261,12 @@ def _print_rows(rows: Sequence[Row]) -> None:
     table = [
         [
             row.precision,
+            f"{row.bits_per_number:.2f}",
             show_bytes(row.kv_bytes_per_token),
-            f"{row.perplexity:.3f}",
-            f"{row.perplexity_rise:+.2%}",
-            f"{row.agreement:.1%}",
-            f"{row.divergence_nats:.4f}",
+            f"{row.perplexity.value:.3f} ± {row.perplexity.error:.3f}",
+            f"{row.perplexity_rise.value:+.2%} ± {row.perplexity_rise.error:.2%}",
+            f"{row.agreement.value:.1%} ± {row.agreement.error:.1%}",
+            f"{row.divergence_nats.value:.4f} ± {row.divergence_nats.error:.4f}",
             f"{row.needles.found} of {row.needles.tried}" if row.needles else "-",
             f"{row.needles.same} of {row.needles.tried}" if row.needles else "-",
             yes[row.tool_call.parses] if row.tool_call else "-",
@@ -196,7 +275,7 @@ def _print_rows(rows: Sequence[Row]) -> None:
         for row in rows
     ]
     columns = [
-        *("bits", "a token", "perplexity", "change", "same next token", "KL nats"),
+        *("bits", "a number", "a token", "perplexity", "change", "same next token", "KL nats"),
         *("needle found", "same reply", "tool call parses", "same call"),
     ]
-    print_table(columns, table, right="bits perplexity change")
+    print_table(columns, table, right="perplexity change")

@@ -15,20 +15,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.packed import OWN_BITS, PrecisionChoice
-from ..cache.spec import ModelCacheSpec
-from ..errors import ModelNotSupported
+from .quality_advice import Estimate
 
 Told = Callable[[], None]
 """Called when a piece of work is done."""
 
-OWN = PrecisionChoice(OWN_BITS, OWN_BITS)
-CHOICES: dict[str, PrecisionChoice] = {
-    "16": OWN,
-    "8": PrecisionChoice(8, 8),
-    "k8v4": PrecisionChoice(8, 4),
-    "4": PrecisionChoice(4, 4),
-}
+MakeCache = Callable[[], list[Any]]
+"""Returns an empty prompt cache."""
+
 _TEXT_STEP = 128
 _PREFILL_STEP = 512
 
@@ -53,21 +47,6 @@ TOOL: dict[str, Any] = {
 TOOL_QUESTION = "How many metres high is the water at the lock of Harrow Weir? Use the tool."
 
 
-def caches_for(model: Any, choice: PrecisionChoice) -> list[Any]:
-    """Return one empty cache for each layer, for a sequence in this precision.
-
-    Raises ModelNotSupported where nothing of this model can be quantized so.
-    """
-    if choice.is_own:
-        return list(make_prompt_cache(model))
-    return list(spec_for(model, choice).make_cache())
-
-
-def spec_for(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
-    """Return the geometry of a model's cache in this precision; raises ModelNotSupported."""
-    return ModelCacheSpec.probe(model, choice, evaluate=False)
-
-
 @dataclass(frozen=True)
 class Window:
     """Token ids; the ones from `n_context` on are predicted."""
@@ -78,26 +57,43 @@ class Window:
 
 @dataclass
 class TextScore:
-    """Sums over the `n_tokens` predicted tokens of a text."""
+    """Sums over the `n_tokens` predicted tokens of a text; `sums` has a value and its square each.
+
+    They are the negative log-likelihood, how much it is above the reference's, and the
+    Kullback-Leibler divergence from the reference, in nats.
+    """
 
     n_tokens: int = 0
-    nll: float = 0.0
     n_agreeing: int = 0
-    divergence: float = 0.0
+    sums: tuple[float, ...] = (0.0,) * 6
+
+    def _mean(self, which: int) -> Estimate:
+        mean = self.sums[2 * which] / self.n_tokens
+        square = self.sums[2 * which + 1] / self.n_tokens
+        return Estimate(mean, math.sqrt(max(0.0, square - mean**2) / self.n_tokens))
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.nll / self.n_tokens, 700.0))
+    def perplexity(self) -> Estimate:
+        nll = self._mean(0)
+        value = math.exp(min(nll.value, 700.0))
+        return Estimate(value, value * nll.error)
 
     @property
-    def agreement(self) -> float:
+    def perplexity_rise(self) -> Estimate:
+        """Share by which the perplexity is above the reference's."""
+        above = self._mean(1)
+        ratio = math.exp(min(above.value, 700.0))
+        return Estimate(ratio - 1, ratio * above.error)
+
+    @property
+    def agreement(self) -> Estimate:
         """Share of the tokens for which the reference has the same likeliest token."""
-        return self.n_agreeing / self.n_tokens
+        share = self.n_agreeing / self.n_tokens
+        return Estimate(share, math.sqrt(share * (1 - share) / self.n_tokens))
 
     @property
-    def mean_divergence(self) -> float:
-        """Mean Kullback-Leibler divergence from the reference, in nats."""
-        return self.divergence / self.n_tokens
+    def divergence_nats(self) -> Estimate:
+        return self._mean(2)
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
@@ -122,16 +118,16 @@ def n_text_steps(windows: Sequence[Window]) -> int:
 
 
 def score_text(
-    model: Any, windows: Sequence[Window], choices: Mapping[str, PrecisionChoice], told: Told
+    model: Any, windows: Sequence[Window], makers: Mapping[str, MakeCache], told: Told
 ) -> dict[str, TextScore]:
-    """Return each choice's score; the reference is a run of its own in the model's precision.
+    """Return the score of each maker's caches; the reference is a run of its own.
 
-    The row of 16 bits therefore shows how well two equal runs agree.
+    The row of the model's own precision therefore shows how well two equal runs agree.
     """
-    scores = {name: TextScore() for name in choices}
+    scores = {name: TextScore() for name in makers}
     for window in windows:
-        reference = caches_for(model, OWN)
-        caches = {name: caches_for(model, choice) for name, choice in choices.items()}
+        reference = make_prompt_cache(model)
+        caches = {name: make_cache() for name, make_cache in makers.items()}
         for start in range(0, len(window.ids) - 1, _TEXT_STEP):
             stop = min(start + _TEXT_STEP, len(window.ids) - 1)
             inputs = mx.array([window.ids[start:stop]])
@@ -154,21 +150,21 @@ def _log_probabilities(model: Any, inputs: mx.array, caches: list[Any]) -> mx.ar
 
 
 def _add(score: TextScore, expected: mx.array, found: mx.array, targets: mx.array) -> None:
-    nll = -mx.take_along_axis(found, targets[:, None], axis=-1).sum()
-    n_agreeing = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum()
-    divergence = (mx.exp(expected) * (expected - found)).sum()
-    sums: Any = mx.stack([nll, n_agreeing.astype(mx.float32), divergence]).tolist()
+    nll = -mx.take_along_axis(found, targets[:, None], axis=-1)[:, 0]
+    above = nll + mx.take_along_axis(expected, targets[:, None], axis=-1)[:, 0]
+    divergence = (mx.exp(expected) * (expected - found)).sum(axis=-1)
+    each = (nll, above, divergence)
+    sums: Any = mx.stack([total for x in each for total in (x.sum(), (x * x).sum())]).tolist()
     score.n_tokens += len(targets)
-    score.nll += sums[0]
-    score.n_agreeing += int(sums[1])
-    score.divergence += sums[2]
+    agreeing: Any = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum().item()
+    score.n_agreeing += agreeing
+    score.sums = tuple(old + new for old, new in zip(score.sums, sums, strict=True))
 
 
 def greedy(
-    model: Any, ids: Sequence[int], choice: PrecisionChoice, max_tokens: int, ends: set[int]
+    model: Any, ids: Sequence[int], caches: list[Any], max_tokens: int, ends: set[int]
 ) -> list[int]:
     """Return the greedy continuation of a prompt, up to one of `ends`, without it."""
-    caches = caches_for(model, choice)
     for start in range(0, len(ids) - 1, _PREFILL_STEP):
         stop = min(start + _PREFILL_STEP, len(ids) - 1)
         model(mx.array([ids[start:stop]]), cache=caches)
@@ -252,22 +248,3 @@ def tool_call_in(tokenizer: Any, reply: str) -> Any:
             except ValueError:
                 continue
     return None
-
-
-def quantizable(model: Any, choices: Mapping[str, PrecisionChoice]) -> dict[str, str | None]:
-    """Return for each choice why no layer of this model takes its bits, None where one does."""
-    reasons: dict[str, str | None] = {}
-    for name, choice in choices.items():
-        try:
-            kept = [group.precision for group in spec_for(model, choice).full]
-        except ModelNotSupported as error:
-            reasons[name] = str(error)
-            continue
-        asked = (choice.key_bits, choice.value_bits)
-        is_kept_so = (
-            not any(kept)
-            if choice.is_own
-            else any(one and (one.keys.bits, one.values.bits) == asked for one in kept)
-        )
-        reasons[name] = None if is_kept_so else "not kept in these bits"
-    return reasons

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from ..cache.kept_allocation import PRECISION_FILE, adopt_choices, chosen_as
+from ..cache.precision import layout_in_words
 from ..errors import StoreError
 from ..store.files import block_path, checkpoint_path
 from ..store.index import Index, Session
@@ -86,7 +88,7 @@ def list_all(args: argparse.Namespace) -> int:
             session.id,
             _name(session),
             shown(about["model"] or "?"),
-            shown(about["precision"] or "?"),
+            shown(layout_in_words(about["precision"] or "?"), 60),
             shown(about["namespace"] or "-"),
             f"{session.n_tokens:,}",
             show_bytes(about["bytes"]),
@@ -142,7 +144,7 @@ def show(args: argparse.Namespace) -> int:
         ("id", session.id),
         ("name", _name(session, 200)),
         ("model", shown(about["model"] or "?", 200)),
-        ("precision", shown(about["precision"] or "?")),
+        ("precision", shown(layout_in_words(about["precision"] or "?"), 60)),
         ("namespace", shown(about["namespace"] or "-", 200)),
         ("tokens", f"{session.n_tokens:,}"),
         (
@@ -230,7 +232,10 @@ def export(args: argparse.Namespace) -> int:
         session = choose(index.sessions(), args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
-        n_bytes = export_session(folder, index, session, target, told)
+        root, choices = index.root(session.root), {}
+        if root is not None:
+            choices = chosen_as(folder / PRECISION_FILE, root.fingerprint, root.precision)
+        n_bytes = export_session(folder, index, session, target, told, choices)
         about = describe(index, session)
     content = {**about, "file": str(target), "file_bytes": n_bytes}
     said = f"is now in {target}, {show_bytes(n_bytes)}"
@@ -246,8 +251,12 @@ def load(args: argparse.Namespace) -> int:
         source = SessionFile(args.file, told)
     try:
         with changing(folder, limits_of(args, folder), create=args.create) as disk:
+            root, file = source.root, folder / PRECISION_FILE
+            adopt_choices(file, root.fingerprint, root.precision, source.choices)
             done = import_session(disk, source)
             about = describe(disk.index, done.session)
+    except ValueError as error:
+        raise StoreError(f"{args.file}: {error}") from error
     finally:
         source.close()
     n_checkpoints = sum(item.is_checkpoint for item in done.written)

@@ -8,7 +8,8 @@ from typing import Any
 
 from mlx_lm.utils import load
 
-from ..cache.allocation import PrecisionRequest, allocated, measure
+from ..cache.allocation import allocated, measure
+from ..cache.precision import Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
@@ -49,24 +50,44 @@ def run(args: argparse.Namespace) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     model, tokenizer = load_named(args.model, args.adapter_path)
-    request = PrecisionRequest(KV_BITS[args.kv_bits], args.kv_group_size, args.kv_rotate)
     try:
-        spec = ModelCacheSpec.probe(model, request.choice())
-        if request.is_measured and any(group.precision for group in spec.full):
-            ids = sample_ids(tokenizer)
-            with progress("precision") as told:
-                spec = allocated(model, spec, measure(model, spec, ids, request, told))
+        spec, _ = measured_spec(model, tokenizer, request_of(args, args.bits))
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
-    except ValueError as error:
-        raise KVPersistError(str(error)) from error
     if args.json:
         print_json({"model": args.model, "kept": True, **spec.describe()})
     else:
         _print(args.model, spec)
     return 0
+
+
+def request_of(args: argparse.Namespace, bits: str) -> PrecisionRequest:
+    """Return what the options ask for, with these bits."""
+    return PrecisionRequest(
+        KV_BITS[bits], args.group_size, args.rotate, args.target, args.measure_s
+    )
+
+
+def measured_spec(
+    model: Any, tokenizer: Any, request: PrecisionRequest
+) -> tuple[ModelCacheSpec, Allocation | None]:
+    """Return a model's spec as the server would find it, and what was measured for it.
+
+    Raises:
+        KVPersistError: MLX cannot quantize so.
+        ModelNotSupported: nothing of this model is kept.
+    """
+    try:
+        spec = ModelCacheSpec.probe(model, request.choice())
+    except ValueError as error:
+        raise KVPersistError(str(error)) from error
+    if not request.is_measured or not any(group.precision for group in spec.full):
+        return spec, None
+    with progress("precision") as told:
+        allocation = measure(model, spec, sample_ids(tokenizer), request, told)
+    return allocated(model, spec, allocation), allocation
 
 
 def _print(model: str, spec: ModelCacheSpec) -> None:

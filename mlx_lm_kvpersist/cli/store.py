@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..cache.precision import layout_in_words
 from ..errors import StoreError
 from ..store.budget import StoreLimits, free_bytes
 from ..store.disk import DiskStore
@@ -84,7 +85,7 @@ def stats(args: argparse.Namespace) -> int:
         rows = [
             [
                 shown(model["model"] or model["fingerprint"], 60),
-                shown(model["precision"]),
+                shown(layout_in_words(model["precision"]), 60),
                 shown(model["namespace"] or "-"),
                 str(model["sessions"]),
                 str(model["blocks"]),

@@ -13,25 +13,20 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.allocation import (
-    Allocation,
-    PrecisionRequest,
-    allocated,
-    keep_allocation,
-    known_allocation,
-    measure,
-)
+from ..cache.allocation import allocated, measure
 from ..cache.attention import Strategy
 from ..cache.calibration import with_plans
 from ..cache.canary import warm_up
-from ..cache.fingerprint import content_hash, model_fingerprint
+from ..cache.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.kept_allocation import PRECISION_FILE, keep_allocation, known_allocation
+from ..cache.precision import Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import ModelCacheSpec
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..units import show_bytes
-from .model import LoadedModel, described, local_path
+from .model import LoadedModel, described
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +58,7 @@ def prepare(
     spec = ModelCacheSpec.probe(provider.model, request.choice())
     allocation = None
     if request.is_measured and any(group.precision for group in spec.full):
-        file = store.folder / "precision.json"
+        file = store.folder / PRECISION_FILE
         allocation = _allocation(provider, spec, fingerprint, request, file)
         spec = allocated(provider.model, spec, allocation)
     spec = with_plans(provider.model, spec, store.folder / "attention.json", attention)

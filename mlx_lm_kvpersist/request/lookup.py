@@ -211,8 +211,9 @@ class Lookup:
         else:
             kind = Kind.DIVERGE
         reason: Reason | None = None
+        detail = ""
         if found is None or found.diverges:
-            reason = why_not_stored(prompt.ids, self._text, match, self._root, self._store)
+            reason, detail = why_not_stored(prompt.ids, self._text, match, self._root, self._store)
             if found is not None and found.refusal and reason is Reason.DIVERGED:
                 reason = found.refusal
         if n_reused < n_wanted:
@@ -224,7 +225,11 @@ class Lookup:
         if stored_next and n_agreed < len(text):
             divergence = divergence_at(text, n_agreed, stored_next, self._messages)
         n_restored = restored.n_from_disk if restored is not None else 0
-        return Outcome(kind, n_prompt, n_reused, n_restored, reason=reason, divergence=divergence)
+        if reason is not Reason.OTHER_PRECISION:
+            detail = ""
+        return Outcome(
+            kind, n_prompt, n_reused, n_restored, 0.0, reason, detail, divergence=divergence
+        )
 
 
 @dataclass

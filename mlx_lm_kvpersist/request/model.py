@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from ..cache.allocation import Allocation
+from ..cache.precision import Allocation, bits_in_words, rotation_in_words
 from ..cache.spec import Batching, ModelCacheSpec
-from ..errors import ModelNotSupported
 from ..match.block import Root
 from ..match.text import TokenText
 from ..units import show_bytes
@@ -74,37 +72,13 @@ def described_bits(spec: ModelCacheSpec) -> str:
         return "in windows and states alone"
     if not any(precisions):
         return "in full precision"
-    sides = [(p.keys, p.values) for p in precisions if p is not None]
-    ranges = []
-    for side in zip(*sides, strict=True):
-        bits = sorted({one.bits for one in side})
-        ranges.append(f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else f"{bits[0]}")
     n_own = sum(len(group.slots) for group in spec.full if group.precision is None)
-    n_numbers = sum(
-        len(group.slots) * shape.n_heads * shape.dim
-        for group in spec.full
-        for shape in (group.keys, group.values)
-        if shape is not None
-    )
-    turned = {one.rotated for both in sides for one in both}
+    turned = rotation_in_words(precisions)
     own_bytes = sum(group.full_precision_bytes for group in spec.full)
     return (
-        f"keys {ranges[0]} bits, values {ranges[1]}"
+        bits_in_words(precisions)
         + (f", {n_own} layers in full precision" if n_own else "")
-        + f" ({spec.bytes_per_token * 8 / n_numbers:.1f} on average"
-        + ("" if turned == {False} else ", rotated" if turned == {True} else ", partly rotated")
+        + f" ({spec.bits_per_number:.1f} on average"
+        + (f", {turned}" if turned else "")
         + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
     )
-
-
-def local_path(model: str) -> Path:
-    """Return the folder of a model that has been loaded: a path, or a repository in the cache."""
-    path = Path(model)
-    if path.exists():
-        return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
-        raise ModelNotSupported(f"the files of model {model} cannot be found: {error}") from error

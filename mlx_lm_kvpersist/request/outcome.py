@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS
+from ..cache.precision import layout_in_words
 from ..match.block import Root, block_key, pack_ids
 from ..match.tree import Match, common_prefix
 from ..store.block_store import BlockStore
@@ -183,8 +184,11 @@ def divergence_at(
 
 def why_not_stored(
     prompt_ids: list[int], text: str | None, match: Match, root: Root, store: BlockStore
-) -> Reason:
-    """Return why what follows a match is not stored: removed, elsewhere, or never saved."""
+) -> tuple[Reason, str]:
+    """Return why what follows a match is not stored: removed, elsewhere, or never saved.
+
+    With the reason comes a text that says more than the reason's own, or "".
+    """
     whole = [block for block in match.path if block.stop <= match.n_tokens]
     whole = [block for block in whole if block.n_tokens == BLOCK_TOKENS]
     start = whole[-1].stop if whole else 0
@@ -193,17 +197,21 @@ def why_not_stored(
         parent = whole[-1].key if whole else root.key
         gone = store.disk.gone(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
-            return Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED
+            return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
-        return Reason.DIVERGED
+        return Reason.DIVERGED, ""
     if text:
         others = store.other_roots(root, _MAX_ROOTS)
         for other in sorted(others, key=lambda other: len(_differences(root, other))):
             for block in store.children(other.key, text):
                 n_alike = min(MIN_ALIKE_CHARS, len(block.text))
                 if block.text and common_prefix(block.text, text, 0) >= n_alike:
-                    return _differences(root, other)[0]
-    return Reason.NOTHING_ALIKE
+                    reason = _differences(root, other)[0]
+                    if reason is not Reason.OTHER_PRECISION:
+                        return reason, ""
+                    stored, live = map(layout_in_words, (other.precision, root.precision))
+                    return reason, f"{reason.text}: {stored}; now {live}"
+    return Reason.NOTHING_ALIKE, ""
 
 
 def _differences(root: Root, other: Root) -> list[Reason]:

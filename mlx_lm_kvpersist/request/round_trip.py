@@ -24,7 +24,7 @@ from ..cache.attention import Strategy
 from ..cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from ..cache.calibration import packed_is_right
 from ..cache.observe import AttentionShape
-from ..cache.packed import KVPrecision, PrecisionChoice, Quantization
+from ..cache.precision import KVPrecision, PrecisionChoice, Quantization
 from ..cache.quantized import AttentionPlan, forced_plan
 from ..cache.spec import ModelCacheSpec
 from ..errors import SelfTestFailed

@@ -5,7 +5,7 @@ The file is a safetensors file. Its arrays are those of all blocks, in order, bl
 "part.000003.0.conv". Its metadata:
 
     kvpersist-session   the format, "2"; "1" where there are no parts
-    session             JSON: name, n_tokens
+    session             JSON: name, n_tokens; choices: what was measured to choose the precision
     block.000012        the header of the 12th block's own file, as it stood there
     part.000003         the same of the third part's
     checksum            XXH3-128 of the whole header, with this field empty
@@ -166,6 +166,10 @@ class SessionFile:
         if about["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
+        choices = about.get("choices", {})
+        if not isinstance(choices, dict):
+            raise ValueError(f"its choices are {choices!r:.200}")
+        self.choices: dict[str, Any] = choices
 
     def _read_parts(self, progress: Progress) -> None:
         blocks = {node.key for node in self.blocks}
@@ -233,12 +237,18 @@ def _check_tokens(node: Block) -> None:
 
 
 def export_session(
-    folder: Path, index: Index, session: Session, target: Path, progress: Progress = no_progress
+    folder: Path,
+    index: Index,
+    session: Session,
+    target: Path,
+    progress: Progress = no_progress,
+    choices: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a session to a file, which appears when it is whole; return its size in bytes.
 
-    Every block and part is checked on the way. Parts that go meanwhile are left out. Raises
-    StoreError when a block is missing or anything is damaged.
+    `choices` are JSON values that go with it: why it is kept in its precision. Every block and part
+    is checked on the way. Parts that go meanwhile are left out. Raises StoreError when a block is
+    missing or anything is damaged.
     """
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
@@ -259,8 +269,10 @@ def export_session(
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(items))
     headers = [header for _, header in exported]
-    about = json.dumps({"name": session.name, "n_tokens": session.n_tokens})
-    header = file_header(about, headers[: len(chain)], headers[len(chain) :])
+    about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
+    if choices:
+        about["choices"] = choices
+    header = file_header(json.dumps(about), headers[: len(chain)], headers[len(chain) :])
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")
     try:

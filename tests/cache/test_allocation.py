@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -10,18 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.allocation import (
-    Allocation,
-    PrecisionRequest,
-    allocate,
-    allocated,
+from mlx_lm_kvpersist.cache import allocation
+from mlx_lm_kvpersist.cache.allocation import allocate, allocated, measure
+from mlx_lm_kvpersist.cache.blocks import Piece, Pieces, join, split_blocks
+from mlx_lm_kvpersist.cache.divergence import Reference
+from mlx_lm_kvpersist.cache.kept_allocation import (
     keep_allocation,
     known_allocation,
-    measure,
 )
-from mlx_lm_kvpersist.cache.blocks import Piece, Pieces, join, split_blocks
-from mlx_lm_kvpersist.cache.divergence import MeanDivergence, Reference
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.precision import (
+    Allocation,
+    KVPrecision,
+    MeanDivergence,
+    PrecisionRequest,
+    Quantization,
+)
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 
 from .conftest import VOCAB, tiny_gemma3, tiny_llama
@@ -143,6 +148,29 @@ def test_without_time_the_sure_bits_are_taken(
     assert set(found.precisions.values()) == {expected} and found.divergence is None
 
 
+def test_neighbours_are_measured_together_where_time_is_short(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, tried = 0.0, []
+    run = Reference.divergence
+
+    def slow(self: Reference, caches: list[Any]) -> MeanDivergence:
+        nonlocal now_s
+        now_s += 1.0
+        tried.append([getattr(cache, "precision", None) for cache in caches])
+        return run(self, caches)
+
+    monkeypatch.setattr(allocation, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(allocation, "_quick_bits", lambda group: (4, 6, 8, 16))
+    monkeypatch.setattr(Reference, "divergence", slow)
+    found = measure(model, spec, IDS, PrecisionRequest(target_nats=0.05, measure_s=9.6), untold)
+    together = [[slot for slot, how in enumerate(each) if how is not None] for each in tried]
+    assert together[:6] == [[0, 1, 2, 3]] * 4 + [[0, 1], [2, 3]]
+    bits = [how.keys.bits if (how := found.precisions[slot]) else 16 for slot in range(N_LAYERS)]
+    assert min(bits[:2]) > max(bits[2:])
+    assert now_s <= 9.6
+
+
 def test_only_full_layers_are_measured() -> None:
     gemma = tiny_gemma3()
     spec = ModelCacheSpec.probe(gemma, PrecisionRequest().choice(), evaluate=False)
@@ -196,6 +224,25 @@ def test_bits_are_given_out_until_the_budget_is_met(at_four: Any, budget: float)
     # With equal costs nobody who bears less gets less.
     for part, at in at_four.items():
         assert all(bits[part] >= bits[other] for other, less in at_four.items() if less < at)
+
+
+@given(parts, st.floats(1e-6, 2))
+def test_bits_that_are_slow_here_are_not_given_out(at_four: Any, budget: float) -> None:
+    bits = allocate(at_four, dict.fromkeys(at_four, 128), budget, (4, 6, 8, 16))
+    assert 5 not in bits.values()
+
+
+@pytest.mark.parametrize(("slow", "expected"), [(5, (4, 6, 8, 16)), (6, (4, 5, 6, 8, 16))])
+def test_five_bits_are_left_out_where_they_are_slow(
+    spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch, slow: int, expected: tuple[int, ...]
+) -> None:
+    def slower(packed: Any, quantization: Quantization) -> mx.array:
+        if quantization.bits == slow:
+            time.sleep(0.02)
+        return mx.zeros(1)
+
+    monkeypatch.setattr(allocation, "dequantize", slower)
+    assert allocation._quick_bits(spec.full[0]) == expected
 
 
 def test_what_was_chosen_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

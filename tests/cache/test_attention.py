@@ -29,7 +29,7 @@ from mlx_lm_kvpersist.cache.attention import (
 )
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import AttentionShape, observed_attention, probe_packed
-from mlx_lm_kvpersist.cache.packed import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache, forced_plan
 from mlx_lm_kvpersist.host.patches import PATCHES
 

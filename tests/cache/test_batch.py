@@ -11,7 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 
 from mlx_lm_kvpersist.cache import packed as pk
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.precision import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 
 from .conftest import K_DIM, N_HEADS, address, random_kv, same_packed

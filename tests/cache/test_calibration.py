@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.cache.attention import (
 )
 from mlx_lm_kvpersist.cache.calibration import calibrate
 from mlx_lm_kvpersist.cache.observe import AttentionShape
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.precision import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import PHASES, AttentionPlan
 
 SHAPE = AttentionShape(4, 2, 64, 64)

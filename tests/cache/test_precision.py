@@ -3,19 +3,25 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.packed import (
+from mlx_lm_kvpersist.cache.packed import quantize, read, rotate, rotate_back, rotation
+from mlx_lm_kvpersist.cache.precision import (
     GROUP_SIZES,
     OWN_BITS,
     KVPrecision,
     PrecisionChoice,
     Quantization,
-    quantize,
-    read,
-    rotate,
-    rotate_back,
-    rotation,
+    layout_in_words,
+    parse_layout,
 )
-from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, TensorShape, token_arrays
+from mlx_lm_kvpersist.cache.spec import (
+    GroupKind,
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    token_arrays,
+)
+
+from .conftest import tiny_llama
 
 
 def test_reads_like_a_name() -> None:
@@ -101,3 +107,32 @@ def test_what_is_asked_for_names_what_to_try() -> None:
     assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision.of(8, 32, 4)]
     own = PrecisionChoice(OWN_BITS, OWN_BITS)
     assert own.is_own and own.candidates() == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("4b64", "keys 4 bits, values 4"),
+        ("4rb64", "keys 4 bits, values 4, rotated"),
+        ("k8v4b32", "keys 8 bits, values 4"),
+        ("k6rv4b64", "keys 6 bits, values 4, partly rotated"),
+        ("k4rv4rb64*12,k8rv4rb64*2", "keys 4 to 8 bits, values 4, rotated"),
+        ("own*1,4b64*3", "keys 4 bits, values 4, some layers in full precision"),
+        ("own", "full precision"),
+        ("own,w128,state", "full precision"),
+        ("8b64,w128", "keys 8 bits, values 8"),
+        ("w128", "windows and states alone"),
+        ("state", "windows and states alone"),
+        ("of a later version", "of a later version"),
+        ("", ""),
+    ],
+)
+def test_layouts_can_be_read(layout: str, said: str) -> None:
+    assert layout_in_words(layout) == said
+
+
+def test_the_layouts_of_specs_are_understood() -> None:
+    model = tiny_llama()
+    for choice in (PrecisionChoice(4, 4), PrecisionChoice(8, 4, None, (True, False))):
+        spec = ModelCacheSpec.probe(model, choice, evaluate=False)
+        assert list(parse_layout(spec.layout)) == [group.precision for group in spec.full]

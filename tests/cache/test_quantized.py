@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import packed as pk
-from mlx_lm_kvpersist.cache.packed import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 
 from .conftest import K_DIM, V_DIM, address, random_kv, same_bits, same_packed

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.observe import observed_attention
-from mlx_lm_kvpersist.cache.packed import KVPrecision
+from mlx_lm_kvpersist.cache.precision import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache, forced_plan
 from mlx_lm_kvpersist.host.patches import PATCHES
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_kvpersist.cache.blocks import n_bytes
-from mlx_lm_kvpersist.cache.packed import KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.spec import (
     Batching,

@@ -10,6 +10,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist.cache.kept_allocation import (
+    PRECISION_FILE,
+    keep_allocation,
+    known_allocation,
+)
+from mlx_lm_kvpersist.cache.precision import (
+    Allocation,
+    KVPrecision,
+    MeanDivergence,
+    PrecisionRequest,
+)
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
@@ -34,6 +45,8 @@ from .conftest import (
     flip,
     part_files,
 )
+
+STRICT = PrecisionRequest(target_nats=0.001)
 
 
 @pytest.fixture
@@ -418,3 +431,62 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
         store.close()
     assert block_files(other.folder).items() <= block_files(run.folder).items()
     assert part_files(other.folder).items() <= part_files(run.folder).items()
+
+
+def test_why_it_is_kept_in_its_precision_travels(
+    run: CommandLine, other: CommandLine, tmp_path: Path
+) -> None:
+    """The precision that was measured is that of the other store, too, unless it has its own."""
+    request, file = PrecisionRequest(), tmp_path / "with-choice.safetensors"
+    made = Allocation({0: KVPrecision.of(4, 64), 1: KVPrecision.of(4, 64)}, MeanDivergence(0.01, 0))
+    keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, request, made)
+    unlike = Allocation({0: KVPrecision.of(8, 64)})
+    keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, STRICT, unlike)
+    keep_allocation(run.folder / PRECISION_FILE, "another model", request, made)
+    assert run("sessions", "export", "last", file) == 0
+    assert other("sessions", "import", file, "--create") == 0
+    kept = other.folder / PRECISION_FILE
+    assert known_allocation(kept, ROOT.fingerprint, request) == made
+    assert known_allocation(kept, ROOT.fingerprint, STRICT) is None
+    assert known_allocation(kept, "another model", request) is None
+    own = Allocation({0: KVPrecision.of(4, 64)}, measured_on="2026-01-02")
+    keep_allocation(kept, ROOT.fingerprint, request, own)
+    assert other("sessions", "import", file) == 0
+    assert known_allocation(kept, ROOT.fingerprint, request) == own
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {
+            "another model 0.01 nats": {
+                "slots": {"0": "4b64"},
+                "divergence": None,
+                "measured_on": "",
+            }
+        },
+        {f"{ROOT.fingerprint} x": {"slots": {"0": "8b64"}, "divergence": None, "measured_on": ""}},
+        {f"{ROOT.fingerprint} x": {"slots": {"0": "../.."}}},
+        {f"{ROOT.fingerprint} x": 3},
+        [],
+    ],
+)
+def test_choices_from_anywhere_are_checked(
+    run: CommandLine, other: CommandLine, exported: Path, choices: Any, tmp_path: Path
+) -> None:
+    source = session_file.SessionFile(exported)
+    source.close()
+    about = {"name": "last", "n_tokens": 6, "choices": choices}
+    forged = tmp_path / "forged.safetensors"
+    content = exported.read_bytes()
+    with exported.open("rb") as file:
+        n_header = 8 + len(read_header(file))
+    n_blocks = len(source.blocks)
+    header = session_file.file_header(
+        json.dumps(about), source._headers[:n_blocks], source._headers[n_blocks:]
+    )
+    forged.write_bytes(len(header).to_bytes(8, "little") + header + content[n_header:])
+    assert other("sessions", "import", forged, "--create") == 1
+    assert str(forged) in other.err and other.err.count("\n") == 1
+    assert not (other.folder / PRECISION_FILE).exists()
+    assert not block_files(other.folder)

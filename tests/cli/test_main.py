@@ -135,5 +135,5 @@ def test_server_passes_everything_on(
 
 
 def test_spec_takes_the_bits_that_the_server_takes() -> None:
-    (bits,) = [a for a in COMMANDS["spec"]._actions if a.dest == "kv_bits"]
+    (bits,) = [a for a in COMMANDS["spec"]._actions if a.dest == "bits"]
     assert tuple(bits.choices or ()) == tuple(config.KV_BITS)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+import re
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +14,24 @@ from typing import Any
 import pytest
 from mlx_lm import load
 
+from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.kept_allocation import known_allocation
+from mlx_lm_kvpersist.cache.precision import PrecisionRequest
 from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.cli import output
 from mlx_lm_kvpersist.cli import quality_checks as checks
 from mlx_lm_kvpersist.cli.quality import OWN_TEXT, encode
 from mlx_lm_kvpersist.cli.quality_advice import (
+    Estimate,
     Needles,
     Row,
     ToolCall,
     caveats,
     recommend,
 )
+from mlx_lm_kvpersist.config import KV_BITS
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import make_tiny_model, make_zoo_model
 
 SHORT = ("--window", "128", "--stride", "64", "--context", "160")
@@ -40,35 +52,45 @@ def quality(*argv: str | Path) -> int:
 def test_fewer_bits_are_further_away(
     tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert quality("--model", tiny_model, "--text", text, *SHORT, "--json") == 0
+    argv = ("--model", tiny_model, "--text", text, *SHORT, "--rotate", "off", "--json")
+    assert quality(*argv) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["text"]["name"] == str(text)
+    assert report["text"]["name"] == str(text) and report["reference"] == "float32"
     assert report["text"]["predicted"] == report["text"]["tokens"] - 1
     rows = {row["precision"]: row for row in report["rows"]}
+    assert rows.keys() | report["left_out"].keys() == KV_BITS.keys()
     own, eight, four = rows["16"], rows["8"], rows["4"]
-    assert (own["agreement"], own["divergence_nats"], own["perplexity_rise"]) == (1.0, 0.0, 0.0)
+    nothing = {"value": 0.0, "error": 0.0}
+    assert (own["divergence_nats"], own["perplexity_rise"]) == (nothing, nothing)
+    assert own["agreement"] == {"value": 1.0, "error": 0.0}
     assert own["needles"]["same"] == own["needles"]["tried"] == 3
     assert own["tool_call"]["same"]
-    assert 1 > eight["agreement"] > four["agreement"] > 0.3
-    assert 0 < 10 * eight["divergence_nats"] < four["divergence_nats"]
-    assert abs(eight["perplexity_rise"]) < 0.05
+    assert 1 > eight["agreement"]["value"] > four["agreement"]["value"] > 0.3
+    nats = {name: row["divergence_nats"]["value"] for name, row in rows.items()}
+    assert 0 < 10 * nats["8"] < nats["6"] * 2 < nats["5"] < nats["4"]
+    for mixed in {"k6v4", "k8v4"} & rows.keys():
+        assert nats["8"] < nats[mixed] < nats["4"]
+    assert abs(eight["perplexity_rise"]["value"]) < 0.05
     assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
     assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(9 / 32)
-    assert report["recommended"] in ("16", "8")
-    if "k8v4" in rows:
-        assert eight["divergence_nats"] < rows["k8v4"]["divergence_nats"] < four["divergence_nats"]
-    else:
-        assert report["left_out"] == {"k8v4": "not kept in these bits"}
+    assert (eight["bits_per_number"], own["bits_per_number"]) == (9, 32)
+    assert eight["layout"] == "8b64"
+    assert report["recommended"] in rows
 
 
 def test_the_table_names_text_and_advice(
     tiny_model_bos: Path, capsys: pytest.CaptureFixture[str], text: Path
 ) -> None:
-    assert quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle") == 0
+    assert (
+        quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle", "--rotate", "off")
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"on {text}: " in out
     assert "Recommended: " in out and "same next token" in out
-    assert "Even 16 bits make no tool call that can be read" in out
+    assert "makes no tool call that can be read" in out
+    assert re.search(r"auto: bits of the keys by layer: [4-8.]{2}\n", out)
+    assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
 
 def test_a_model_of_which_nothing_is_quantized(
@@ -80,7 +102,29 @@ def test_a_model_of_which_nothing_is_quantized(
     assert quality("--model", model, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["recommended"]) == ([], "16")
-    assert report["left_out"].keys() == {"8", "k8v4", "4"}
+    assert report["left_out"].keys() == KV_BITS.keys() - {"16"}
+
+
+def test_what_was_chosen_anew_is_what_the_server_takes(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    argv = ("--model", tiny_model, "--choose", "--kvpersist-dir", store)
+    assert quality(*argv) == 1
+    assert "there is no store at" in capsys.readouterr().err
+    DiskStore(store, StoreLimits(0, 1 << 30)).close()
+    assert quality(*argv, "--target", "1e-9", "--json") == 0
+    strict = json.loads(capsys.readouterr().out)["layout"]
+    assert quality(*argv) == 0
+    said = capsys.readouterr().out
+    assert "Bits of the keys by layer" in said and "from its next start" in said
+    fingerprint = model_fingerprint(tiny_model, None, content_hash)
+    kept = [
+        known_allocation(store / "precision.json", fingerprint, PrecisionRequest(target_nats=nats))
+        for nats in (1e-9, 0.01)
+    ]
+    assert strict == "own" and kept[0] is not None and set(kept[0].precisions.values()) == {None}
+    assert kept[1] is not None and None not in kept[1].precisions.values()
 
 
 def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +249,11 @@ def row(precision: str, kv_bytes: float, **fields: Any) -> Row:
         "needles": Needles(3, 3, 3),
         "tool_call": ToolCall(parses=True, same=True),
     }
-    return Row(precision, kv_bytes, **{**same, **fields})
+    sure: dict[str, Any] = {
+        name: Estimate(value, 1e-5) if isinstance(value, float) else value
+        for name, value in {**same, **fields}.items()
+    }
+    return Row(precision, precision, kv_bytes / 4, kv_bytes, **sure)
 
 
 OWN = row("16", 100, agreement=1.0)
@@ -214,32 +262,83 @@ OWN = row("16", 100, agreement=1.0)
 @pytest.mark.parametrize(
     ("rows", "expected", "why"),
     [
-        ([row("8", 53), row("4", 28)], "4", "They take 28% of the memory"),
-        ([row("8", 53), row("4", 28, agreement=0.9)], "8", "8 bits. They take 53%"),
-        ([row("8", 53), row("k8v4", 40), row("4", 28, perplexity_rise=0.02)], "k8v4", "for values"),
-        ([row("8", 53), row("4", 28, needles=Needles(3, 2, 2))], "8", "lose nothing"),
-        ([row("8", 53), row("4", 28, tool_call=ToolCall(False, False))], "8", "8 bits"),
+        ([row("8", 53), row("4", 28)], "4", "It takes 28% of the memory"),
+        ([row("8", 53), row("4", 28, divergence_nats=0.02)], "8", "bits 8. It takes 53%"),
+        ([row("8", 53), row("auto", 35), row("4", 28, perplexity_rise=0.02)], "auto", "35%"),
+        ([row("8", 53), row("4", 28, needles=Needles(3, 2, 2))], "8", "loses nothing"),
+        ([row("8", 53), row("4", 28, tool_call=ToolCall(False, False))], "8", "bits 8"),
         (
-            [row("8", 53, perplexity_rise=0.5, agreement=0.8)],
+            [
+                row("8", 53, perplexity_rise=0.5, divergence_nats=0.2),
+                row("4", 28, divergence_nats=0.4),
+            ],
             "16",
-            "Even 8 bits raise the perplexity by 50.0% and choose only 80.0%",
+            "Even 8 raises the perplexity by 50.0% and diverges by 0.2 nats",
         ),
     ],
 )
 def test_the_smallest_that_loses_nothing_is_recommended(
     rows: list[Row], expected: str, why: str
 ) -> None:
-    precision, said = recommend([OWN, *rows])
+    precision, said = recommend([OWN, *rows], 0.01)
     assert precision == expected
     assert why in said
 
 
-def test_what_16_bits_fail_at_is_said() -> None:
-    assert caveats([OWN]) == []
+def test_the_target_moves_the_limit() -> None:
+    rows = [OWN, row("8", 53), row("4", 28, divergence_nats=0.1)]
+    assert [recommend(rows, nats)[0] for nats in (0.01, 0.1)] == ["8", "4"]
+
+
+def test_what_cannot_be_decided_is_said() -> None:
+    assert caveats([OWN], 0.01) == []
     poor = row("16", 100, needles=Needles(3, 0, 3), tool_call=ToolCall(False, True))
-    assert [line.split(",")[0] for line in caveats([poor])] == [
-        "Even 16 bits find none of the hidden facts",
-        "Even 16 bits make no tool call that can be read",
+    assert [line.split("precision ")[1] for line in caveats([poor], 0.01)] == [
+        "finds none of the hidden facts: none can be lost.",
+        "makes no tool call that can be read.",
     ]
     # And then it speaks against nobody.
-    assert recommend([poor, row("4", 28, needles=Needles(3, 0, 0))])[0] == "4"
+    assert recommend([poor, row("4", 28, needles=Needles(3, 0, 0))], 0.01)[0] == "4"
+
+
+def test_a_limit_within_the_error_is_said() -> None:
+    near = row(
+        "4", 28, perplexity_rise=Estimate(0.014, 0.002), divergence_nats=Estimate(0.013, 0.003)
+    )
+    far = row("8", 53, perplexity_rise=Estimate(0.012, 0.002))
+    said = caveats([OWN, near, far], 0.01)
+    assert [line.split(",")[0] for line in said] == [
+        "4 raises the perplexity by 1.4%",
+        "4 diverges by 0.013 nats",
+    ]
+
+
+def test_errors_are_those_of_a_mean() -> None:
+    rng = random.Random(3)
+    nll = [rng.gauss(2, 0.5) for _ in range(400)]
+    above = [rng.gauss(0.01, 0.1) for _ in range(400)]
+    each = (nll, above, above)
+    sums = tuple(total for x in each for total in (sum(x), sum(one * one for one in x)))
+    score = checks.TextScore(400, 300, sums)
+    mean, error = statistics.fmean(above), statistics.pstdev(above) / 20
+    assert score.divergence_nats.value == pytest.approx(mean)
+    assert score.divergence_nats.error == pytest.approx(error)
+    assert score.perplexity_rise.value == pytest.approx(math.exp(mean) - 1)
+    assert score.perplexity_rise.error == pytest.approx(math.exp(mean) * error)
+    assert score.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
+    assert score.agreement.value == 0.75
+    assert score.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))
+
+
+def test_progress_is_a_line_for_every_5_percent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with output.progress("short work") as told:
+        told(1, 1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(output, "_LONG_S", 0.0)
+    with output.progress("quality") as told:
+        for done in range(1, 301):
+            told(done, 300)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"quality: {percent}%" for percent in range(5, 101, 5)]

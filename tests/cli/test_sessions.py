@@ -24,7 +24,7 @@ def test_list(run: CommandLine) -> None:
     assert last["precision"] == "4b64" and last["namespace"] == ""
     assert run("sessions", "list") == 0
     assert run.out.index("last") < run.out.index("first")
-    assert last["id"] in run.out and "4b64" in run.out
+    assert last["id"] in run.out and "keys 4 bits, values 4" in run.out
 
 
 def test_list_an_empty_store(run: CommandLine, tmp_path: Path) -> None:

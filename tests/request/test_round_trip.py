@@ -10,7 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache import attention, blocks, packed
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
-from mlx_lm_kvpersist.cache.packed import PrecisionChoice
+from mlx_lm_kvpersist.cache.precision import PrecisionChoice
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patches import PATCHES

@@ -185,7 +185,12 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     server.terminate()
     coarse = start_server.with_plugin(tiny_model, "--kvpersist-kv-bits", "8")
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens == 0
-    assert records(coarse)[0]["reason"] == "stored in another KV precision"
+    record = records(coarse)[0]
+    assert record["reason"] == "stored in another KV precision"
+    assert record["detail"] == (
+        "stored in another KV precision: keys 4 bits, values 4; now keys 8 bits, values 8"
+    )
+    assert record["detail"] in record["sentence"]
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
 
 

@@ -1,0 +1,232 @@
+"""The precision of keys and values: how it is asked for, how it is named, how people read it.
+
+Nothing here needs mlx.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+GROUP_SIZES = (64, 32, 128)
+"""The group sizes that MLX has kernels for, in the order in which they are tried."""
+
+OWN_BITS = 16
+"""Stands for full precision: the dtype that the model computes in."""
+
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How keys, or values, are quantized: MLX affine, `bits` per number.
+
+    `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
+    before: a channel far larger than the others would leave these few of the steps.
+
+    Raises:
+        ValueError: MLX has no kernel for these bits or this group size.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    rotated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.bits}{'r' if self.rotated else ''}"
+
+    def fits(self, dim: int) -> bool:
+        """Return whether a last dimension of `dim` numbers can be quantized."""
+        return dim > 0 and dim % self.group_size == 0
+
+
+@dataclass(frozen=True)
+class KVPrecision:
+    """How the keys and the values of a layer are quantized; both in groups of the same size.
+
+    Raises:
+        ValueError: the group sizes differ.
+    """
+
+    keys: Quantization = Quantization()
+    values: Quantization = Quantization()
+
+    def __post_init__(self) -> None:
+        if self.keys.group_size != self.values.group_size:
+            raise ValueError("keys and values have different group sizes")
+
+    @classmethod
+    def of(
+        cls,
+        key_bits: int = 4,
+        group_size: int = 64,
+        value_bits: int | None = None,
+        *,
+        rotated: tuple[bool, bool] = (False, False),
+    ) -> KVPrecision:
+        """Return a precision; without `value_bits` values have the bits of keys."""
+        keys = Quantization(key_bits, group_size, rotated[0])
+        values = Quantization(value_bits or key_bits, group_size, rotated[1])
+        return cls(keys, values)
+
+    @property
+    def group_size(self) -> int:
+        return self.keys.group_size
+
+    def __str__(self) -> str:
+        bits = str(self.keys)
+        if self.values != self.keys:
+            bits = f"k{self.keys}v{self.values}"
+        return f"{bits}b{self.group_size}"
+
+
+def parse_precision(name: str) -> KVPrecision | None:
+    """Return the precision of this name; None for "own". Raises ValueError for anything else."""
+    if name == "own":
+        return None
+    match = re.fullmatch(r"(?:k(\d)(r?)v(\d)(r?)|(\d)(r?))b(\d+)", name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a precision")
+    key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
+    rotated = bool(keys_turned or turned), bool(values_turned or turned)
+    return KVPrecision.of(
+        int(key_bits or bits), int(size), int(value_bits or bits), rotated=rotated
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """The requested bits of keys and of values; `OWN_BITS` requests full precision.
+
+    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it. `rotated`
+    says whether keys, and whether values, are rotated.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    group_size: int | None = None
+    rotated: tuple[bool, bool] = (False, False)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether full precision is requested."""
+        return OWN_BITS in (self.key_bits, self.value_bits)
+
+    def candidates(self) -> list[KVPrecision]:
+        """Return the precisions to try, in order; none for full precision."""
+        if self.is_own:
+            return []
+        sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
+        return [
+            KVPrecision.of(self.key_bits, size, self.value_bits, rotated=self.rotated)
+            for size in sizes
+        ]
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """What the command line asks for.
+
+    `bits` of keys and of values; None: as few as keep the mean divergence from the model's own
+    precision below `target_nats`. What is measured may take `measure_s` seconds. `rotate` "auto"
+    rotates keys, and values, where that brings them nearer to the model's own.
+    """
+
+    bits: tuple[int, int] | None = None
+    group_size: int | None = None
+    rotate: Literal["auto", "on", "off"] = "auto"
+    target_nats: float = 0.01
+    measure_s: float = 60.0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether full precision is requested."""
+        return self.bits is not None and OWN_BITS in self.bits
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the model decides."""
+        return not self.is_own and (self.bits is None or self.rotate == "auto")
+
+    def choice(self) -> PrecisionChoice:
+        """Return the choice of one precision for all layers, rotated unless that is off."""
+        rotated = self.rotate != "off"
+        key_bits, value_bits = self.bits or (4, 4)
+        return PrecisionChoice(key_bits, value_bits, self.group_size, (rotated, rotated))
+
+    def __str__(self) -> str:
+        bits = f"{self.target_nats:g} nats" if self.bits is None else "{} {}".format(*self.bits)
+        return f"{bits}, group {self.group_size or 'auto'}, rotate {self.rotate}"
+
+
+@dataclass(frozen=True)
+class MeanDivergence:
+    """A mean over the tokens of a text, and its standard error, in nats."""
+
+    mean: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The precision of each slot of the full groups, by its place in the prompt cache.
+
+    `divergence` is what the whole was measured to have, None where there was no time for it.
+    """
+
+    precisions: Mapping[int, KVPrecision | None]
+    divergence: MeanDivergence | None = None
+    measured_on: str = ""
+    """The day, as YYYY-MM-DD."""
+
+
+def parse_layout(layout: str) -> Iterator[KVPrecision | None]:
+    """Yield the precision of each part of a `ModelCacheSpec.layout` that names one.
+
+    Raises ValueError where it names something else than precisions, windows and states.
+    """
+    for part in layout.split(","):
+        if part != "state" and not re.fullmatch(r"w\d+", part):
+            yield parse_precision(part.partition("*")[0])
+
+
+def bits_in_words(precisions: Sequence[KVPrecision | None]) -> str:
+    """Return such as "keys 4 to 6 bits, values 4"; None stands for full precision."""
+    quantized = [one for one in precisions if one is not None]
+    if not quantized:
+        return "full precision"
+    ranges = []
+    for side in ("keys", "values"):
+        bits = sorted({getattr(one, side).bits for one in quantized})
+        ranges.append(f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else f"{bits[0]}")
+    return f"keys {ranges[0]} bits, values {ranges[1]}"
+
+
+def rotation_in_words(precisions: Sequence[KVPrecision | None]) -> str:
+    """Return "rotated", "partly rotated" or ""."""
+    sides = [side for one in precisions if one is not None for side in (one.keys, one.values)]
+    turned = {side.rotated for side in sides}
+    return {True: "rotated", False: "partly rotated"}[turned == {True}] if True in turned else ""
+
+
+def layout_in_words(layout: str) -> str:
+    """Return a layout for people: "keys 4 to 6 bits, values 4, rotated"; as it is if unknown."""
+    try:
+        precisions = list(parse_layout(layout))
+    except ValueError:
+        return layout
+    if not precisions:
+        return "windows and states alone"
+    some_own = "some layers in full precision" if None in precisions and any(precisions) else ""
+    parts = (bits_in_words(precisions), rotation_in_words(precisions), some_own)
+    return ", ".join(filter(None, parts))
