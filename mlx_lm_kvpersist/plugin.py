@@ -10,12 +10,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from email.message import Message
+from functools import partial
 from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
 from . import config
 from .api.admin import METRICS_PATH, REQUESTS_PATH, STATS_PATH, operator_view
+from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
@@ -23,6 +25,7 @@ from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
+from .host import chat_api
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
 from .host.response_generator import has_text_only
@@ -34,6 +37,7 @@ from .request.lookup import Lookup, RequestState, Reuse, Sequence
 from .request.model import LoadedModel
 from .request.outcome import History, Kind, Outcome, Reason
 from .request.replies import remember, respell
+from .request.roles import TemplateRoles, share_reasoning
 from .request.round_trip import check_round_trip
 from .store.block_store import BlockStore
 
@@ -50,6 +54,7 @@ class KVPersistPlugin:
         self._refusal = ""
         self._store: BlockStore | None = None
         self._loaded: LoadedModel | None = None
+        self._roles = TemplateRoles()
         self._model_ref: Callable[[], Any] = lambda: None
         self._refused: set[str] = set()
         self._policy = ReusePolicy()
@@ -86,6 +91,7 @@ class KVPersistPlugin:
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
         self._loaded, self._refusal = None, ""
+        self._roles = TemplateRoles.of(provider.tokenizer)
         store = self._store
         if store is None:
             return  # the server ends
@@ -153,6 +159,11 @@ class KVPersistPlugin:
             self._store.set_gentle(serving)
 
     @hookimpl
+    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
+        share_reasoning(request.messages)
+        self._roles.fit(request.messages)
+
+    @hookimpl
     def prefetch(
         self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
     ) -> Callable[[], bool] | None:
@@ -203,6 +214,14 @@ class KVPersistPlugin:
             state, len(reuse.prompt.ids), reuse.outcome.n_reused, reuse.chain, time.perf_counter()
         )
         return Prepared(reuse.prompt, reuse.caches, reuse.outcome.n_reused, sequence)
+
+    @hookimpl
+    def spell_prompt(
+        self, request: Any, args: Any, tokenizer: Any, prompt: Prompt
+    ) -> Prompt | None:
+        if self._loaded is None or self._store is None:
+            return None
+        return self._look_up(RequestState.of(request), request, prompt).fed
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
@@ -281,6 +300,9 @@ class KVPersistPlugin:
             Route("GET", REQUESTS_PATH, operator_view(self._history.records, key)),
             Route("GET", STATS_PATH, operator_view(self._stats, key)),
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
+            *(Route("HEAD", path, empty_answer) for path in HELLO_PATHS),
+            Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
+            Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
         ]
 
     def _store_counts(self) -> dict[str, Any] | None:

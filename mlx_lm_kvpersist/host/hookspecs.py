@@ -78,7 +78,10 @@ def serving_changed(serving: bool) -> None:
 
 @hookspec
 def prepare_messages(request: Any, args: Any, tokenizer: Any) -> None:
-    """Change a request's messages in place before they are rendered. Generation thread."""
+    """Change a request's messages in place before they are rendered.
+
+    Generation thread; where tokens are only counted, an HTTP thread.
+    """
 
 
 @hookspec(firstresult=True)
@@ -96,6 +99,11 @@ def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Pre
     The plugin that takes a request is the only one whose `insert_cache` is called for it. Not
     called for prompts with images. Generation thread.
     """
+
+
+@hookspec(firstresult=True)
+def spell_prompt(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prompt | None:
+    """Return the prompt that `take_request` would feed now, to count its tokens. HTTP thread."""
 
 
 @hookspec

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
+
 from ..errors import ConfigError, RequestRefused
+from ..fields import require_text
 from . import manager
+from .chat_api import StockOutput
 from .request_checks import (
     check_bias,
     check_body_length,
     check_messages,
     check_parameters,
-    require_text,
 )
 from .routes import Route
 
@@ -30,6 +36,8 @@ else:
 CLIENT_TIMEOUT_S = 300.0
 """How long a client may send nothing of its request, or take nothing of its reply."""
 RETRY_AFTER_S = 5
+BACKLOG = 128
+"""Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +52,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     timeout = CLIENT_TIMEOUT_S
     plugin_routes: Mapping[tuple[str, str], Route]
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
+    requested_model: str
     _completion: Any = None
     _is_ok = False
+    tells_reply = True
+    """Whether the reply of a chat completion is what the client sees; see `chat_api`."""
 
     def _begin_request(self) -> None:
         self._completion = None
@@ -122,6 +133,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         check_bias(self.logit_bias)
         super().validate_model_parameters()
         check_parameters(self.body, self)
+        if is_alias(self.requested_model):
+            provider = self.response_generator.model_provider
+            loaded = provider.model_key[0] if provider.model_key else self.requested_model
+            self.requested_model = "default_model" if provider.cli_args.model else loaded
         if self.stream_options is not None:
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -132,17 +147,29 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._answer_json(200 if healthy else 503, {"status": status})
 
     def handle_models_request(self) -> None:
-        """List what stock lists; without a folder of downloaded models, the server's own model."""
-        from huggingface_hub.constants import HF_HUB_CACHE
+        """List what stock lists, and the server's own model, also under a name for Claude Code.
 
-        if Path(HF_HUB_CACHE).is_dir():
-            super().handle_models_request()
-            return
+        Claude Code offers only names that begin with "claude".
+        """
         provider = self.response_generator.model_provider
         loaded = provider.model_key[0] if provider.model_key else provider.cli_args.model
-        names = [str(Path(loaded).resolve()) if Path(loaded).exists() else loaded] if loaded else []
-        models = [{"id": name, "object": "model", "created": self.created} for name in names]
-        self._answer_json(200, {"object": "list", "data": models})
+        models = []
+        if Path(HF_HUB_CACHE).is_dir():
+            inner, output = copy.copy(self), StockOutput()
+            inner.wfile, inner.log_request = output, lambda *args: None
+            super(PluginAPIHandler, inner).handle_models_request()
+            models = json.loads(output.unread)["data"]
+        elif loaded:
+            name = str(Path(loaded).resolve()) if Path(loaded).exists() else loaded
+            models = [{"id": name, "object": "model", "created": self.created}]
+        alias = alias_of(loaded, self.created) if loaded else {"id": ""}
+        asked = self.path.partition("?")[0].removeprefix("/v1/models").strip("/")
+        if asked and asked == alias["id"]:
+            self._answer_json(200, alias)
+            return
+        if loaded and not asked:
+            models.append(alias)
+        self._answer_json(200, {"object": "list", "data": models, "has_more": False})
 
     def handle_chat_completions(self) -> Any:
         check_messages(self.body.get("messages"))
@@ -192,22 +219,39 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._content.append(message.get("content") or choice.get("text") or "")
         self._reasoning.append(message.get("reasoning") or "")
         self._tool_calls += message.get("tool_calls") or []
-        is_last = choice["finish_reason"] is not None
-        if is_last and self._completion is not None and not self._reply_is_whole:
+        if choice["finish_reason"] is not None and self.tells_reply:
+            self.tell_reply("".join(self._content), "".join(self._reasoning), self._tool_calls)
+        return response
+
+    def tell_reply(self, content: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> None:
+        """Tell the plugins, once, what the client is sent as the reply."""
+        if self._completion is not None and not self._reply_is_whole:
             self._reply_is_whole = True
             manager.ask_all(
                 "reply_sent",
                 request=self._completion,
-                content="".join(self._content),
-                reasoning="".join(self._reasoning),
-                tool_calls=self._tool_calls,
+                content=content,
+                reasoning=reasoning,
+                tool_calls=tool_calls,
             )
-        return response
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the last chunk of a stream; stock calls it a `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
         return {**response, "object": self.object_type}
+
+
+def is_alias(model: str) -> bool:
+    """Tell whether a request names a model of Anthropic's: it means the server's own."""
+    return model.startswith(("claude", "anthropic")) and "/" not in model
+
+
+def alias_of(model: str, created: int) -> dict[str, Any]:
+    """Return the server's own model under another name, in the forms of OpenAI and Anthropic."""
+    name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(model).name)
+    when = datetime.fromtimestamp(created, timezone.utc).isoformat()
+    openai = {"id": f"claude-{name}", "object": "model", "created": created}
+    return {**openai, "type": "model", "display_name": name, "created_at": when}
 
 
 def is_header(name: str, value: str) -> bool:
@@ -250,6 +294,10 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
         try:
             handler = handler_with(call.arguments["handler_class"], plugin_routes())
             call.arguments["handler_class"] = handler
+            server_class = call.arguments["server_class"]
+            call.arguments["server_class"] = type(
+                server_class.__name__, (server_class,), {"request_queue_size": BACKLOG}
+            )
             stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation

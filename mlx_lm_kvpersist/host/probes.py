@@ -321,7 +321,7 @@ def http_reaches_plugins(server: ModuleType) -> None:
     expect("status of a plugin's path", " 418 " in route.partition("\r\n")[0], True)
 
 
-def answer(server: ModuleType, request: bytes) -> str:
+def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
     """Return what the server writes to one connection, without a socket or a model."""
     connection = ProbeConnection(request)
 
@@ -343,6 +343,7 @@ def answer(server: ModuleType, request: bytes) -> str:
     response.top_tokens, response.state, response.match = (), "normal", None
     generator = SimpleNamespace(cli_args=ARGS, is_healthy=True, stop_and_join=lambda: None)
     generator.generate = lambda *args, **kwargs: (context, iter([response]))
+    vars(generator).update(of_generator)
     server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
     return connection.written.getvalue().decode()
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RequestRefused
+from ..fields import require, require_text
 
 MAX_BODY_BYTES = 256 << 20
 _MAX_SLICE = 2**31
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
 _IMAGES = ("image_url", "input_image", "image")
 
 
@@ -35,7 +35,7 @@ def check_bias(bias: Any) -> None:
     """Refuse a logit_bias for which stock's conversion raises an error that it does not catch."""
     if isinstance(bias, dict):
         is_right = all(isinstance(n, str | int | float) and _fits_float(n) for n in bias.values())
-        _require(is_right, "logit_bias", bias, "numbers for token ids")
+        require(is_right, "logit_bias", bias, "numbers for token ids")
 
 
 def check_parameters(body: Mapping[str, Any], given: Any) -> None:
@@ -45,46 +45,46 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
     """
     for name in _NUMBERS:
         number = getattr(given, name)
-        _require(_fits_float(number), name, number, "a number below 8e307")
+        require(_fits_float(number), name, number, "a number below 8e307")
     for kind in ("repetition", "presence", "frequency"):
         size = getattr(given, name := f"{kind}_context_size")
-        _require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")
+        require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")
     is_seed = given.seed is None or 0 <= given.seed < 2**64
-    _require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
+    require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
     top = given.top_logprobs
-    _require(not isinstance(top, bool), "top_logprobs", top, "an integer")
+    require(not isinstance(top, bool), "top_logprobs", top, "an integer")
     if given.temperature != 0:  # else mlx-lm asks no sampler
-        _require(not isinstance(given.top_k, bool), "top_k", given.top_k, "an integer")
-        _require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
+        require(not isinstance(given.top_k, bool), "top_k", given.top_k, "an integer")
+        require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
         is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
-        _require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
+        require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
     for name in ("stream_options", "chat_template_kwargs"):
         value = body.get(name)
-        _require(value is None or isinstance(value, dict), name, value, "an object")
+        require(value is None or isinstance(value, dict), name, value, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
-    _require(is_right, "stop", stop, "text, or a list of texts")
+    require(is_right, "stop", stop, "text, or a list of texts")
     for i, word in enumerate([stop] if isinstance(stop, str) else stop or ()):
         require_text(f"stop[{i}]", word)
 
 
 def check_messages(messages: Any) -> None:
     """Refuse messages of a wrong form. HTTP thread."""
-    _require(isinstance(messages, list), "messages", messages, "a list of messages")
+    require(isinstance(messages, list), "messages", messages, "a list of messages")
     for i, message in enumerate(messages):
-        _require(isinstance(message, dict), f"messages[{i}]", message, "an object")
+        require(isinstance(message, dict), f"messages[{i}]", message, "an object")
         content = message.get("content")
         if isinstance(content, str):
             require_text(f"messages[{i}].content", content)
         for j, part in enumerate(content if isinstance(content, list) else ()):
             name = f"messages[{i}].content[{j}]"
-            _require(isinstance(part, dict), name, part, "an object")
+            require(isinstance(part, dict), name, part, "an object")
             if isinstance(part.get("text"), str):
                 require_text(f"{name}.text", part["text"])
             if part.get("type") in _IMAGES:
                 url = part.get("image_url", part.get("image"))
                 url = url.get("url") if isinstance(url, dict) else url
-                _require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
+                require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
 
 
 def check_ids(args: Any, n_logits: int) -> None:
@@ -98,9 +98,9 @@ def check_ids(args: Any, n_logits: int) -> None:
     for token in args.logits.logit_bias or ():
         if not -n_logits <= token < n_logits:
             raise RequestRefused(f"logit_bias names token {token}, expected ids below {limit}")
-    _require(top_k < n_logits, "top_k", top_k, f"0 (off) or less than {limit}")
+    require(top_k < n_logits, "top_k", top_k, f"0 (off) or less than {limit}")
     top = args.top_logprobs
-    _require(top <= n_logits, "top_logprobs", top, f"at most {limit}")
+    require(top <= n_logits, "top_logprobs", top, f"at most {limit}")
 
 
 def check_prompt_ids(ids: Any) -> None:
@@ -109,24 +109,6 @@ def check_prompt_ids(ids: Any) -> None:
         raise RequestRefused(f"the prompt became a {type(ids).__name__}, expected a list of ids")
     if not ids:
         raise RequestRefused("the prompt has no tokens, expected at least one")
-
-
-def _require(is_right: bool, name: str, value: Any, expected: str) -> None:
-    if is_right:
-        return
-    found = _KINDS.get(type(value))
-    if found is None:
-        found = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
-    raise RequestRefused(f"{name} is {found}, expected {expected}")
-
-
-def require_text(name: str, value: Any) -> None:
-    """Refuse a value that is not text, or cannot be encoded, such as half a surrogate pair."""
-    _require(isinstance(value, str), name, value, "text")
-    try:
-        value.isascii() or value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestRefused(f"{name} is not valid Unicode at character {error.start}") from None
 
 
 def _fits_float(number: Any) -> bool:

@@ -218,6 +218,30 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             *rendered.stock[3:],
         )
 
+    def count_tokens(self, request: Any, args: Any) -> int:
+        """Return how many tokens the prompt of a request would have now. HTTP thread.
+
+        Only the tokenizer of the loaded model is used. It may encode in several threads: mlx-lm has
+        encoded with it, so it changes no setting of its own any more.
+
+        Raises:
+            RequestRefused: the request's model is not loaded, or it has images, whose tokens only
+                the model's processor knows.
+        """
+        provider, name = self.model_provider, args.model.model
+        if not provider.is_ready or provider.model_key is None:
+            raise RequestRefused("no model is loaded yet, try again in a moment", 503)
+        loaded = provider.model_key[0]
+        if provider._model_map.get(name, name) != loaded:
+            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the model that is")
+        if not has_text_only(request):
+            raise RequestRefused("the tokens of images cannot be counted, expected text only")
+        args.sampling.top_k = 0  # to check it needs the model
+        rendered = self._render(provider.tokenizer, request, args)
+        given = {"request": request, "args": args, "tokenizer": provider.tokenizer}
+        prompt: Prompt | None = manager.ask_first("spell_prompt", prompt=rendered.prompt, **given)
+        return len(prompt.ids if prompt is not None else rendered.stock[0])
+
     def _rendered_before(self, request: Any, tokenizer: Any) -> Rendered | None:
         """Return what was made of a request while it waited; raise what was raised then."""
         waiting, self._entering = self._entering, None

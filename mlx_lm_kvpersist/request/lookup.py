@@ -122,6 +122,11 @@ class Lookup:
             n_tokens, refusal = self._policy.tokens_to_reuse(match, n_tokens, store, spec)
         self._found = _Found(prompt, match, diverges, n_tokens, refusal)
 
+    @property
+    def fed(self) -> Prompt:
+        """The prompt that `restore` would return, as far as nothing is stored or lost meanwhile."""
+        return self._found.prompt if self._found is not None else self.prompt
+
     def prefetch(self) -> bool:
         """Start to read from disk the blocks that `restore` will need; False if they are few.
 

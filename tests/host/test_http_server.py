@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import scan_cache_dir
 
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
+from mlx_lm_kvpersist.host import http_server
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http_server import handler_with, is_header, plugin_routes
 from mlx_lm_kvpersist.host.probes import ARGS, ProbeConnection, answer
@@ -239,3 +244,33 @@ def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
     handler = handler_with(Own, {("GET", "/x"): route})
     assert issubclass(handler, Own)
     assert handler.plugin_routes == {("GET", "/x"): route}
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_downloaded_models_and_the_own_one_under_two_names(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Claude Code offers only names that begin with "claude"."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors.index.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}", encoding="utf-8")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc", encoding="utf-8")
+    monkeypatch.setattr(http_server, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(patched_server, "scan_cache_dir", partial(scan_cache_dir, tmp_path))
+    own = tmp_path / "Qwen3 8B_4bit"
+    own.mkdir()
+    arguments = Namespace(**{**vars(ARGS), "model": str(own)})
+    provider = SimpleNamespace(model_key=(str(own), None, None), cli_args=arguments)
+
+    def listed(path: str) -> Any:
+        sent = f"GET {path} HTTP/1.1\r\n\r\n".encode()
+        answered = answer(patched_server, sent, model_provider=provider, cli_args=arguments)
+        return json.loads(answered.partition("\r\n\r\n")[2])
+
+    names = [model["id"] for model in listed("/v1/models")["data"]]
+    assert names == ["some/model", str(own), "claude-Qwen3-8B-4bit"]
+    alias = listed("/v1/models/claude-Qwen3-8B-4bit")
+    assert (alias["type"], alias["object"]) == ("model", "model")
+    assert [m["id"] for m in listed("/v1/models/some/model")["data"]] == ["some/model", str(own)]

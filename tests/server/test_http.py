@@ -29,10 +29,14 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 def test_c8_the_loaded_model_is_listed_where_nothing_was_downloaded(
     server: ServerProcess, tiny_model: Path
 ) -> None:
-    for path in ("/v1/models", f"/v1/models/{tiny_model}"):
+    own, alias = str(tiny_model.resolve()), f"claude-{tiny_model.name}"
+    for path, names in ("/v1/models", [own, alias]), (f"/v1/models/{tiny_model}", [own]):
         status, _, body = server.request("GET", path)
         assert status == 200
-        assert [model["id"] for model in json.loads(body)["data"]] == [str(tiny_model.resolve())]
+        assert [model["id"] for model in json.loads(body)["data"]] == names
+    status, _, body = server.request("GET", f"/v1/models/{alias}?beta=true")
+    assert (status, json.loads(body)["id"]) == (200, alias)
+    assert server.chat(USER, model=alias, max_tokens=1).completion_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Fields of a request's body: what a wrong one is, in a sentence for the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import RequestRefused
+
+_KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
+
+
+def require(is_right: bool, name: str, value: Any, expected: str) -> None:
+    """Raise RequestRefused unless a field is right: its name, what was found, what was expected."""
+    if is_right:
+        return
+    found = _KINDS.get(type(value))
+    if found is None:
+        found = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
+    raise RequestRefused(f"{name} is {found}, expected {expected}")
+
+
+def require_text(name: str, value: Any) -> str:
+    """Return text; refuse a value that is none, or cannot be encoded (half a surrogate pair)."""
+    require(isinstance(value, str), name, value, "text")
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused(f"{name} is not valid Unicode at character {error.start}") from None
+    text: str = value
+    return text
+
+
+def require_object(name: str, value: Any) -> dict[str, Any]:
+    """Return an object; refuse a value that is none."""
+    require(isinstance(value, dict), name, value, "an object")
+    found: dict[str, Any] = value
+    return found
+
+
+def require_objects(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return a list of objects; refuse a value that is none."""
+    require(isinstance(value, list), name, value, "a list of objects")
+    return [require_object(f"{name}[{i}]", each) for i, each in enumerate(value)]

@@ -1,0 +1,283 @@
+"""Messages to chat completions and back, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.api.messages import MessagesAPI
+from mlx_lm_kvpersist.api.messages_reply import MessagesReply
+from mlx_lm_kvpersist.errors import RequestRefused
+
+from .bodies import mutated
+
+SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look.", "input_schema": SCHEMA}
+LATER = {"name": "later", "input_schema": SCHEMA, "defer_loading": True}
+FULL: dict[str, Any] = {
+    "model": "claude-x",
+    "max_tokens": 100,
+    "system": [{"type": "text", "text": "Be kind."}],
+    "stop_sequences": ["end"],
+    "thinking": {"type": "disabled"},
+    "temperature": 0.5,
+    "stream": True,
+    "tools": [LOOK, LATER, {"type": "web_search_20250305", "name": "web_search"}],
+    "messages": [
+        {"role": "user", "content": "Hi."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "One"},
+                {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "hä", "n": 1}},
+                {"type": "text", "text": " two"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [
+                        {"type": "text", "text": "There."},
+                        {"type": "tool_reference", "tool_name": "later"},
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": "QQ=="},
+                        },
+                    ],
+                },
+                {"type": "text", "text": "And", "cache_control": {"type": "ephemeral"}},
+                {"type": "document", "source": {"type": "text", "data": " this"}},
+                {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}},
+            ],
+        },
+        {"role": "system", "content": "Be brief."},
+    ],
+}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **changes}
+    return MessagesAPI().translate(body).chat_body
+
+
+def test_a_conversation_as_chat_clients_send_it() -> None:
+    request = MessagesAPI().translate(FULL)
+    look = {"type": "function", "function": {"name": "look", "description": "Look."}}
+    look["function"] |= {"parameters": SCHEMA}  # type: ignore[operator]
+    later = {"type": "function", "function": {"name": "later", "parameters": SCHEMA}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
+    arguments = '{"where": "hä", "n": 1}'
+    assert request.tools == [look, later]
+    assert request.chat_body == {
+        "model": "claude-x",
+        "max_tokens": 100,
+        "stop": ["end"],
+        "temperature": 0.5,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "tools": [look],
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+            {"role": "user", "content": "Hi."},
+            {
+                "role": "assistant",
+                "content": "One two",
+                "reasoning": "Hm.",
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "look", "arguments": arguments},
+                    }
+                ],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "1",
+                "content": [
+                    {"type": "text", "text": "There."},
+                    {"type": "text", "text": f"<tool>{json.dumps(later)}</tool>\n"},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    image,
+                    {"type": "text", "text": "And"},
+                    {"type": "text", "text": " this"},
+                    {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
+                ],
+            },
+            {"role": "system", "content": "Be brief."},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"), [(0, 1), (-3, 1), (128_000, 128_000), (10**15, 2**31 - 1)]
+)
+def test_max_tokens_is_clamped(asked: int, sent: int) -> None:
+    assert chat(max_tokens=asked)["max_tokens"] == sent
+
+
+def test_what_chat_has_no_word_for_is_left_out() -> None:
+    more = {"context_management": {}, "output_config": {}, "thinking": {"type": "adaptive"}}
+    assert chat(tool_choice={"type": "any"}, service_tier="auto", **more) == chat()
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"type": "image", "source": {"type": "file"}}, 'source.type is text, expected "base64"'),
+        ({"type": "document", "source": {"type": "base64"}}, "source.type is text, expected"),
+        ({"type": "tool_result"}, "tool_use_id is null, expected text"),
+        ({"type": "container_upload"}, "type is text, expected"),
+        (
+            {
+                "type": "tool_result",
+                "tool_use_id": "1",
+                "content": [{"type": "tool_reference", "tool_name": "gone"}],
+            },
+            "tool_name is text, expected the name of a tool",
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_told_a_model(block: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestRefused, match="content\\[0\\]") as refused:
+        chat(messages=[{"role": "user", "content": [block]}])
+    assert says in str(refused.value) and refused.value.status == 400
+
+
+@given(mutated(FULL))
+def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
+    try:
+        request = MessagesAPI().translate(body)
+    except RequestRefused as error:
+        assert "expected" in str(error) or "not valid Unicode" in str(error)
+    else:
+        assert isinstance(request.chat_body["messages"], list)
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": "1", "type": "function", "function": function}
+
+
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 7},
+}
+DELTAS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "content": st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
+            "reasoning": st.sampled_from(["", "\n", "r", " s"]),
+            "tool_calls": st.lists(
+                st.sampled_from([call("f", {"x": [1]}), call("g", {})]), max_size=2
+            ),
+        },
+    ),
+    max_size=8,
+)
+
+
+@given(DELTAS)
+def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]]) -> None:
+    """What a client that streams puts together is what one gets that does not."""
+    reply = MessagesReply("m", marks_cache=True)
+    events = reply.begin(10, 7)
+    for delta in deltas:
+        events += reply.add(delta)
+    events += reply.end("stop", None, USAGE)
+    message = events[0]["message"]
+    is_open = False
+    for event in events[1:-2]:
+        content = message["content"]
+        kind = event["type"]
+        assert event["index"] == len(content) - (kind != "content_block_start")
+        assert is_open == (kind != "content_block_start")
+        is_open = kind != "content_block_stop"
+        if kind == "content_block_start":
+            content.append(dict(event["content_block"]))
+        elif kind == "content_block_delta":
+            form, *_ = set(event["delta"]) - {"type"}
+            if form == "partial_json":
+                content[-1]["input"] = json.loads(event["delta"][form])
+            elif form == "signature":
+                content[-1]["signature"] = event["delta"][form]
+            else:
+                content[-1][form] += event["delta"][form]
+    assert not is_open
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    whole = {**message, **events[-2]["delta"], "usage": events[-2]["usage"]}
+    assert whole == reply.whole()
+    assert all(block.get("text", "x").strip() for block in whole["content"])
+    assert reply.content == "".join(block.get("text", "") for block in whole["content"])
+    spoken = "".join(delta.get("content") or "" for delta in deltas)
+    assert "".join(reply.content.split()) == "".join(spoken.split())
+
+
+@pytest.mark.parametrize(
+    ("finish", "word", "calls", "reason"),
+    [
+        ("stop", None, False, "end_turn"),
+        ("length", None, False, "max_tokens"),
+        ("stop", "end", False, "stop_sequence"),
+        ("tool_calls", None, True, "tool_use"),
+        ("tool_calls", None, False, "end_turn"),
+        ("length", None, True, "max_tokens"),
+    ],
+)
+def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -> None:
+    reply = MessagesReply("m", marks_cache=False)
+    reply.add({"content": "x", "tool_calls": [call("f", {})] if calls else []})
+    *_, delta, _ = reply.end(finish, word, USAGE)
+    assert delta["delta"]["stop_reason"] == reason
+    assert delta["delta"]["stop_sequence"] == (word if reason == "stop_sequence" else None)
+
+
+@pytest.mark.parametrize("marks_cache", [True, False])
+def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
+    reply = MessagesReply("m", marks_cache=marks_cache)
+    usage = reply.end("stop", None, USAGE)[-2]["usage"]
+    assert usage["cache_read_input_tokens"] == 7 and usage["output_tokens"] == 5
+    assert usage["cache_creation_input_tokens"] == (3 if marks_cache else 0)
+    assert usage["input_tokens"] == (0 if marks_cache else 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [({"a": 1}, {"a": 1}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], {"arguments": [1]})],
+)
+def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
+    reply = MessagesReply("m", marks_cache=False)
+    reply.add({"tool_calls": [call("f", arguments)]})
+    reply.end("tool_calls", None, USAGE)
+    assert reply.whole()["content"][0]["input"] == shown
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (404, "not_found_error"),
+        (411, "invalid_request_error"),
+        (413, "request_too_large"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_errors(status: int, kind: str) -> None:
+    error = MessagesAPI().error(status, "Why.")
+    assert error == {"type": "error", "error": {"type": kind, "message": "Why."}}
+    assert MessagesReply("m", marks_cache=False).fail(status, "Why.") == [error]

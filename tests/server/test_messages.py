@@ -1,0 +1,289 @@
+"""Anthropic's SDK, and plain HTTP, against a real server: the Messages API end to end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anthropic import Anthropic, BadRequestError
+
+from tests.support import StartServer, synthetic_text
+from tests.support.scripted import ScriptedServer, call, make_thinking_model
+
+MESSAGES = "/v1/messages?beta=true"
+MODEL = "claude-local"
+SYSTEM = synthetic_text(700, seed=1)
+TOOL: Any = {
+    "name": "look",
+    "description": "Look somewhere.",
+    "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}},
+}
+MARK = {"type": "ephemeral"}
+
+
+@pytest.fixture(scope="module")
+def server(
+    started: StartServer, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> ScriptedServer:
+    model = make_thinking_model(models_dir / "thinking-tools")
+    return ScriptedServer(started, model, tmp_path_factory.mktemp("scripted"))
+
+
+@pytest.fixture(scope="module")
+def client(server: ScriptedServer) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def n_prompt(usage: Any) -> int:
+    """Return the tokens of a prompt: its three parts add up to it."""
+    return int(
+        usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+    )
+
+
+def post(server: ScriptedServer, body: Any, path: str = MESSAGES) -> tuple[int, dict[str, Any]]:
+    status, _, answer = server.process.request("POST", path, body)
+    return status, json.loads(answer)
+
+
+def test_a_round_trip_with_a_tool(server: ScriptedServer, client: Anthropic) -> None:
+    """Streamed: every turn after the first reuses all but what is new in it."""
+    system: Any = [{"type": "text", "text": SYSTEM, "cache_control": MARK}]
+    messages: list[Any] = [{"role": "user", "content": "What is in the harbour?"}]
+    scripts = (
+        "<think>\nI should look.\n</think>\n\n" + call("look", where="härbour", deep=[1, None]),
+        "<think>\nTwo.\n</think>\n\n Two ships.\n" + call("look", where="pier") + "\n"
+        + call("look", where="sea"),
+        "Nothing else.",
+    )  # fmt: skip
+    blocks = (["thinking", "tool_use"], ["thinking", "text", "tool_use", "tool_use"], ["text"])
+    n_before = 0
+    for script, kinds in zip(scripts, blocks, strict=True):
+        server.say(script)
+        given: Any = {"model": MODEL, "system": system, "messages": messages, "tools": [TOOL]}
+        counted = client.messages.count_tokens(**given).input_tokens
+        with client.messages.stream(max_tokens=64000, **given) as stream:
+            events = [event.type for event in stream]
+            reply = stream.get_final_message()
+        assert events[0] == "message_start" and events[-1] == "message_stop"
+        assert [block.type for block in reply.content] == kinds
+        assert reply.stop_reason == ("tool_use" if "tool_use" in kinds else "end_turn")
+        assert reply.model == MODEL
+        usage = reply.usage
+        assert n_prompt(usage) == counted
+        assert usage.input_tokens == 0 and usage.cache_creation_input_tokens
+        # The end of the turn was computed with the reply, and the last token is computed again.
+        assert usage.cache_read_input_tokens == n_before
+        n_before = counted + usage.output_tokens
+        messages.append({"role": "assistant", "content": reply.content})
+        results = [
+            {
+                "type": "tool_result",
+                "tool_use_id": block.id,
+                "content": [{"type": "text", "text": f"Ships at {block.input['where']}."}],
+            }
+            for block in reply.content
+            if block.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "And?"}]})
+    first = messages[1]["content"]
+    assert first[0].thinking.strip() == "I should look." and first[0].signature
+    assert first[1].input == {"where": "härbour", "deep": [1, None]}
+
+
+def test_whole_replies_and_their_ends(server: ScriptedServer, client: Anthropic) -> None:
+    """Not streamed: end of turn, the limit, a stop sequence; nothing is marked with a cache."""
+    given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Which ends?"}]}
+    server.say("\n A whole one. \n")
+    reply = client.messages.create(max_tokens=50, **given)
+    assert reply.stop_reason == "end_turn" and reply.stop_sequence is None
+    assert [block.text for block in reply.content if block.type == "text"] == ["\n A whole one. \n"]
+    counted = client.messages.count_tokens(**given).input_tokens
+    assert reply.usage.input_tokens == counted == n_prompt(reply.usage)
+    server.say("A whole one.")
+    cut = client.messages.create(max_tokens=2, **given)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+    assert cut.usage.cache_read_input_tokens == counted - 1
+    assert cut.id != reply.id and cut.id.startswith("msg_")
+    server.say("One, two, three.")
+    stopped = client.messages.create(max_tokens=50, stop_sequences=["zzz", ", three"], **given)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ", three")
+    assert [block.text for block in stopped.content if block.type == "text"] == ["One, two"]
+    server.say("Twice.")
+    status, answer = post(server, {**given, "max_tokens": 10**12})
+    assert (status, answer["stop_reason"]) == (200, "end_turn")
+    status, answer = post(server, {**given, "max_tokens": 0})
+    assert (status, answer["stop_reason"]) == (200, "max_tokens")
+
+
+def test_a_call_that_cannot_be_read_is_text(server: ScriptedServer, client: Anthropic) -> None:
+    """Stock drops it, and the client would get an empty turn."""
+    given: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 90}
+    server.say('<tool_call>\n{"name": "look"}\n</tool_call>')
+    reply = client.messages.create(messages=[{"role": "user", "content": "Call it."}], **given)
+    assert reply.stop_reason == "end_turn"
+    (block,) = reply.content
+    assert block.type == "text"
+    assert block.text == '<tool_call>\n{"name": "look"}\n</tool_call>'
+
+
+def test_a_deferred_tool_stands_where_its_reference_stands(
+    server: ScriptedServer, client: Anthropic
+) -> None:
+    """The list of tools stands in front of everything: a tool that joins it changes all."""
+    search: Any = {**TOOL, "name": "search"}
+    hidden: Any = {**TOOL, "name": "aaa", "description": "Comes first.", "defer_loading": True}
+    start: list[Any] = [{"role": "user", "content": SYSTEM[:600]}]
+    given: Any = {"model": MODEL, "max_tokens": 80}
+    server.say(call("search", where="tools"))
+    first = client.messages.create(messages=start, tools=[search, hidden], **given)
+    (block,) = first.content
+    assert block.type == "tool_use"
+    found = {"type": "tool_reference", "tool_name": "aaa"}
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [found]}
+    messages = [
+        *start,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    server.say(call("aaa", where="there"))
+    second = client.messages.create(messages=messages, tools=[hidden, search], **given)
+    (block,) = second.content
+    assert block.type == "tool_use" and block.name == "aaa"
+    assert second.usage.cache_read_input_tokens == n_prompt(first.usage) + first.usage.output_tokens
+    assert second.usage.input_tokens > 40  # the tool's description was read
+
+
+def test_sessions_side_requests_and_the_billing_line(server: ScriptedServer) -> None:
+    """As Claude Code sends it: the marks move, the first block of the system differs."""
+    user = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "5e55-10"})
+
+    def turn(n: int, messages: list[Any]) -> dict[str, Any]:
+        billing = {"type": "text", "text": f"x-anthropic-billing-header: cch={n};"}
+        system = [billing, {"type": "text", "text": SYSTEM + "two", "cache_control": MARK}]
+        body = {"model": "claude-opus-4", "max_tokens": 32000, "system": system}
+        more = {
+            "metadata": {"user_id": user},
+            "context_management": {"edits": []},
+            "output_config": {"effort": "high"},
+            "thinking": {"type": "adaptive", "display": "omitted"},
+            "tools": [TOOL],
+            "messages": messages,
+        }
+        status, answer = post(server, {**body, **more})
+        assert status == 200, answer
+        return answer
+
+    environment: Any = {"role": "system", "content": [{"type": "text", "text": "# Environment"}]}
+    asked: Any = {
+        "role": "user",
+        "content": [{"type": "text", "text": "Go.", "cache_control": MARK}],
+    }
+    server.say("Gone.")
+    first = turn(1, [asked, environment])
+    plain = [{"role": "user", "content": "Go."}, {"role": "system", "content": "# Environment"}]
+    server.say("Back.")
+    again: Any = {"role": "user", "content": "Come back."}
+    second = turn(2, [*plain, {"role": "assistant", "content": first["content"]}, again])
+    usage = first["usage"]
+    read = second["usage"]["cache_read_input_tokens"]
+    assert read == sum(usage.values())
+    _, _, listed = server.process.request("GET", "/v1/kvpersist/requests")
+    assert [each["session"] for each in json.loads(listed)].count("5e55-10") == 2
+
+
+def test_thinking_can_be_switched_off(server: ScriptedServer, client: Anthropic) -> None:
+    given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Think?"}]}
+    on = client.messages.count_tokens(**given).input_tokens
+    off = client.messages.count_tokens(thinking={"type": "disabled"}, **given).input_tokens
+    assert off > on  # the template writes an empty thought
+
+
+def test_claude_code_says_hello(server: ScriptedServer) -> None:
+    for path in ("/", "/api/hello"):
+        status, _, body = server.process.request("HEAD", path)
+        assert (status, body) == (200, b"")
+
+
+def test_counting_waits_for_nobody(server: ScriptedServer) -> None:
+    """25 at once while a reply is generated."""
+    given: Any = {"model": MODEL, "messages": [{"role": "user", "content": SYSTEM}]}
+    server.say("Yes. " * 400)
+    with ThreadPoolExecutor(26) as pool:
+        talk = pool.submit(post, server, {**given, "max_tokens": 300})
+        time.sleep(0.3)
+        count = partial(post, server, given, "/v1/messages/count_tokens")
+        counts = [each.result() for each in [pool.submit(count) for _ in range(25)]]
+        assert not talk.done()
+        usage = talk.result()[1]["usage"]
+    assert [status for status, _ in counts] == [200] * 25
+    n_read = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert {answer["input_tokens"] for _, answer in counts} == {n_read}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_stops_its_reply(server: ScriptedServer, stream: bool) -> None:
+    server.say("Yes. " * 3000)
+    body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 6000}
+    payload = json.dumps({**body, "model": MODEL, "stream": stream}).encode()
+    with socket.create_connection(("127.0.0.1", server.process.port or 0)) as connection:
+        head = f"POST /v1/messages HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
+        connection.sendall(head.encode() + payload)
+        time.sleep(0.5)
+    start = time.monotonic()
+    # A request with a seed is served alone: it waits for all others to end.
+    server.process.chat(body["messages"], seed=1, max_tokens=1)
+    assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"messages": 5}, "messages is 5, expected a list of objects"),
+        ({"messages": []}, "messages is a list, expected at least one message"),
+        ({"messages": [5]}, "messages[0] is 5, expected an object"),
+        (
+            {"messages": [{"role": "boss", "content": "x"}]},
+            'messages[0].role is text, expected "user", "assistant" or "system"',
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "content[0].type is"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
+        ({"system": 5}, "system is 5, expected text, or a list of blocks"),
+        ({"tools": {"a": 1}}, "tools is an object, expected a list of objects"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name is null, expected text"),
+        ({"max_tokens": "many"}, "max_tokens is text, expected an integer"),
+        ({"stop_sequences": "x"}, "stop_sequences is text, expected a list of texts"),
+        ({"temperature": "hot"}, "temperature must be"),
+        ({"stream": "yes"}, "stream is text, expected a boolean"),
+        ({"model": None}, "model is null, expected text"),
+    ],
+)
+def test_bad_bodies_get_a_sentence(
+    server: ScriptedServer, change: dict[str, Any], says: str
+) -> None:
+    body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    for path in (MESSAGES, "/v1/messages/count_tokens"):
+        status, answer = post(server, {**body, **change}, path)
+        assert status == 400, answer
+        assert answer["type"] == "error"
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert says in answer["error"]["message"]
+
+
+def test_the_sdk_reads_our_errors(client: Anthropic) -> None:
+    with pytest.raises(BadRequestError, match="temperature must be"):
+        client.messages.create(
+            model=MODEL,
+            max_tokens=5,
+            messages=[{"role": "user", "content": "x"}],
+            extra_body={"temperature": "hot"},
+        )
