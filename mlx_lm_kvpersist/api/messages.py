@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from email.message import Message as Headers
 from typing import Any
 
 from ..errors import RequestRefused
 from ..fields import require, require_object, require_objects, require_text
 from .messages_reply import MessagesReply, error_event
+from .session_keys import is_kept
 
 Message = dict[str, Any]
 
@@ -43,7 +45,7 @@ class MessagesRequest:
 class MessagesAPI:
     """Messages and chat completions, one in terms of the other."""
 
-    def translate(self, body: dict[str, Any]) -> MessagesRequest:
+    def translate(self, body: dict[str, Any], headers: Headers) -> MessagesRequest:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
@@ -71,7 +73,7 @@ class MessagesAPI:
         stream = body.get("stream") or False
         require(isinstance(stream, bool), "stream", stream, "a boolean")
         model = require_text("model", body.get("model", "default_model"))
-        reply = MessagesReply(model, marks_cache=_marks_cache(body))
+        reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
         return MessagesRequest(chat, [tool for tool, _ in tools.values()], stream, reply)
 
     def error(self, status: int, message: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from ..errors import ConfigError, RequestRefused
 from ..fields import require_text
 from . import manager
-from .chat_api import StockOutput
+from .chat_output import StockOutput
 from .request_checks import (
     check_bias,
     check_body_length,
@@ -91,7 +91,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         assert route is not None
         try:
             route.handle(self)
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             raise
         except Exception:
             logger.exception("%s %s failed", route.method, route.path)

@@ -6,6 +6,8 @@ can serve are left to stock.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +31,43 @@ def check_body_length(length: str | None) -> None:
     if n_bytes > MAX_BODY_BYTES:
         most = f"{MAX_BODY_BYTES >> 20} MiB"
         raise RequestRefused(f"the body has {n_bytes:,} bytes, expected at most {most}", 413)
+
+
+def read_json(handler: Any) -> dict[str, Any]:
+    """Read a JSON object from a request's body; raises RequestRefused for anything else."""
+    length = handler.headers.get("Content-Length")
+    if length is None:
+        raise RequestRefused("the header Content-Length is missing, expected the body's size", 411)
+    if not length.strip().lstrip("-").isdecimal() or not length.isascii():
+        raise RequestRefused(f"Content-Length is {length!r}, expected a number of bytes")
+    check_body_length(length)
+    n_bytes, parts = int(length), []
+    until_s = time.monotonic() + handler.timeout
+    n_left = n_bytes
+    try:
+        while n_left:
+            part = handler.rfile.read1(min(n_left, 1 << 20))
+            if not part:
+                raise RequestRefused(
+                    f"the body ended after {n_bytes - n_left:,} of {n_bytes:,} bytes"
+                )
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            parts.append(part)
+            n_left -= len(part)
+    except TimeoutError:
+        raise RequestRefused(
+            f"{n_left:,} of the body's {n_bytes:,} bytes did not come within "
+            f"{handler.timeout:.0f} seconds",
+            408,
+        ) from None
+    try:
+        body = json.loads(b"".join(parts).decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestRefused("the body is no JSON object")
+    return body
 
 
 def check_bias(bias: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from email.message import Message as Headers
 from typing import Any
 
 import pytest
@@ -66,11 +67,11 @@ FULL: dict[str, Any] = {
 
 def chat(**changes: Any) -> dict[str, Any]:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **changes}
-    return MessagesAPI().translate(body).chat_body
+    return MessagesAPI().translate(body, Headers()).chat_body
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
-    request = MessagesAPI().translate(FULL)
+    request = MessagesAPI().translate(FULL, Headers())
     look = {"type": "function", "function": {"name": "look", "description": "Look."}}
     look["function"] |= {"parameters": SCHEMA}  # type: ignore[operator]
     later = {"type": "function", "function": {"name": "later", "parameters": SCHEMA}}
@@ -159,7 +160,7 @@ def test_blocks_that_cannot_be_told_a_model(block: dict[str, Any], says: str) ->
 @given(mutated(FULL))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:
-        request = MessagesAPI().translate(body)
+        request = MessagesAPI().translate(body, Headers())
     except RequestRefused as error:
         assert "expected" in str(error) or "not valid Unicode" in str(error)
     else:

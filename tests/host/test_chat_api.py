@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host import chat_api, http_server
+from mlx_lm_kvpersist.host import chat_api, chat_output, http_server
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.host.routes import Route
@@ -50,7 +50,7 @@ class WordsReply:
 
 
 class WordsAPI:
-    def translate(self, body: dict[str, Any]) -> Any:
+    def translate(self, body: dict[str, Any], headers: Any) -> Any:
         chat = {"messages": [{"role": "user", "content": body["say"]}]}
         return SimpleNamespace(
             chat_body=chat, tools=[], stream=body.get("stream", False), reply=WordsReply()
@@ -251,8 +251,8 @@ def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
 def test_headers_and_beats_while_nothing_comes(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_api, "HEADERS_AFTER_S", 0.1)
-    monkeypatch.setattr(chat_api, "BEAT_S", 0.2)
+    monkeypatch.setattr(chat_output, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(chat_output, "BEAT_S", 0.2)
     words.generator.wait_s = 0.8
     _, headers, body = words.post({"say": "x", "stream": True})
     kinds = [event["type"] for event in events(body)]

@@ -200,6 +200,15 @@ def test_sessions_side_requests_and_the_billing_line(server: ScriptedServer) -> 
     assert [each["session"] for each in json.loads(listed)].count("5e55-10") == 2
 
 
+def test_what_is_not_kept_is_not_counted_as_written(server: ScriptedServer) -> None:
+    body = {"model": MODEL, "max_tokens": 1, "cache_control": MARK}
+    asked = {**body, "messages": [{"role": "user", "content": "Keep?"}]}
+    keep = {"X-KVPersist-Keep": "no"}
+    _, _, answer = server.process.request("POST", MESSAGES, asked, headers=keep)
+    usage = json.loads(answer)["usage"]
+    assert usage["input_tokens"] > 0 and usage["cache_creation_input_tokens"] == 0
+
+
 def test_thinking_can_be_switched_off(server: ScriptedServer, client: Anthropic) -> None:
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Think?"}]}
     on = client.messages.count_tokens(**given).input_tokens

@@ -1,0 +1,101 @@
+"""What stands between stock's handler and its response generator while it serves another API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import RequestRefused
+from .chat_output import ClientConnection
+
+
+class Tap:
+    """The server's response generator, as one request sees it: remembers how its prompt went."""
+
+    def __init__(
+        self, generator: Any, tools: list[dict[str, Any]], connection: ClientConnection
+    ) -> None:
+        self._generator, self._tools, self._connection = generator, tools, connection
+        self._context: Any = None
+        self.stop_word: str | None = None
+        self._unread: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self._context.prompt) if self._context is not None else 0
+
+    @property
+    def n_cached(self) -> int:
+        return max(0, self._context.prompt_cache_count) if self._context is not None else 0
+
+    def generate(
+        self, request: Any, args: Any, progress_callback: Callable[[int, int], None] | None = None
+    ) -> tuple[Any, Iterator[Any]]:
+        context, responses = self._generator.generate(
+            request, args, progress_callback=progress_callback
+        )
+        self._context = context
+        if context.tool_parser is not None:
+            context.tool_parser = self._reading_calls(context.tool_parser)
+        return context, self._watched(responses, args.stop_words)
+
+    def _reading_calls(self, parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+        """Let the parser know deferred tools, and keep what it cannot read: stock drops that."""
+        tokenizer = self.model_provider.tokenizer
+
+        def read(text: str, tools: Any) -> Any:
+            try:
+                calls = parse(text, self._tools or None)
+                for call in calls if isinstance(calls, list) else [calls]:
+                    if not isinstance(call["name"], str) or "arguments" not in call:
+                        raise ValueError("a call needs a name and arguments")
+            except Exception as error:
+                end = tokenizer.tool_call_end or ""
+                self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
+                raise ValueError(f"no tool call: {error!r}") from error
+            return calls
+
+        return read
+
+    def unread_calls(self) -> str:
+        """Return the text of calls that could not be read since this was last asked."""
+        text = "".join(self._unread)
+        self._unread.clear()
+        return text
+
+    def _watched(self, responses: Iterator[Any], stop_words: list[str]) -> Iterator[Any]:
+        """Pass the tokens on; note which stop word ended them, and stop when the client went."""
+        ids: list[int] = []
+        for response in responses:
+            self._connection.check()
+            ids.append(response.token)
+            if response.finish_reason == "stop" and stop_words:
+                self.stop_word = self._stop_word(ids, stop_words)
+            yield response
+
+    def _stop_word(self, ids: list[int], stop_words: list[str]) -> str | None:
+        """Return the stop word whose tokens end a reply, as stock compares them."""
+        tokenizer = self.model_provider.tokenizer
+        if ids[-1] in tokenizer.eos_token_ids:
+            return None
+        spelled = {word: tokenizer.encode(word, add_special_tokens=False) for word in stop_words}
+        found = [word for word, own in spelled.items() if own and ids[-len(own) :] == own]
+        return max(found, key=len, default=None)
+
+
+class Counter:
+    """Stands where a request's response generator stands, and counts its prompt instead."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self.n_tokens: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
+        self.n_tokens = self._generator.count_tokens(request, args)
+        raise RequestRefused("counted, not generated")
