@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
 from tests.support import Reply, ServerProcess
 from tests.support.synthetic import Message, synthetic_text
 
@@ -151,13 +151,13 @@ class Fleet:
             messages, stream=True, max_tokens=max_tokens, temperature=0.0, **params
         )
 
-    def stats(self, name: str) -> dict[str, Any]:
+    def told(self, name: str, path: str) -> dict[str, Any]:
         """Return what a side of ours says of itself."""
-        status, _, body = self.servers[name].request("GET", STATS_PATH)
+        status, _, body = self.servers[name].request("GET", path)
         if status != 200:
-            raise RuntimeError(f"{name} answered {status} to {STATS_PATH}")
-        stats: dict[str, Any] = json.loads(body)
-        return stats
+            raise RuntimeError(f"{name} answered {status} to {path}")
+        said: dict[str, Any] = json.loads(body)
+        return said
 
     def settle(self, name: str, timeout_s: float = 120.0) -> None:
         """Return when a side has written all that it has to; at once for those without a store."""
@@ -166,7 +166,7 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         seen, since = None, time.monotonic()
         while time.monotonic() < deadline:
-            store = self.stats(name)["store"]
+            store = self.told(name, STATS_PATH)["store"]
             now = (store["disk"]["written_bytes"], store["turns_saved"])
             if store["queue"]["tasks"] or now != seen:
                 seen, since = now, time.monotonic()
@@ -195,7 +195,7 @@ class Fleet:
         """
         known: dict[str, float | None] = dict.fromkeys(self.sides)
         for name, side in self.sides.items():
-            if side.keeps and (spec := self.stats(name)["spec"]):
+            if side.keeps and (spec := self.told(name, SPEC_PATH))["kept"]:
                 known[name] = float(spec["bytes_per_token"])
                 for other, stock in self.sides.items():
                     if not stock.keeps:

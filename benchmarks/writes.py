@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.api.admin import STATS_PATH
+from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
 from mlx_lm_kvpersist.store.index import Index
 from tests.support import ServerProcess
 from tests.support.synthetic import make_tiny_model, synthetic_text
@@ -72,7 +72,7 @@ def turns(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
         messages.append({"role": "assistant", "content": reply.text})
         n_tokens = reply.prompt_tokens + reply.completion_tokens
         stats = settled(server, store, "growing", n_tokens)
-        per_token = stats["spec"]["bytes_per_token"]
+        per_token = bytes_per_token(server)
         written = stats["store"]["disk"]["written_bytes"]
         new = (n_tokens - n_before) * per_token
         rows.append(
@@ -100,7 +100,7 @@ def shared(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
         n_tokens = reply.prompt_tokens + reply.completion_tokens
         stats = settled(server, store, f"session-{n}", n_tokens)
         written = stats["store"]["disk"]["written_bytes"]
-        alone += n_tokens * stats["spec"]["bytes_per_token"]
+        alone += n_tokens * bytes_per_token(server)
         rows.append(
             {
                 "sessions": n + 1,
@@ -112,6 +112,11 @@ def shared(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def bytes_per_token(server: ServerProcess) -> int:
+    """Return what the server keeps of a token."""
+    return int(json.loads(server.request("GET", SPEC_PATH)[2])["bytes_per_token"])
 
 
 def settled(server: ServerProcess, store: Path, session: str, n_tokens: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Config:
     min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     precision: PrecisionRequest = field(default_factory=PrecisionRequest)
-    admin_key: str | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)
+    show_text: bool = False
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
 
@@ -62,6 +63,13 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
     return share
+
+
+def parse_key(text: str) -> str:
+    """Return a key; an empty one would let everybody in."""
+    if not text.strip():
+        raise ArgumentTypeError("the key is empty; write one, or leave the option out")
+    return text.strip()
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -208,11 +216,16 @@ def add_options(parser: ArgumentParser) -> None:
         help="Share nothing between requests with different API keys",
     )
     group.add_argument(
-        "--kvpersist-admin-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"A file with the key that /v1/kvpersist/* takes as Bearer (default: {KEY_VARIABLE} "
-        "of the environment, or no key and only programs of this machine)",
+        "--kvpersist-api-key",
+        type=parse_key,
+        metavar="KEY",
+        help="The key that /v1/kvpersist/* and /metrics take as Bearer, from anywhere (default: "
+        f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
+    )
+    group.add_argument(
+        "--kvpersist-show-text",
+        action="store_true",
+        help="Let /v1/kvpersist/requests quote prompts where they differ from what is stored",
     )
 
 
@@ -251,7 +264,8 @@ def from_args(args: Namespace) -> Config:
         normalise=args.kvpersist_normalise,
         session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,
-        admin_key=_admin_key(args.kvpersist_admin_key_file),
+        api_key=args.kvpersist_api_key or os.environ.get(KEY_VARIABLE, "").strip() or None,
+        show_text=args.kvpersist_show_text,
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,
         attention=args.kvpersist_attention,
@@ -281,19 +295,6 @@ def _precision(args: Namespace) -> PrecisionRequest:
         args.kvpersist_kv_target,
         args.kvpersist_kv_measure_s,
     )
-
-
-def _admin_key(file: Path | None) -> str | None:
-    """Return the operator's key. Raises ConfigError where a file was named and holds none."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = file.expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--kvpersist-admin-key-file {file} cannot be read: {error}") from error
-    if not key:
-        raise ConfigError(f"--kvpersist-admin-key-file {file} is empty, expected a key")
-    return key
 
 
 def default_folder() -> Path:

@@ -16,7 +16,15 @@ from typing import Any
 from mlx_lm.models.cache import KVCache
 
 from . import config
-from .api.admin import METRICS_PATH, REQUESTS_PATH, STATS_PATH, operator_view
+from .api.admin import (
+    METRICS_PATH,
+    REQUESTS_PATH,
+    SELFTEST_PATH,
+    SPEC_PATH,
+    STATS_PATH,
+    SelfTest,
+    operator_view,
+)
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
@@ -295,10 +303,13 @@ class KVPersistPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
-        key = self._config.admin_key
+        key = self._config.api_key
+        records = partial(self._history.records, with_text=self._config.show_text)
         return [
-            Route("GET", REQUESTS_PATH, operator_view(self._history.records, key)),
+            Route("GET", REQUESTS_PATH, operator_view(records, key)),
             Route("GET", STATS_PATH, operator_view(self._stats, key)),
+            Route("GET", SPEC_PATH, operator_view(self._spec, key)),
+            Route("POST", SELFTEST_PATH, operator_view(SelfTest(), key)),
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
             *(Route("HEAD", path, empty_answer) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
@@ -308,15 +319,24 @@ class KVPersistPlugin:
     def _store_counts(self) -> dict[str, Any] | None:
         return self._store.stats(all_files=False) if self._store else None
 
+    def _spec(self) -> dict[str, Any]:
+        """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
+        loaded = self._loaded
+        if loaded is None:
+            why_not = self._refusal or "no model is loaded"
+            return {"model": None, "kept": False, "why_not": why_not}
+        plans = {name: plan.describe() for name, plan in loaded.spec.plans.items()}
+        return {
+            "model": loaded.name,
+            "kept": True,
+            **loaded.spec.describe(),
+            "attention": plans,
+        }
+
     def _stats(self) -> dict[str, Any]:
         loaded, store, policy = self._loaded, self._store, self._policy
         return {
             "model": loaded.name if loaded else None,
-            "spec": loaded.spec.describe() if loaded else None,
-            "attention": {name: plan.describe() for name, plan in loaded.spec.plans.items()}
-            if loaded
-            else None,
-            "not_kept": self._refusal or None,
             "prefill_tokens_per_s": policy.prefill.per_s,
             "restore_bytes_per_s": {
                 "hot": policy.from_ram.per_s,

@@ -132,6 +132,19 @@ def test_normalisations_are_chosen_by_name(tmp_path: Path) -> None:
         config.parse_names("content,dates")
 
 
+def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(*arguments: str) -> str | None:
+        return config.from_args(parsed("--kvpersist-dir", str(tmp_path), *arguments)).api_key
+
+    monkeypatch.delenv("KVPERSIST_API_KEY", raising=False)
+    assert key() is None
+    monkeypatch.setenv("KVPERSIST_API_KEY", "of the environment\n")
+    assert key() == "of the environment"
+    assert key("--kvpersist-api-key", "own") == "own"
+    with pytest.raises(SystemExit):
+        parsed("--kvpersist-api-key", " ")  # an unset variable would let everybody in
+
+
 def test_every_option_stands_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     actions = options()._actions

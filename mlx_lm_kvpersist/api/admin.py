@@ -5,15 +5,25 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from email.message import Message
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..errors import RequestRefused
+
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"
+SPEC_PATH = "/v1/kvpersist/spec"
+SELFTEST_PATH = "/v1/kvpersist/selftest"
 METRICS_PATH = "/metrics"
-KEY_VARIABLE = "KVPERSIST_ADMIN_KEY"
+KEY_VARIABLE = "KVPERSIST_API_KEY"
+
+_SELFTEST = (sys.executable, "-m", "mlx_lm_kvpersist", "selftest", "--json")
+_SELFTEST_TIMEOUT_S = 300.0
 
 
 def operator_view(
@@ -21,23 +31,50 @@ def operator_view(
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 
-    answer: returns an object for JSON, or bytes of the `content_type`. The answers tell of private
-    conversations. With a `key`, every request must carry it, and may come from anywhere. Without
-    one, only programs of the server's own machine may ask.
+    answer: returns an object for JSON, or bytes of the `content_type`; it may raise
+    RequestRefused. The answers tell of private conversations. With a `key`, every request must
+    carry it, and may come from anywhere. Without one, only programs of the server's own machine
+    may ask.
     """
 
     def handle(handler: Any) -> None:
-        refusal = why_refused(handler.client_address[0], handler.headers, key)
-        content = {"error": refusal} if refusal else answer()
+        status = 200
+        try:
+            if refusal := why_refused(handler.client_address[0], handler.headers, key):
+                raise RequestRefused(refusal, 403)
+            content = answer()
+        except RequestRefused as error:
+            status, content = error.status, {"error": str(error)}
         is_json = not isinstance(content, bytes)
         body = json.dumps(content).encode() if is_json else content
-        handler.send_response(403 if refusal else 200)
+        handler.send_response(status)
         handler.send_header("Content-Type", "application/json" if is_json else content_type)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
 
     return handle
+
+
+class SelfTest:
+    """Runs `mlx-lm-kvpersist selftest` in a process of its own, beside the server that serves."""
+
+    def __init__(self) -> None:
+        self._running = Lock()
+
+    def __call__(self) -> Any:
+        """Return its report. Raises RequestRefused while another one runs, or if it cannot run."""
+        if not self._running.acquire(blocking=False):
+            raise RequestRefused("a self-test is running; ask again when it has ended", 409)
+        try:
+            done = subprocess.run(
+                _SELFTEST, capture_output=True, check=False, timeout=_SELFTEST_TIMEOUT_S
+            )
+            return json.loads(done.stdout)
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise RequestRefused(f"the self-test gave no report: {error}", 500) from error
+        finally:
+            self._running.release()
 
 
 def why_refused(address: str, headers: Message, key: str | None) -> str:

@@ -253,8 +253,6 @@ class History:
         `received` is in seconds since the epoch. A request that is not `kept` is not quoted.
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
-        if divergence and not (self._with_text and kept):
-            divergence.update(stored=None, asked=None)
         record = {
             "id": f"kvp-{self._start}-{next(self._numbers)}",
             "received": time.time(),
@@ -273,11 +271,20 @@ class History:
             "detail": outcome.detail or None,
             "divergence": divergence,
         }
+        if not (self._with_text and kept):
+            record = _unquoted(record)
         with self._lock:
             self._records.append(record)
         return record
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return the records, newest first."""
+    def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
+        """Return the records, newest first; without text they quote no prompt."""
         with self._lock:
-            return list(self._records)[::-1]
+            records = list(self._records)[::-1]
+        return records if with_text else [_unquoted(record) for record in records]
+
+
+def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without the text of prompts."""
+    divergence = record["divergence"] and {**record["divergence"], "stored": None, "asked": None}
+    return {**record, "divergence": divergence}

@@ -16,6 +16,7 @@ from .stored import wait_for_commit
 
 SYSTEM = {"role": "system", "content": synthetic_text(150, seed=8)}
 REQUESTS = "/v1/kvpersist/requests"
+SELFTEST = "/v1/kvpersist/selftest"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -105,16 +106,17 @@ def test_a14_names_are_short_and_safe_in_the_log(
 
 
 def test_a15_operators_ask_from_this_machine_or_with_the_key(
-    start_server: StartServer, server: ServerProcess, tiny_model: Path, tmp_path: Path
+    start_server: StartServer, server: ServerProcess, tiny_model: Path
 ) -> None:
-    file = tmp_path / "key"
-    file.write_text("secret\n", encoding="utf-8")
-    locked = start_server.with_plugin(tiny_model, "--kvpersist-admin-key-file", str(file))
+    locked = start_server.with_plugin(tiny_model, env={"KVPERSIST_API_KEY": "secret"})
     right = {"Host": "public.example", "Authorization": "Bearer secret"}
-    for path in (REQUESTS, "/v1/kvpersist/stats"):
+    for path in (REQUESTS, "/v1/kvpersist/stats", "/v1/kvpersist/spec", "/metrics"):
         assert server.request("GET", path)[0] == 200
         for sent in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
             status, _, body = server.request("GET", path, headers=sent)
             assert status == 403 and "only for programs" in json.loads(body)["error"]
         assert locked.request("GET", path)[0] == 403
         assert locked.request("GET", path, headers=right)[0] == 200
+    for page in ({"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
+        assert server.request("POST", SELFTEST, headers=page)[0] == 403
+    assert locked.request("POST", SELFTEST)[0] == 403

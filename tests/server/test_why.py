@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ QUESTION: Message = {"role": "user", "content": "What does the north tower see a
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     """The server of all tests that need no options."""
-    return started.with_plugin(tiny_model)
+    return started.with_plugin(tiny_model, "--kvpersist-show-text")
 
 
 def records(server: ServerProcess) -> list[dict[str, Any]]:
@@ -37,6 +38,11 @@ def records(server: ServerProcess) -> list[dict[str, Any]]:
     assert status == 200
     answer: list[dict[str, Any]] = json.loads(body)
     return answer
+
+
+def unquoted(record: dict[str, Any]) -> dict[str, Any]:
+    divergence = record["divergence"]
+    return {**record, "divergence": divergence and {**divergence, "stored": None, "asked": None}}
 
 
 def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +87,9 @@ def test_c11_why_needs_no_running_server(
     server.terminate()
     store = ["--kvpersist-dir", str(start_server.store)]
     assert main(["why", *store, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told
+    stored = json.loads(capsys.readouterr().out)
+    assert [unquoted(each) for each in stored] == told  # the server quotes nothing
+    assert stored[0]["divergence"]["asked"].startswith("gate see?")
     assert main(["why", *store]) == 0
     out = capsys.readouterr().out
     assert all(record["id"] in out and record["sentence"] in out for record in told)
@@ -94,7 +102,7 @@ def test_c11_why_needs_no_running_server(
     again.terminate()
     assert main(["why", *store, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found[1:] == told and found[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
+    assert found[1:] == stored and found[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
     # They quote prompts, so they go when sessions are removed.
     assert main(["sessions", "rm", *store, "s"]) == 0
     assert main(["why", *store]) == 0
@@ -157,7 +165,24 @@ def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> N
     assert status == 200
     assert stats["model"] == str(tiny_model)
     assert stats["store"]["ram"]["blocks"] >= 1
-    assert stats["spec"]["bytes_per_token"] > 0
+    spec = json.loads(server.request("GET", "/v1/kvpersist/spec")[2])
+    assert (spec["model"], spec["kept"]) == (str(tiny_model), True)
+    assert spec["bytes_per_token"] > 0
+    plans = {n: plan["prefill"]["strategy"] for n, plan in spec["attention"].items()}
+    assert plans == {group["name"]: "dequantize" for group in spec["groups"]}
+
+
+@pytest.mark.slow
+def test_the_self_test_beside_a_server_that_serves(server: ServerProcess) -> None:
+    path = "/v1/kvpersist/selftest"
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(server.request, "POST", path) for _ in range(2)]
+        answers = sorted((one.result() for one in asked), key=lambda answer: answer[0])
+    assert [status for status, _, _ in answers] == [200, 409]
+    report = json.loads(answers[0][2])
+    assert report["passed"] and {"versions", "startup"} < {r["name"] for r in report["results"]}
+    assert "is running" in json.loads(answers[1][2])["error"]
+    assert server.chat([QUESTION], max_tokens=2).text
 
 
 def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
