@@ -28,6 +28,7 @@ from .api.admin import (
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
+from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.quantized import SequenceQuantizedKVCache
@@ -313,6 +314,7 @@ class KVPersistPlugin:
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
             *(Route("HEAD", path, empty_answer) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
+            Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
         ]
 

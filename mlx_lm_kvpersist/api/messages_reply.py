@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-Events = list[dict[str, Any]]
+from .reply_parts import Event, Part, ReplyParts
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -32,48 +32,32 @@ def error_event(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class MessagesReply:
-    """One reply. The events that it returns are what a client that streams is to be sent.
-
-    White space alone makes no block: clients drop such a block and would send back another reply
-    than they were sent.
-    """
+class MessagesReply(ReplyParts):
+    """One reply. The events that it returns are what a client that streams is to be sent."""
 
     def __init__(self, model: str, *, marks_cache: bool) -> None:
+        super().__init__()
         self._marks_cache = marks_cache
         self._blocks: list[dict[str, Any]] = []
-        self._is_open = False
-        self._held = ("", "")
-        """The kind of a block that has white space only so far, and that white space."""
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": model,
-            "content": [],
+            "content": self._blocks,
             "stop_reason": None,
             "stop_sequence": None,
         }
 
-    @property
-    def content(self) -> str:
-        """The text that the client was shown so far."""
-        return "".join(block["text"] for block in self._blocks if block["type"] == "text")
-
-    def begin(self, n_prompt: int, n_cached: int) -> Events:
+    def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
         usage = self._usage(n_prompt, n_cached, 0)
-        return [{"type": "message_start", "message": {**self._message, "usage": usage}}]
+        return [
+            {"type": "message_start", "message": {**self._message, "content": [], "usage": usage}}
+        ]
 
-    def add(self, delta: Mapping[str, Any]) -> Events:
-        events: Events = []
-        for kind, key in (("thinking", "reasoning"), ("text", "content")):
-            if delta.get(key):
-                events += self._add_text(kind, delta[key])
-        for call in delta.get("tool_calls") or ():
-            events += self._add_call(call)
-        return events
-
-    def end(self, finish_reason: str, stop_word: str | None, usage: Mapping[str, Any]) -> Events:
+    def end(
+        self, finish_reason: str, stop_word: str | None, usage: Mapping[str, Any]
+    ) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
         if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):
             reason = "end_turn"  # no call could be read
@@ -85,16 +69,16 @@ class MessagesReply:
         }
         n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         counts = self._usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"])
-        events = list(self._close())
-        self._message |= {"content": self._blocks, **stopped, "usage": counts}
+        events = list(self.close())
+        self._message |= {**stopped, "usage": counts}
         events.append({"type": "message_delta", "delta": stopped, "usage": counts})
         events.append({"type": "message_stop"})
         return events
 
-    def beat(self) -> Events:
+    def beat(self) -> list[Event]:
         return [{"type": "ping"}]
 
-    def fail(self, status: int, message: str) -> Events:
+    def fail(self, status: int, message: str) -> list[Event]:
         return [error_event(status, message)]
 
     def whole(self) -> dict[str, Any]:
@@ -113,48 +97,40 @@ class MessagesReply:
             "output_tokens": n_new,
         }
 
-    def _add_text(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        if not (self._is_open and self._blocks[-1]["type"] == kind):
-            held_kind, held = self._held
-            text = held + text if held_kind == kind else text
-            if not text.strip():
-                self._held = (kind, text)
-                return
-            start = {"type": kind, kind: ""}
-            yield from self._open(start | ({"signature": ""} if kind == "thinking" else {}))
-        self._blocks[-1][kind] += text
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _add_call(self, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        given = _arguments(call["function"]["arguments"])
-        name = call["function"]["name"]
-        yield from self._open({"type": "tool_use", "id": call["id"], "name": name, "input": {}})
-        self._blocks[-1]["input"] = given
-        yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(given)})
-        yield from self._close()
-
-    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from self._close()
-        self._held = ("", "")
-        self._is_open = True
+    def start_part(self, part: Part) -> Iterator[Event]:
+        block: dict[str, Any] = {"type": part.kind, part.kind: ""}
+        if part.kind == "thinking":
+            block["signature"] = ""
         self._blocks.append(block)
-        index = len(self._blocks) - 1
-        yield {"type": "content_block_start", "index": index, "content_block": dict(block)}
+        yield _start(part.index, block)
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+    def add_text(self, part: Part, text: str) -> Iterator[Event]:
+        self._blocks[-1][part.kind] = part.text
+        yield _delta(part.index, {"type": f"{part.kind}_delta", part.kind: text})
 
-    def _close(self) -> Iterator[dict[str, Any]]:
-        """End the open block. Clients send thinking back only with a signature."""
-        if not self._is_open:
-            return
-        block = self._blocks[-1]
-        if block["type"] == "thinking":
-            digest = blake2b(block["thinking"].encode("utf-8", "replace"), digest_size=16)
-            block["signature"] = digest.hexdigest()
-            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
-        self._is_open = False
-        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+    def end_part(self, part: Part) -> Iterator[Event]:
+        """End a block. Clients send thinking back only with a signature."""
+        if part.kind == "thinking":
+            digest = blake2b(part.text.encode("utf-8", "replace"), digest_size=16)
+            signature = self._blocks[-1]["signature"] = digest.hexdigest()
+            yield _delta(part.index, {"type": "signature_delta", "signature": signature})
+        yield {"type": "content_block_stop", "index": part.index}
+
+    def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+        block: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        yield _start(index, block)
+        self._blocks.append({**block, "input": _arguments(arguments)})
+        partial = json.dumps(self._blocks[-1]["input"], ensure_ascii=False)
+        yield _delta(index, {"type": "input_json_delta", "partial_json": partial})
+        yield {"type": "content_block_stop", "index": index}
+
+
+def _start(index: int, block: dict[str, Any]) -> Event:
+    return {"type": "content_block_start", "index": index, "content_block": dict(block)}
+
+
+def _delta(index: int, delta: dict[str, Any]) -> Event:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def _arguments(text: str) -> dict[str, Any]:

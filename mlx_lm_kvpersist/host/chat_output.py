@@ -102,7 +102,8 @@ class ClientConnection(StockOutput):
 
     def began(self) -> None:
         if self.status == 200:
-            self._send([])
+            with self._lock:
+                self._send([])
 
     def chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -114,13 +115,15 @@ class ClientConnection(StockOutput):
         delta = choice["delta"]
         if unread := self.tap.unread_calls():
             delta = {**delta, "content": (delta.get("content") or "") + unread}
-        events = reply.add(delta)
         self._reasoning.append(delta.get("reasoning") or "")
         self._tool_calls += delta.get("tool_calls") or []
-        if choice["finish_reason"] is not None:
-            self._finish_reason = choice["finish_reason"]
-            self.inner.tell_reply(reply.content, "".join(self._reasoning), self._tool_calls)
-        self._send(events)
+        with self._lock:
+            events = reply.add(delta)
+            if choice["finish_reason"] is not None:
+                self._finish_reason = choice["finish_reason"]
+                reasoning = "".join(self._reasoning)
+                self.inner.tell_reply(reply.content, reasoning, self._tool_calls)
+            self._send(events)
 
     # The client's side.
 
@@ -139,10 +142,9 @@ class ClientConnection(StockOutput):
         if self._finish_reason is None:
             raise RuntimeError("the reply has no end")
         reply = self.request.reply
-        events = reply.end(self._finish_reason, self.tap.stop_word, self._usage)
-        if self.request.stream:
-            self._send(events)
-        else:
+        with self._lock:
+            self._send(reply.end(self._finish_reason, self.tap.stop_word, self._usage))
+        if not self.request.stream:
             self.send_json(200, reply.whole())
 
     def fail(self, error: Exception) -> None:
@@ -152,7 +154,8 @@ class ClientConnection(StockOutput):
             logger.exception("a reply failed")
         self._handler.close_connection = True
         if self._is_open:
-            self._send(self.request.reply.fail(status, str(error)))
+            with self._lock:
+                self._send(self.request.reply.fail(status, str(error)))
         else:
             self.send_json(status, self._api.error(status, str(error)))
 
@@ -163,12 +166,9 @@ class ClientConnection(StockOutput):
         self._handler.wfile.write(payload)
 
     def _send(self, events: Events) -> None:
+        """Send events, if the client streams. The caller has the lock: a beat is an event, too."""
         if not self.request.stream:
             return
-        with self._lock:
-            self._send_locked(events)
-
-    def _send_locked(self, events: Events) -> None:
         if not self._is_open:
             self._is_open = True
             self._handler._set_stream_headers(200)
@@ -204,7 +204,7 @@ class ClientConnection(StockOutput):
                 if self._done.is_set():
                     return
                 try:
-                    self._send_locked(self.request.reply.beat())
+                    self._send(self.request.reply.beat())
                 except OSError:
                     self._is_gone = True
                     return

@@ -1,0 +1,212 @@
+"""Responses to chat completions and back, without a server."""
+
+from __future__ import annotations
+
+import json
+from email.message import Message as Headers
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.api.responses import ResponsesAPI
+from mlx_lm_kvpersist.api.responses_reply import ResponsesReply
+from mlx_lm_kvpersist.errors import RequestRefused
+
+from .bodies import mutated
+from .test_messages import DELTAS, USAGE, call
+
+PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}}
+FULL: dict[str, Any] = {
+    "model": "m",
+    "instructions": "Be kind.",
+    "max_output_tokens": 100,
+    "prompt_cache_key": "s",
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "tools": [
+        {"type": "function", "name": "look", "description": "Look.", "parameters": PARAMETERS},
+        {"type": "custom", "name": "apply_patch"},
+        {
+            "type": "namespace",
+            "name": "sea",
+            "tools": [{"type": "function", "name": "sail", "parameters": None}],
+        },
+    ],
+    "input": [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "No."}],
+         "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "One", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{\"n\": 1}"},
+        {"type": "function_call", "call_id": "2", "name": "sail", "namespace": "sea",
+         "arguments": "{}"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": "There."},
+        {"type": "function_call_output", "call_id": "2", "output": [
+            {"type": "input_text", "text": "Here."},
+            {"type": "input_image", "image_url": "data:image/png;base64,QQ=="}]},
+        {"role": "user", "content": "Go on."},
+    ],
+}  # fmt: skip
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return ResponsesAPI().translate({"input": "x", **changes}, Headers()).chat_body
+
+
+def test_a_conversation_as_chat_clients_send_it() -> None:
+    request = ResponsesAPI().translate(FULL, Headers())
+    look = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+    sail = {"name": "sea__sail", "parameters": {}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
+    look_call = {"name": "look", "arguments": '{"n": 1}'}
+    sail_call = {"name": "sea__sail", "arguments": "{}"}
+    assert request.chat_body == {
+        "model": "m",
+        "max_tokens": 100,
+        "prompt_cache_key": "s",
+        "tools": [{"type": "function", "function": one} for one in (look, sail)],
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Hi."}]},
+            {
+                "role": "assistant",
+                "content": "One",
+                "reasoning": "Hm.",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": look_call},
+                    {"id": "2", "type": "function", "function": sail_call},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "There."},
+            {
+                "role": "tool",
+                "tool_call_id": "2",
+                "content": [{"type": "text", "text": "Here."}],
+            },
+            {"role": "user", "content": [image]},
+            {"role": "user", "content": "Go on."},
+        ],
+    }
+    assert request.tools == request.chat_body["tools"] and request.stream
+
+
+def test_agents_send_no_limit_and_are_not_cut_off() -> None:
+    assert chat()["max_tokens"] == 32_768
+    assert chat(max_output_tokens=0)["max_tokens"] == 1
+    assert chat(max_output_tokens=10**15)["max_tokens"] == 2**31 - 1
+
+
+def test_a_namespace_that_ends_as_its_tools_begin() -> None:
+    tool = {"type": "function", "name": "f"}
+    tools = chat(tools=[{"type": "namespace", "name": "mcp__x__", "tools": [tool]}])["tools"]
+    assert [one["function"]["name"] for one in tools] == ["mcp__x__f"]
+
+
+@given(mutated(FULL))
+def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
+    try:
+        request = ResponsesAPI().translate(body, Headers())
+    except RequestRefused as error:
+        assert any(word in str(error) for word in ("expected", "not valid Unicode", "nothing is"))
+    else:
+        assert isinstance(request.chat_body["messages"], list)
+
+
+def reply_to(**body: Any) -> ResponsesReply:
+    return ResponsesReply(body, {"sea__sail": ("sea", "sail")}, is_kept=True)
+
+
+@given(DELTAS, st.booleans())
+def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]], encrypts: bool) -> None:
+    """What a client that streams puts together is what one gets that does not."""
+    include = ["reasoning.encrypted_content"] if encrypts else None
+    reply = reply_to(include=include)
+    events = reply.begin(10, 7)
+    for delta in deltas:
+        events += reply.add(delta) + reply.beat()
+    events += reply.end("stop", None, USAGE)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+        elif kind.endswith(".delta"):
+            index = event["output_index"]
+            assert index == len(items) - 1 and items[-1]["status"] == "in_progress"
+            texts[index] = texts.get(index, "") + event["delta"]
+        elif kind == "output_item.done":
+            assert items[-1]["id"] == event["item"]["id"]
+            items[-1] = event["item"]
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"] == reply.whole()
+    assert reply.whole()["output"] == items
+    for index, item in enumerate(items):
+        assert item["status"] == "completed"
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert text == texts[index] and text.strip()
+        assert ("encrypted_content" in item) == (encrypts and item["type"] == "reasoning")
+    said = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+    assert reply.content == "".join(said)
+
+
+@given(DELTAS)
+def test_what_is_sent_back_is_the_reply(deltas: list[dict[str, Any]]) -> None:
+    """With the content or with what is called encrypted: the same message of a chat."""
+    reply = reply_to(include=["reasoning.encrypted_content"])
+    for delta in deltas:
+        reply.add(delta)
+    reply.end("stop", None, USAGE)
+    output = json.loads(json.dumps(reply.whole()["output"]))
+    if not output:
+        return
+    talk = ResponsesAPI().translate({"input": output}, Headers()).chat_body["messages"]
+    for item in output:
+        if item["type"] == "reasoning":
+            item["content"] = None
+    assert ResponsesAPI().translate({"input": output}, Headers()).chat_body["messages"] == talk
+    (message,) = talk
+    assert message["content"] == reply.content
+    calls = [one for delta in deltas for one in delta.get("tool_calls") or ()]
+    assert message.get("tool_calls", []) == calls
+
+
+def test_a_call_in_a_namespace_has_the_name_that_the_client_knows() -> None:
+    reply = reply_to()
+    reply.add({"tool_calls": [call("sea__sail", {})]})
+    item = reply.whole()["output"][0]
+    assert (item["namespace"], item["name"], item["call_id"]) == ("sea", "sail", "1")
+
+
+def test_ends() -> None:
+    reply = reply_to()
+    assert reply.end("length", None, USAGE)[-1]["type"] == "response.incomplete"
+    assert reply.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert reply.whole()["usage"] == {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 3},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 15,
+    }
+    (failed,) = reply_to().fail(503, "The server ends.")
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "The server ends."}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "invalid_request_error"), (503, "server_error")]
+)
+def test_errors(status: int, kind: str) -> None:
+    error = ResponsesAPI().error(status, "Why.")["error"]
+    assert error == {"message": "Why.", "type": kind, "param": None, "code": None}
