@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import RequestRefused
+from .error_forms import openai_error
 
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"
@@ -44,7 +45,7 @@ def operator_view(
                 raise RequestRefused(refusal, 403)
             content = answer()
         except RequestRefused as error:
-            status, content = error.status, {"error": str(error)}
+            status, content = error.status, openai_error(error.status, str(error))
         is_json = not isinstance(content, bytes)
         body = json.dumps(content).encode() if is_json else content
         handler.send_response(status)

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import RequestRefused
 from ..fields import require, require_object, require_objects, require_text
-from .messages_reply import MessagesReply, error_event
+from .error_forms import anthropic_error
+from .messages_reply import MessagesReply
 from .session_keys import is_kept
 
 Message = dict[str, Any]
@@ -77,7 +78,7 @@ class MessagesAPI:
         return MessagesRequest(chat, [tool for tool, _ in tools.values()], stream, reply)
 
     def error(self, status: int, message: str) -> dict[str, Any]:
-        return error_event(status, message)
+        return anthropic_error(status, message)
 
 
 def empty_answer(handler: Any) -> None:

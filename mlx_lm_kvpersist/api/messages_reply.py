@@ -11,25 +11,10 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from .error_forms import anthropic_error
 from .reply_parts import Event, Part, ReplyParts
 
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-def error_event(status: int, message: str) -> dict[str, Any]:
-    """Return an error, as the body of a reply or as an event in a stream."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesReply(ReplyParts):
@@ -79,7 +64,7 @@ class MessagesReply(ReplyParts):
         return [{"type": "ping"}]
 
     def fail(self, status: int, message: str) -> list[Event]:
-        return [error_event(status, message)]
+        return [anthropic_error(status, message)]
 
     def whole(self) -> dict[str, Any]:
         return self._message

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import RequestRefused
 from ..fields import require, require_object, require_objects, require_text
+from .error_forms import openai_error
 from .responses_reply import REASONING_PREFIX, ResponsesReply
 from .session_keys import is_kept
 
@@ -67,8 +68,7 @@ class ResponsesAPI:
         return ResponsesRequest(chat, tools, stream, reply)
 
     def error(self, status: int, message: str) -> dict[str, Any]:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        return openai_error(status, message)
 
 
 def _tools(

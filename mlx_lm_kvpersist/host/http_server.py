@@ -131,7 +131,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def validate_model_parameters(self) -> None:
         check_bias(self.logit_bias)
-        super().validate_model_parameters()
+        try:
+            super().validate_model_parameters()
+        except ValueError as error:  # 0.31.3 catches nothing here
+            raise RequestRefused(str(error)) from error
         check_parameters(self.body, self)
         if is_alias(self.requested_model):
             provider = self.response_generator.model_provider

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_counted(server: ServerProcess, served: list[Reply]) -
 
 def test_only_operators_may_scrape(server: ServerProcess) -> None:
     status, _, body = server.request("GET", "/metrics", headers={"Host": "evil.example"})
-    assert status == 403 and "only for programs" in json.loads(body)["error"]
+    assert status == 403 and "only for programs" in json.loads(body)["error"]["message"]
 
 
 def test_the_dashboard_asks_for_what_there_is(server: ServerProcess, served: list[Reply]) -> None:

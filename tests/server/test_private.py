@@ -114,7 +114,7 @@ def test_a15_operators_ask_from_this_machine_or_with_the_key(
         assert server.request("GET", path)[0] == 200
         for sent in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
             status, _, body = server.request("GET", path, headers=sent)
-            assert status == 403 and "only for programs" in json.loads(body)["error"]
+            assert status == 403 and "only for programs" in json.loads(body)["error"]["message"]
         assert locked.request("GET", path)[0] == 403
         assert locked.request("GET", path, headers=right)[0] == 200
     for page in ({"Origin": "http://evil.example"}, {"Via": "1.1 p"}):

@@ -181,7 +181,7 @@ def test_the_self_test_beside_a_server_that_serves(server: ServerProcess) -> Non
     assert [status for status, _, _ in answers] == [200, 409]
     report = json.loads(answers[0][2])
     assert report["passed"] and {"versions", "startup"} < {r["name"] for r in report["results"]}
-    assert "is running" in json.loads(answers[1][2])["error"]
+    assert "is running" in json.loads(answers[1][2])["error"]["message"]
     assert server.chat([QUESTION], max_tokens=2).text
 
 
