@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, dest="command")
     add = _adder(commands)
+    _add_connect(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
@@ -171,6 +172,20 @@ def _add_precision(command: argparse.ArgumentParser) -> None:
         default=60.0,
         metavar="SECONDS",
         help="as --kvpersist-kv-measure-s (default: 60)",
+    )
+
+
+def _add_connect(add: Any) -> None:
+    connect = add("connect", "connect:run", "configure a client for a server of this machine")
+    connect.description = (
+        "Print a client's configuration for a server of this machine, and the command to start it."
+    )
+    connect.add_argument("client", choices=("claude", "codex", "opencode", "aider", "openwebui"))
+    connect.add_argument("--port", type=int, default=8080, help="the server's (%(default)s)")
+    connect.add_argument(
+        "--write",
+        action="store_true",
+        help="merge it into the client's file: show the difference, keep what was there",
     )
 
 

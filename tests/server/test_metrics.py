@@ -125,6 +125,7 @@ def test_a_scrape_does_not_wait_for_generation(server: ServerProcess) -> None:
 
 
 def test_a_damaged_file_is_counted(server: ServerProcess, served: list[Reply]) -> None:
+    wait_for_writer(server)  # else it may evict what is changed here
     folder = Path(asked(server, "stats")["store"]["folder"])
     for path in (folder / "blocks").rglob("*.safetensors"):
         content = bytearray(path.read_bytes())
