@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from .divergence import Reference
+from .divergence import Reference, logits_of
 from .packed import dequantize, quantize
 from .precision import (
     OWN_BITS,
@@ -28,32 +28,40 @@ from .precision import (
     PrecisionRequest,
     Quantization,
 )
-from .probe import with_groups
+from .probe import position_limit, with_groups
 from .spec import LayerGroup, ModelCacheSpec
 
 _BITS = (4, 5, 6, 8, OWN_BITS)
 _SLOW = 1.3
 """5 bits are left out where they take so much longer to dequantize than 6, as on CUDA."""
+_MOST_TIMED_BYTES = 64 << 20
 _PER_BIT = 4.2
 """Each bit more divides the divergence by about so much: measured on SmolLM2-135M."""
-_SURE_BITS = (8, 4)
-"""Of keys and values that were not measured in time."""
-_CHECKS = 5
-_CLOSER = 0.97
-"""After a miss the budget shrinks by what it missed the target by, and by so much more."""
-_LEAST_TOKENS = 512
-_MOST_TIMED_BYTES = 64 << 20
-_MEASURE_SHARE = 0.9
+_SAFE_BITS = (8, 4)
+"""Keys and values get these where there is no time to measure them."""
+
+_FEW_TOKENS = 32
+"""They show how quick the model is."""
+_LEAST_TOKENS, _FIRST_TOKENS = 64, 512
+"""Of the text: fewer say nothing; so many are read first."""
+_FIRST_SHARE, _LAYERS_SHARE = 0.1, 0.9
+"""Of the time: for one run over the first tokens, and until all layers are measured."""
 _SPARED_RUNS = 3
 """For measuring the whole."""
 _ERROR_SHARE = 0.25
 """Of the target: most of the standard error."""
+_CHECKS = 6
+_CLOSER = 0.97
+"""The next budget is nearer to the target by so much less than the last result asks for."""
 
 Told = Callable[[int, int], None]
 """Called with the runs that are done, and about how many there are."""
-Precisions = dict[int, "KVPrecision | None"]
+Side = Literal["keys", "values"]
+Part = tuple[int, Side]
+"""The keys or the values of a slot."""
+Precisions = dict[int, KVPrecision | None]
 """By slot; None for the model's own."""
-Rotated = dict[tuple[str, "Side"], bool]
+Rotated = dict[tuple[str, Side], bool]
 """By group and side."""
 
 
@@ -72,7 +80,7 @@ def allocated(model: Any, spec: ModelCacheSpec, allocation: Allocation) -> Model
             precision = allocation.precisions.get(slot, group.precision)
             parts.setdefault(precision, []).append(slot)
         for precision, members in parts.items():
-            why = group.why if precision or not group.precision else "it bears no fewer bits"
+            why = group.why if precision or not group.precision else "fewer bits cost too much"
             part = replace(group, slots=tuple(members), precision=precision, why=why)
             groups.append(replace(part, name=str(len(groups))))
     return with_groups(model, spec, groups)
@@ -88,9 +96,16 @@ def measure(
     return _Measuring(model, spec, ids, request, told).allocation()
 
 
-Side = Literal["keys", "values"]
-Part = tuple[int, Side]
-"""The keys or the values of a slot."""
+def unmeasured(spec: ModelCacheSpec, request: PrecisionRequest) -> Allocation:
+    """Return the precision of every layer of a model that cannot be measured."""
+    turned = request.rotate != "off"
+    precisions: Precisions = {}
+    for group in spec.full:
+        rotated: Rotated = {(group.name, "keys"): turned, (group.name, "values"): turned}
+        bits = request.bits or _SAFE_BITS
+        precision = _precision(group, *bits, rotated) if group.precision else None
+        precisions |= dict.fromkeys(group.slots, precision)
+    return Allocation(precisions)
 
 
 class _Measuring:
@@ -102,39 +117,48 @@ class _Measuring:
         request: PrecisionRequest,
         told: Told,
     ) -> None:
-        self.model, self.spec, self.ids, self.request, self.told = model, spec, ids, request, told
+        self.model, self.spec, self.request, self.told = model, spec, request, told
         self.groups = [group for group in spec.full if group.precision is not None]
         self.group_of = {slot: group for group in self.groups for slot in group.slots}
         self.own: Precisions = dict.fromkeys(spec.slots_of_full)
         self.ends_s = time.perf_counter() + request.measure_s
-        self.run_s = 0.0
+        self.is_cut = False
+        """Whether something was left out for lack of time."""
         self.spread = 0.0
         """Variance over tokens, as a share of the squared mean: the highest found."""
         self.n_runs = 4 * len(self.groups) + 2
         if request.bits is None:
             self.n_runs += len(self.group_of)
         self.n_done = 0
-        self.reference = Reference(model, ids[:_LEAST_TOKENS], self._caches(self.own))
+        self.ids = ids[: position_limit(model)]
+        self.run_s = 0.0
+        self.n_read = 0
+        self.reference: Reference | None = None
+        """None on a device that is too slow."""
+        self._read(self._first_tokens())
 
     def allocation(self) -> Allocation:
+        if self.reference is None:
+            safe = unmeasured(self.spec, self.request)
+            return replace(safe, cut_at_s=self.request.measure_s)
         bits = self.request.bits
         sides: dict[Side, int] = dict(zip(("keys", "values"), bits or (4, 4), strict=True))
         rotated: Rotated = {}
         at_four: dict[Part, float] = {}
         for group in self.groups:
             for side, n_bits in sides.items():
-                turned, found = self._rotation(group, side, n_bits)
-                rotated[group.name, side] = turned
+                found = self._choose_rotation(group, side, n_bits, rotated)
                 if found is not None and side == "values":
                     # They lose little; what they lose is taken for the same in all layers.
                     share = found.mean / len(group.slots)
                     at_four |= {(slot, side): share for slot in group.slots}
         if bits is not None:
-            return self._checked(self._all(*bits, rotated))
+            chosen = self._all(*bits, rotated)
+            return self._made(chosen, self._run(chosen))
         self._read_more()
         for slots in self._bunches():
             trial = {slot: _precision(self.group_of[slot], 4, 8, rotated) for slot in slots}
-            found = self._run({**self.own, **trial}, self.request.measure_s * _MEASURE_SHARE)
+            found = self._run({**self.own, **trial}, self.request.measure_s * _LAYERS_SHARE)
             if found is not None:
                 at_four |= {(slot, "keys"): found.mean / len(slots) for slot in slots}
         return self._within_target(at_four, rotated)
@@ -150,48 +174,76 @@ class _Measuring:
         }
         return {**self.own, **made}
 
+    def _first_tokens(self) -> int:
+        """Return how many tokens to begin with: few on a slow device, 0 on one that is too slow."""
+        few = mx.array([list(self.ids[:_FEW_TOKENS])])
+        for _ in range(2):  # the first one compiles kernels
+            started_s = time.perf_counter()
+            logits = logits_of(self.model(few, cache=self._caches(self.own)))
+            mx.eval(logits)
+            per_token_s = (time.perf_counter() - started_s) / few.size
+        self.most_tokens = min(len(self.ids), Reference.most_tokens(logits.shape[-1]))
+        n_allowed = int(_FIRST_SHARE * self.request.measure_s / max(per_token_s, 1e-9))
+        return min(_FIRST_TOKENS, self.most_tokens, n_allowed)
+
+    def _read(self, n_tokens: int) -> None:
+        if n_tokens < min(_LEAST_TOKENS, self.most_tokens):
+            return
+        self.reference = None  # there may be no room for two
+        started_s = time.perf_counter()
+        self.reference = Reference(self.model, self.ids[:n_tokens], self._caches(self.own))
+        self.run_s, self.n_read = time.perf_counter() - started_s, n_tokens
+
     def _run(self, precisions: Precisions, within_s: float | None = None) -> MeanDivergence | None:
-        """Return the divergence of these precisions; None if no time is left for it."""
+        """Return the divergence of these precisions; None if no time is left for it.
+
+        None also if it is no number: then the model's predictions are none either.
+        """
         started = time.perf_counter()
         ends_s = self.ends_s
         if within_s is not None:
             ends_s += within_s - self.request.measure_s
-        if started + self.run_s > ends_s:
+        if self.reference is None or started + self.run_s > ends_s:
+            self.is_cut = True
             return None
         found = self.reference.divergence(self._caches(precisions))
         self.run_s = time.perf_counter() - started
         if found.mean > 0:
             error = found.standard_error / found.mean
-            self.spread = max(self.spread, error**2 * min(len(self.ids), _LEAST_TOKENS))
+            self.spread = max(self.spread, error**2 * self.n_read)
         self.n_done += 1
         self.told(self.n_done, max(self.n_done, self.n_runs))
-        return found
+        return found if math.isfinite(found.mean) else None
 
-    def _rotation(
-        self, group: LayerGroup, side: Side, bits: int
-    ) -> tuple[bool, MeanDivergence | None]:
-        """Return whether rotating brings a side nearer to the model's own, and how near it is."""
+    def _choose_rotation(
+        self, group: LayerGroup, side: Side, bits: int, rotated: Rotated
+    ) -> MeanDivergence | None:
+        """Rotate a side if that brings it nearer to the model's own; return how near it is."""
         ways = {"auto": (False, True), "on": (True,), "off": (False,)}[self.request.rotate]
         found: dict[bool, MeanDivergence] = {}
         for turned in ways:
-            both: Rotated = {(group.name, "keys"): turned, (group.name, "values"): turned}
-            precision = _precision(group, *((bits, 8) if side == "keys" else (8, bits)), both)
+            rotated[group.name, side] = turned
+            # Values are tried with the keys' rotation, which is known by then.
+            others = {(group.name, "keys"): turned, (group.name, "values"): turned, **rotated}
+            precision = _precision(group, *((bits, 8) if side == "keys" else (8, bits)), others)
             measured = self._run({**self.own, **dict.fromkeys(group.slots, precision)})
             if measured is not None:
                 found[turned] = measured
-        best = min(found, key=lambda turned: found[turned].mean, default=True)
-        return (best if len(found) == len(ways) else ways[-1]), found.get(best)
+        if len(found) < len(ways):
+            rotated[group.name, side] = ways[-1]
+            return found.get(ways[-1])
+        rotated[group.name, side] = min(found, key=lambda turned: found[turned].mean)
+        return found[rotated[group.name, side]]
 
     def _read_more(self) -> None:
         """Take as much of the text as the target's error needs and the time allows."""
         left_s = max(0.0, self.ends_s - time.perf_counter())
-        n_left = len(self.group_of) + 3
+        n_left = len(self.group_of) + _SPARED_RUNS
         # Twice the text takes a little more than twice the time.
-        n_allowed = _LEAST_TOKENS * 0.6 * left_s / n_left / max(self.run_s, 1e-6)
-        n_tokens = int(min(self.spread / _ERROR_SHARE**2, n_allowed, len(self.ids)))
-        if n_tokens > 1.2 * _LEAST_TOKENS:
-            self.reference = Reference(self.model, self.ids[:n_tokens], self._caches(self.own))
-            self.run_s *= n_tokens / _LEAST_TOKENS
+        n_allowed = self.n_read * 0.6 * left_s / n_left / max(self.run_s, 1e-6)
+        n_tokens = int(min(self.spread / _ERROR_SHARE**2, n_allowed, self.most_tokens))
+        if n_tokens > 1.2 * self.n_read > 0:
+            self._read(n_tokens)
 
     def _bunches(self) -> list[tuple[int, ...]]:
         """Return the slots whose keys are measured together: one, or as many as the time asks for.
@@ -199,44 +251,65 @@ class _Measuring:
         They are neighbours of one group.
         """
         left_s = self.ends_s - time.perf_counter()
-        n_allowed = max(1, int(_MEASURE_SHARE * left_s / max(self.run_s, 1e-6)) - _SPARED_RUNS)
+        n_allowed = max(1, int(_LAYERS_SHARE * left_s / max(self.run_s, 1e-6)) - _SPARED_RUNS)
         size = math.ceil(len(self.group_of) / n_allowed)
         bunches = [
             group.slots[start : start + size]
             for group in self.groups
             for start in range(0, len(group.slots), size)
         ]
+        self.is_cut |= size > 1
         self.n_runs += len(bunches) - len(self.group_of)
         return bunches
 
     def _within_target(self, at_four: Mapping[Part, float], rotated: Rotated) -> Allocation:
-        """Give bits out, and measure the whole; give out more while it is beyond the target."""
+        """Give bits out and measure the whole, until it is just within the target."""
         target = self.request.target_nats
         costs = {(slot, side): _numbers(self.group_of[slot], side) for slot, side in at_four}
         choice = _quick_bits(self.groups[0])
         budget = target
-        for _ in range(_CHECKS):
+        tried: list[dict[Part, int]] = []
+        best: Allocation | None = None
+        while len(tried) < _CHECKS:
             bits = allocate(at_four, costs, budget, choice)
-            trial = {
-                slot: _precision(
-                    group,
-                    bits.get((slot, "keys"), _SURE_BITS[0]),
-                    bits.get((slot, "values"), _SURE_BITS[1]),
-                    rotated,
-                )
-                for slot, group in self.group_of.items()
-            }
-            allocation = self._checked({**self.own, **trial})
-            if allocation.divergence is None or allocation.divergence.mean <= target:
-                return allocation
-            budget *= _CLOSER * target / allocation.divergence.mean
-        allocation = self._checked(self._all(8, 8, rotated))
-        if allocation.divergence is None or allocation.divergence.mean <= target:
-            return allocation
-        return self._checked(self.own)
+            if bits in tried:
+                break
+            tried.append(bits)
+            trial = {**self.own, **self._with_bits(bits, rotated)}
+            found = self._run(trial)
+            if found is None:
+                return best or self._made(trial, None)
+            if found.mean > target and best is not None:
+                break
+            # The next bits go by what these were predicted to have, not by what they might have.
+            predicted = sum(_predicted(at_four[part], n) for part, n in bits.items())
+            budget = predicted * _CLOSER * target / max(found.mean, 1e-9)
+            if found.mean <= target:
+                best = self._made(trial, found)
+                if budget <= predicted:
+                    break
+        for key_bits in (8, OWN_BITS) if best is None else ():
+            trial = self._all(key_bits, key_bits, rotated)
+            found = self._run(trial)
+            best = self._made(trial, found)
+            if found is None or found.mean <= target:
+                break
+        assert best is not None
+        return best
 
-    def _checked(self, precisions: Precisions) -> Allocation:
-        return Allocation(precisions, self._run(precisions), date.today().isoformat())
+    def _with_bits(self, bits: Mapping[Part, int], rotated: Rotated) -> Precisions:
+        keys, values = _SAFE_BITS
+        return {
+            slot: _precision(
+                group, bits.get((slot, "keys"), keys), bits.get((slot, "values"), values), rotated
+            )
+            for slot, group in self.group_of.items()
+        }
+
+    def _made(self, precisions: Precisions, found: MeanDivergence | None) -> Allocation:
+        measured_on = date.today().isoformat() if found else ""
+        cut_at_s = self.request.measure_s if self.is_cut else None
+        return Allocation(precisions, found, measured_on, cut_at_s)
 
 
 def _precision(
@@ -296,7 +369,7 @@ def allocate(
             break
         gains = {
             part: (_predicted(at_four[part], bits[part]) - _predicted(at_four[part], more))
-            / ((more - bits[part]) * max(1, costs[part]))
+            / ((more - bits[part]) * costs[part])
             for part, more in steps.items()
         }
         best = max(gains, key=lambda part: gains[part])

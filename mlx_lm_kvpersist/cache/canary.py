@@ -25,6 +25,7 @@ from .blocks import (
     split_windows,
 )
 from .packed import headroom
+from .probe import position_limit
 from .spec import (
     Fields,
     LayerGroup,
@@ -51,9 +52,6 @@ _CUT = 16
 _LONG_TOKENS = 8192
 _LONG_BYTES = 512 << 20
 """A long restore takes at most this much memory while it is warmed up."""
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-"""Fields of a model's arguments that may be the length of a table of position embeddings."""
 
 
 def canary_difference(
@@ -167,11 +165,10 @@ def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
 
     A model with windows or states has no canary at this length.
     """
-    limits = [getattr(getattr(model, "args", None), name, None) for name in _POSITIONS]
     n_tokens = min(
         _LONG_TOKENS,
         _LONG_BYTES // max(1, spec.bytes_per_token),
-        *(limit for limit in limits if isinstance(limit, int)),
+        position_limit(model) or _LONG_TOKENS,
     )
     n_blocks = n_tokens // BLOCK_TOKENS
     if n_blocks == 0 or not spec.any_prefix:

@@ -7,7 +7,7 @@ text, so a few hundred tokens say as much as a perplexity over thousands.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +16,18 @@ from .precision import MeanDivergence
 
 _CHUNK = 256
 _MOST_BYTES = 256 << 20
-"""A larger reference is kept in float16, which moves a mean by less than 1e-4."""
+"""Of the reference's log-probabilities."""
+_MOST_CHUNK_BYTES = 32 << 20
+"""Of one float32 array of log-probabilities; some six exist at a time."""
+_LEAST_LOGPROB = -1e4
+"""Masked tokens have -inf, and -inf - -inf is no number. float16 holds this."""
+
+
+def logits_of(out: Any) -> mx.array:
+    """Return the logits [B, n, vocabulary] of what a model returned."""
+    out = out[0] if isinstance(out, tuple) else out
+    logits: mx.array = getattr(out, "logits", out)
+    return logits
 
 
 class Reference:
@@ -31,9 +42,15 @@ class Reference:
         self._expected: list[mx.array] = []
         for logprobs in self._run(own_caches):
             if logprobs.nbytes * len(ids) > _MOST_BYTES * logprobs.shape[0]:
+                # This moves a mean by less than 1e-4.
                 logprobs = logprobs.astype(mx.float16)
             mx.eval(logprobs)
             self._expected.append(logprobs)
+
+    @staticmethod
+    def most_tokens(vocabulary: int) -> int:
+        """Return how many tokens' predictions may be held at once."""
+        return _MOST_BYTES // (mx.float16.size * vocabulary)
 
     def divergence(self, caches: list[Any]) -> MeanDivergence:
         """Return the divergence of the model with these caches, which are empty."""
@@ -46,10 +63,13 @@ class Reference:
         variance = sum((one - mean) ** 2 for one in nats) / max(1, len(nats) - 1)
         return MeanDivergence(mean, math.sqrt(variance / len(nats)))
 
-    def _run(self, caches: list[Any]) -> Any:
-        """Yield log-probabilities [n, vocabulary] of the text, lazy, chunk by chunk."""
+    def _run(self, caches: list[Any]) -> Iterator[mx.array]:
+        """Yield log-probabilities [n, vocabulary] of the text, lazy, some rows at a time."""
         for start in range(0, self._ids.shape[1], _CHUNK):
-            out = self._model(self._ids[:, start : start + _CHUNK], cache=caches)
-            out = out[0] if isinstance(out, tuple) else out
-            logits = getattr(out, "logits", out)[0].astype(mx.float32)
-            yield logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logits = logits_of(self._model(self._ids[:, start : start + _CHUNK], cache=caches))[0]
+            mx.eval(logits)
+            n_rows = max(1, _MOST_CHUNK_BYTES // (mx.float32.size * logits.shape[-1]))
+            for row in range(0, logits.shape[0], n_rows):
+                some = logits[row : row + n_rows].astype(mx.float32)
+                logprobs = some - mx.logsumexp(some, axis=-1, keepdims=True)
+                yield mx.maximum(logprobs, _LEAST_LOGPROB)

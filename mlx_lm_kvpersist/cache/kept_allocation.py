@@ -10,10 +10,13 @@ import logging
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .kept_file import keep, read_kept
 from .precision import Allocation, MeanDivergence, PrecisionRequest, parse_precision
+
+if TYPE_CHECKING:
+    from .spec import ModelCacheSpec  # it needs mlx_lm, which takes seconds to import
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,25 @@ def known_allocation(file: Path, fingerprint: str, request: PrecisionRequest) ->
         return None
 
 
+def suits(allocation: Allocation, spec: ModelCacheSpec, request: PrecisionRequest) -> bool:
+    """Say whether an allocation is of this model's layers, and needs not be measured anew.
+
+    It needs to be where it was cut short, and there is more time now.
+    """
+    if allocation.cut_at_s is not None and request.measure_s > allocation.cut_at_s:
+        return False
+    groups = {slot: group for group in spec.full for slot in group.slots}
+    if allocation.precisions.keys() != groups.keys():
+        return False
+    for slot, precision in allocation.precisions.items():
+        group = groups[slot]
+        if precision is None:
+            continue
+        if group.precision is None or precision.group_size != group.precision.group_size:
+            return False
+    return True
+
+
 def keep_allocation(
     file: Path, fingerprint: str, request: PrecisionRequest, allocation: Allocation
 ) -> None:
@@ -43,6 +65,7 @@ def keep_allocation(
         "slots": slots,
         "divergence": None if found is None else [found.mean, found.standard_error],
         "measured_on": allocation.measured_on,
+        "cut_at_s": allocation.cut_at_s,
     }
     keep(file, _FORMAT, f"{fingerprint} {request}", measured)
 
@@ -78,14 +101,19 @@ def _allocation(kept: Any) -> Allocation:
         precisions = {int(slot): parse_precision(name) for slot, name in kept["slots"].items()}
         found = kept["divergence"]
         divergence = None if found is None else MeanDivergence(float(found[0]), float(found[1]))
-        return Allocation(precisions, divergence, str(kept["measured_on"]))
+        cut_at_s = kept.get("cut_at_s")
+        return Allocation(
+            precisions,
+            divergence,
+            str(kept["measured_on"]),
+            None if cut_at_s is None else float(cut_at_s),
+        )
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(repr(error)) from error
 
 
 def _is_stored_as(allocation: Allocation, layout: str) -> bool:
     names = [str(how or "own") for _, how in sorted(allocation.precisions.items())]
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
     parts = [part for part in layout.split(",") if part[:1] != "w" and part != "state"]
-    if "*" not in layout:
-        return set(names) == set(parts)
-    return parts == [f"{name}*{len(list(run))}" for name, run in groupby(names)]
+    return parts == [name if len(runs) == 1 else f"{name}*{length}" for name, length in runs]

@@ -188,6 +188,8 @@ class Allocation:
     divergence: MeanDivergence | None = None
     measured_on: str = ""
     """The day, as YYYY-MM-DD."""
+    cut_at_s: float | None = None
+    """The time that did not suffice to measure every layer alone; None if it did."""
 
 
 def parse_layout(layout: str) -> Iterator[KVPrecision | None]:

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 _PROBE_IDS = tuple(range(1, 17))
 """Longer than the context of any convolution or n-gram, so that states have their final shape."""
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""Fields of a model's arguments that may be the length of a table of position embeddings."""
+
 _SCALE_DTYPES = ("float16", "bfloat16", "float32")
 _ROWS = ((1, 2, 3), (5, 4, 6, 2, 3, 1, 4))
 _NEXT_ID = 1
@@ -100,6 +103,15 @@ def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCache
 def with_groups(model: Any, spec: ModelCacheSpec, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
     """Return a model's spec with its slots in these groups, and live caches of their precision."""
     return ModelCacheSpec(tuple(groups), _template(make_prompt_cache(model), groups), spec.batching)
+
+
+def position_limit(model: Any) -> int | None:
+    """Return how many tokens a model may have positions for; None if it does not say.
+
+    Beyond the end of a table of position embeddings MLX reads whatever lies there.
+    """
+    limits = [getattr(getattr(model, "args", None), name, None) for name in _POSITIONS]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _MESSAGES = Path(__file__).with_name("sample.json")
+_LEAST_TOKENS = 256
 
 
 def sample_ids(tokenizer: Any) -> list[int]:
@@ -18,7 +19,9 @@ def sample_ids(tokenizer: Any) -> list[int]:
     if getattr(tokenizer, "has_chat_template", False):
         for given in (messages, messages[1:]):  # some templates know no system prompt
             try:
-                return list(tokenizer.apply_chat_template(given, add_generation_prompt=False))
+                ids = list(tokenizer.apply_chat_template(given, add_generation_prompt=False))
             except Exception:  # templates raise exceptions of many classes
                 continue
+            if len(ids) >= _LEAST_TOKENS:  # others render messages of other forms alone
+                return ids
     return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))

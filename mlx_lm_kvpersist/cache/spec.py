@@ -211,17 +211,13 @@ class ModelCacheSpec:
     def layout(self) -> str:
         """One word for how this model's KV is stored; different layouts have different words.
 
-        Layers of one geometry in several precisions are told one by one: "4rb64*12,8rb64*2".
+        Layers in several precisions are told one by one: "4rb64*12,8rb64*2".
         """
-        forms = [str(group.precision or "own") for group in self.full]
-        geometries = {(group.cache, group.keys, group.values) for group in self.full}
-        if len(set(forms)) > 1 and len(geometries) < len(self.full):
-            pairs = zip(forms, self.full, strict=True)
-            by_slot = sorted((slot, form) for form, group in pairs for slot in group.slots)
-            runs = groupby(form for _, form in by_slot)
-            parts = [f"{form}*{len(list(run))}" for form, run in runs]
-        else:
-            parts = list(dict.fromkeys(forms))
+        pairs = [
+            (slot, str(group.precision or "own")) for group in self.full for slot in group.slots
+        ]
+        runs = [(form, len(list(run))) for form, run in groupby(form for _, form in sorted(pairs))]
+        parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
         return ",".join([*parts, *windows, *["state"] * bool(self.recurrent)])
 

@@ -90,7 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     server.add_argument("options", nargs=argparse.REMAINDER)
     summary = "look after the sessions of a store"
     _add_sessions(_commands(commands.add_parser("sessions", help=summary, description=summary)))
-    spec = add("spec", "spec:run", "load a model and say how its cache is kept", json=True)
+    add_spec = _adder(commands, _folder())
+    spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
     spec.add_argument(

@@ -9,12 +9,15 @@ from typing import Any
 from mlx_lm.utils import load
 
 from ..cache.allocation import allocated, measure
+from ..cache.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.kept_allocation import PRECISION_FILE, known_allocation, suits
 from ..cache.precision import Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
 from ..errors import ConfigError, KVPersistError, ModelNotSupported
 from ..units import show_bytes
+from .opening import folder_of
 from .output import console, print_json, print_table, progress, tell
 
 _BATCHING = {
@@ -50,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     model, tokenizer = load_named(args.model, args.adapter_path)
+    request = request_of(args, args.bits)
     try:
-        spec, _ = measured_spec(model, tokenizer, request_of(args, args.bits))
+        known = _known(args, request) if request.is_measured else None
+        spec, allocation = measured_spec(model, tokenizer, request, known)
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
@@ -60,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         print_json({"model": args.model, "kept": True, **spec.describe()})
     else:
         _print(args.model, spec)
+        if allocation is not None and allocation.measured_on:
+            where = "now, the server does so at its first start"
+            if allocation is known:
+                where = f"on {allocation.measured_on} by the server"
+            console().print(f"Bits were measured {where}.")
     return 0
 
 
@@ -71,12 +81,12 @@ def request_of(args: argparse.Namespace, bits: str) -> PrecisionRequest:
 
 
 def measured_spec(
-    model: Any, tokenizer: Any, request: PrecisionRequest
+    model: Any, tokenizer: Any, request: PrecisionRequest, known: Allocation | None = None
 ) -> tuple[ModelCacheSpec, Allocation | None]:
-    """Return a model's spec as the server would find it, and what was measured for it.
+    """Return a model's spec as the server finds it, and its allocation: `known`, or measured now.
 
     Raises:
-        KVPersistError: MLX cannot quantize so.
+        KVPersistError: MLX cannot quantize so, or the model cannot be measured.
         ModelNotSupported: nothing of this model is kept.
     """
     try:
@@ -85,9 +95,23 @@ def measured_spec(
         raise KVPersistError(str(error)) from error
     if not request.is_measured or not any(group.precision for group in spec.full):
         return spec, None
-    with progress("precision") as told:
-        allocation = measure(model, spec, sample_ids(tokenizer), request, told)
-    return allocated(model, spec, allocation), allocation
+    if known is None or not suits(known, spec, request):
+        try:
+            with progress("precision") as told:
+                known = measure(model, spec, sample_ids(tokenizer), request, told)
+        except Exception as error:
+            raise KVPersistError(f"its precision cannot be measured: {error!r}") from error
+    return allocated(model, spec, known), known
+
+
+def _known(args: argparse.Namespace, request: PrecisionRequest) -> Allocation | None:
+    """Return what a server chose, if its store has it."""
+    file = folder_of(args) / PRECISION_FILE
+    if not file.exists():
+        return None
+    adapter = Path(args.adapter_path) if args.adapter_path else None
+    fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
+    return known_allocation(file, fingerprint, request)
 
 
 def _print(model: str, spec: ModelCacheSpec) -> None:

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.allocation import allocated, measure
+from ..cache.allocation import allocated, measure, unmeasured
 from ..cache.attention import Strategy
 from ..cache.calibration import with_plans
 from ..cache.canary import warm_up
 from ..cache.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.kept_allocation import PRECISION_FILE, keep_allocation, known_allocation
+from ..cache.kept_allocation import PRECISION_FILE, keep_allocation, known_allocation, suits
 from ..cache.precision import Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import ModelCacheSpec
@@ -58,8 +58,7 @@ def prepare(
     spec = ModelCacheSpec.probe(provider.model, request.choice())
     allocation = None
     if request.is_measured and any(group.precision for group in spec.full):
-        file = store.folder / PRECISION_FILE
-        allocation = _allocation(provider, spec, fingerprint, request, file)
+        allocation = _allocation(provider, spec, fingerprint, request, store)
         spec = allocated(provider.model, spec, allocation)
     spec = with_plans(provider.model, spec, store.folder / "attention.json", attention)
     warm_up(provider.model, spec)
@@ -86,11 +85,16 @@ def places(store: BlockStore) -> str:
 
 
 def _allocation(
-    provider: Any, spec: ModelCacheSpec, fingerprint: str, request: PrecisionRequest, file: Path
+    provider: Any,
+    spec: ModelCacheSpec,
+    fingerprint: str,
+    request: PrecisionRequest,
+    store: BlockStore,
 ) -> Allocation:
     """Return the precision of each layer: as chosen before, else measured now."""
+    file = store.folder / PRECISION_FILE
     known = known_allocation(file, fingerprint, request)
-    if known is not None and known.precisions.keys() == spec.slots_of_full:
+    if known is not None and suits(known, spec, request):
         return known
     told_s = time.monotonic()
 
@@ -104,9 +108,22 @@ def _allocation(
     try:
         found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, told)
     except Exception as error:
-        raise ModelNotSupported(f"its precision cannot be measured: {error!r}") from error
-    mx.clear_cache()
-    keep_allocation(file, fingerprint, request, found)
+        # It may lack memory, or be a model that runs in the server alone. Nothing is kept of it.
+        logger.warning("kvpersist: its precision could not be measured: %r", error)
+        return unmeasured(spec, request)
+    finally:
+        mx.clear_cache()
+    if found.cut_at_s is not None:
+        logger.warning(
+            "kvpersist: %g s were not enough to measure every layer alone; with more "
+            "(--kvpersist-kv-measure-s) it is measured again, and takes fewer bits",
+            found.cut_at_s,
+        )
+    with store.disk.lock.held():
+        theirs = known_allocation(file, fingerprint, request)
+        if theirs is not None and suits(theirs, spec, request):
+            return theirs  # another server was quicker
+        keep_allocation(file, fingerprint, request, found)
     return found
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.cache import allocation
+from mlx_lm_kvpersist.cache import divergence as divergence_of
 from mlx_lm_kvpersist.cache.allocation import allocate, allocated, measure
 from mlx_lm_kvpersist.cache.blocks import Piece, Pieces, join, split_blocks
 from mlx_lm_kvpersist.cache.divergence import Reference
 from mlx_lm_kvpersist.cache.kept_allocation import (
     keep_allocation,
     known_allocation,
+    suits,
 )
+from mlx_lm_kvpersist.cache.kept_file import keep, read_kept
 from mlx_lm_kvpersist.cache.precision import (
     Allocation,
     KVPrecision,
@@ -27,7 +32,7 @@ from mlx_lm_kvpersist.cache.precision import (
     PrecisionRequest,
     Quantization,
 )
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
 
 from .conftest import VOCAB, tiny_gemma3, tiny_llama
 
@@ -148,6 +153,204 @@ def test_without_time_the_sure_bits_are_taken(
     assert set(found.precisions.values()) == {expected} and found.divergence is None
 
 
+Parts = dict[tuple[int, str], float]
+"""Of a slot and a side: the divergence with it alone in 4 bits."""
+
+
+class Additive:
+    """Stands for a model's divergence: a sum over layers and sides, `times` what it should be.
+
+    It keeps what was tried, and takes a second of `now_s` for each run.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at_four: Parts, times: float = 1.0) -> None:
+        self.at_four, self.times, self.now_s = at_four, times, 0.0
+        self.tried: list[list[KVPrecision | None]] = []
+        monkeypatch.setattr(allocation, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(allocation, "_quick_bits", lambda group: (4, 6, 8, 16))
+        monkeypatch.setattr(Reference, "divergence", lambda _, caches: self.measure(caches))
+
+    def measure(self, caches: list[Any]) -> MeanDivergence:
+        self.now_s += 1.0
+        self.tried.append([getattr(cache, "precision", None) for cache in caches])
+        return MeanDivergence(self.of(self.tried[-1]), 1e-6)
+
+    def of(self, precisions: Sequence[KVPrecision | None]) -> float:
+        n_quantized = sum(one is not None for one in precisions)
+        nats: float = sum(
+            self.at_four[slot, side]
+            * (self.times if n_quantized > 1 else 1.0)
+            / 4.2 ** (getattr(one, side).bits - 4)
+            for slot, one in enumerate(precisions)
+            if one is not None
+            for side in ("keys", "values")
+        )
+        return nats
+
+    def bits(self, found: Allocation) -> list[tuple[int, int]]:
+        return [
+            (how.keys.bits, how.values.bits) if (how := found.precisions[slot]) else (16, 16)
+            for slot in range(N_LAYERS)
+        ]
+
+
+LOSSES: Parts = {
+    **{(slot, "keys"): nats for slot, nats in enumerate((0.4, 0.02, 0.03, 0.01))},
+    **{(slot, "values"): 0.0004 for slot in range(N_LAYERS)},
+}
+
+
+@pytest.mark.parametrize("times", [0.3, 0.8, 1.0, 1.02, 1.5, 4.0])
+def test_the_whole_is_just_within_the_target(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """Whatever layers do together: no trial is run twice, and no layer gets far too much."""
+    loss = Additive(monkeypatch, LOSSES, times)
+    request = PrecisionRequest(rotate="off", target_nats=0.02, measure_s=1000)
+    found = measure(model, spec, IDS, request, untold)
+    assert found.divergence is not None and found.cut_at_s is None
+    assert loss.of([found.precisions[slot] for slot in range(N_LAYERS)]) <= 0.02
+    checks = [tuple(map(str, each)) for each in loss.tried[2 + N_LAYERS :]]
+    assert len(checks) == len(set(checks)) <= allocation._CHECKS
+    # The keys of one layer fewer bits: that would be too much, or nearly so.
+    bits = loss.bits(found)
+    assert bits[0][0] == max(keys for keys, _ in bits)
+    cheaper = {8: 6, 6: 4, 16: 8}
+    for slot, (keys, values) in enumerate(bits):
+        if keys > 4:
+            less: list[KVPrecision | None] = [found.precisions[n] for n in range(N_LAYERS)]
+            less[slot] = KVPrecision.of(cheaper[keys], 64, values if values < 16 else 8)
+            assert loss.of(less) > 0.02 * 0.9
+
+
+def test_a_layer_that_cannot_be_predicted_ends_in_its_own_precision(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither 8 bits for all nor what was predicted suffice."""
+    Additive(monkeypatch, LOSSES, times=1e6)
+    found = measure(model, spec, IDS, PrecisionRequest(target_nats=0.02, measure_s=1000), untold)
+    assert set(found.precisions.values()) == {None}
+
+
+def test_values_are_tried_with_the_keys_rotation(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the loss of keys that are rotated the wrong way would count as that of values."""
+    loss = Additive(monkeypatch, LOSSES)
+
+    def of(precisions: Sequence[KVPrecision | None]) -> float:
+        return sum(
+            (0.1 if one.keys.rotated else 1.0) + (0.001 if one.values.rotated else 0.0001)
+            for one in precisions
+            if one is not None
+        )
+
+    monkeypatch.setattr(loss, "of", of)
+    found = measure(model, spec, IDS, PrecisionRequest((4, 4), measure_s=1000), untold)
+    assert [str(each[0]) for each in loss.tried[:4]] == [
+        *("k4v8b64", "k4rv8rb64"),
+        *("k8rv4b64", "k8rv4rb64"),
+    ]
+    assert set(map(str, found.precisions.values())) == {"k4rv4b64"}
+
+
+def test_values_get_more_where_they_lose(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {part: 0.0001 if part[1] == "keys" else 0.1 for part in LOSSES}
+    loss = Additive(monkeypatch, losses)
+    request = PrecisionRequest(rotate="off", target_nats=0.02, measure_s=1000)
+    bits = loss.bits(measure(model, spec, IDS, request, untold))
+    assert {keys for keys, _ in bits} == {4} and min(values for _, values in bits) > 4
+
+
+@pytest.mark.parametrize(
+    ("measure_s", "cut"), [(1.0, True), (3.5, True), (9.6, True), (60.0, False)]
+)
+def test_the_time_is_kept(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch, measure_s: float, cut: bool
+) -> None:
+    loss = Additive(monkeypatch, LOSSES)
+    request = PrecisionRequest(target_nats=0.02, measure_s=measure_s)
+    found = measure(model, spec, IDS, request, untold)
+    assert loss.now_s <= measure_s + 1  # the first run shows how long one takes
+    assert found.cut_at_s == (measure_s if cut else None)
+    assert bool(found.measured_on) is (found.divergence is not None)
+
+
+def test_on_a_slow_device_little_is_read(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten tokens a second: six seconds are for one run, which is less than says anything."""
+    now_s, n_read = 0.0, []
+
+    class Slow:
+        args = model.args
+        layers = model.layers
+
+        def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+            nonlocal now_s
+            now_s += ids.size / 10
+            n_read.append(ids.size)
+            out: mx.array = model(ids, cache=cache)
+            return out
+
+    monkeypatch.setattr(allocation, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    found = measure(Slow(), spec, IDS, PrecisionRequest(measure_s=60), untold)
+    assert sum(n_read) <= 64 and found.cut_at_s == 60 and found.divergence is None
+    assert set(map(str, found.precisions.values())) == {"k8rv4rb64"}
+
+
+def test_masked_logits_are_compared(model: Any, spec: ModelCacheSpec) -> None:
+    """Some models mask tokens with -inf."""
+
+    def masked(ids: mx.array, cache: Any) -> mx.array:
+        logits = model(ids, cache=cache)
+        return mx.where(mx.arange(logits.shape[-1]) < 5, -math.inf, logits)
+
+    own = allocated(model, spec, Allocation(dict.fromkeys(spec.slots_of_full)))
+    found = Reference(masked, IDS, own.make_cache()).divergence(spec.make_cache())
+    assert math.isfinite(found.mean) and 0 < found.mean
+
+
+def test_predictions_that_are_no_numbers_decide_nothing(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reference, "divergence", lambda *_: MeanDivergence(math.nan, math.nan))
+    found = measure(model, spec, IDS, PrecisionRequest(measure_s=600), untold)
+    assert found.divergence is None and found.cut_at_s is None
+    assert set(map(str, found.precisions.values())) == {"k8rv4rb64"}
+
+
+def test_no_position_beyond_the_table_is_read(
+    spec: ModelCacheSpec, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.args, "max_position_embeddings", 100, raising=False)
+    read = []
+    init = Reference.__init__
+
+    def noted(self: Reference, model: Any, ids: Sequence[int], caches: list[Any]) -> None:
+        read.append(len(ids))
+        init(self, model, ids, caches)
+
+    monkeypatch.setattr(Reference, "__init__", noted)
+    measure(model, spec, IDS, PrecisionRequest((4, 4), measure_s=600), untold)
+    assert read == [100]
+
+
+def test_a_large_vocabulary_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(ids: mx.array, cache: Any) -> mx.array:
+        return mx.random.normal((1, ids.shape[1], 1000), key=mx.random.key(ids.shape[1] + cache[0]))
+
+    whole = Reference(model, IDS, [1]).divergence([2])
+    monkeypatch.setattr(divergence_of, "_MOST_CHUNK_BYTES", 4 * 1000 * 7)
+    some = Reference(model, IDS, [1])
+    assert max(each.shape[0] for each in some._expected) == 7
+    assert some.divergence([2]).mean == pytest.approx(whole.mean, rel=1e-4)
+    assert some.divergence([2]).standard_error == pytest.approx(whole.standard_error, rel=1e-3)
+    assert Reference.most_tokens(262_144) == 512
+
+
 def test_neighbours_are_measured_together_where_time_is_short(
     model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +446,85 @@ def test_five_bits_are_left_out_where_they_are_slow(
 
     monkeypatch.setattr(allocation, "dequantize", slower)
     assert allocation._quick_bits(spec.full[0]) == expected
+
+
+def test_what_costs_more_gets_bits_later() -> None:
+    at_four: Any = {(0, "keys"): 0.1, (1, "keys"): 0.1}
+    bits = allocate(at_four, {(0, "keys"): 128, (1, "keys"): 512}, 0.15)
+    assert bits == {(0, "keys"): 5, (1, "keys"): 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "usable"),
+    [
+        ({}, True),
+        ({"cut_at_s": 60.0}, True),
+        ({"cut_at_s": 59.0}, False),
+        ({"precisions": {0: None}}, False),
+        ({"precisions": dict.fromkeys(range(N_LAYERS), KVPrecision.of(4, 32))}, False),
+    ],
+)
+def test_only_what_suits_the_model_is_taken(
+    spec: ModelCacheSpec, change: dict[str, Any], usable: bool
+) -> None:
+    made = Allocation(dict.fromkeys(range(N_LAYERS), KVPrecision.of(4, 64)))
+    assert suits(replace(made, **change), spec, PrecisionRequest(measure_s=60.0)) is usable
+    own = replace(spec, groups=tuple(replace(g, precision=None) for g in spec.groups))
+    assert not suits(made, own, PrecisionRequest(measure_s=60.0))
+
+
+def test_unlike_allocations_have_unlike_layouts() -> None:
+    """Also of groups of several geometries, each of one precision."""
+    shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
+
+    def layout(*bits: int) -> str:
+        groups = [
+            LayerGroup(
+                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(of, 64)
+            )
+            for n, (shape, of) in enumerate(zip(shapes, bits, strict=True))
+        ]
+        return ModelCacheSpec(tuple(groups), []).layout
+
+    found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
+    assert len(found) == 5 and layout(4, 4, 4) == "4b64"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [None, '{"format": 99, "measured": {"theirs": 1}}', "unreadable", "{", "[]"],
+)
+def test_what_others_kept_stays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    before: str | None,
+) -> None:
+    """A file that cannot be read now, or that a newer version wrote, is not written anew."""
+    file = tmp_path / "precision.json"
+    keep(file, 1, "ours", 1)
+    if before == "unreadable":
+        ours, read = file.read_text(), Path.read_text
+
+        def fails(path: Path, *args: Any, **options: Any) -> str:
+            if path == file:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return read(path, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_text", fails)
+            assert read_kept(file, 1) == {}
+            keep(file, 1, "more", 2)
+        assert file.read_text() == ours and "Too many open files" in caplog.text
+        return
+    if before is not None:
+        file.write_text(before)
+    keep(file, 1, "more", 2)
+    if before and "99" in before:
+        assert file.read_text() == before and "a newer version" in caplog.text
+    else:
+        assert read_kept(file, 1) == ({"more": 2} if before else {"ours": 1, "more": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["precision.json"]
 
 
 def test_what_was_chosen_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

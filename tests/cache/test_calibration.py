@@ -135,7 +135,7 @@ def damaged(path: Path) -> dict[str, Any]:
         "a list": "[]",
         "no results": '{"format": 3}',
         "odd results": '{"format": 3, "measured": [1]}',
-        "another format": '{"format": 99, "measured": {}}',
+        "an older format": '{"format": 2, "measured": {}}',
         "a phase is missing": json.dumps({"format": 3, "measured": {key: {"decode": {}}}}),
         "no number": json.dumps({"format": 3, "measured": {key: phases({"dequantize": "x"})}}),
         "too deep": "[" * 100_000,

@@ -35,7 +35,7 @@ def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: 
     ]
     second = server.chat(messages, "s", temperature=1.0, max_tokens=5)
     # The reply was cut by max_tokens, maybe inside of a character: all of the prompt is reused.
-    assert second.cached_tokens >= first.prompt_tokens
+    assert second.cached_tokens >= first.prompt_tokens, second.kvpersist
     again = server.chat(messages, "s", temperature=0.0, max_tokens=5)
     assert again.cached_tokens == again.prompt_tokens - 1
     assert "Traceback" not in server.log
