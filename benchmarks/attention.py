@@ -1,10 +1,9 @@
 """How long one layer attends over quantized keys and values, each way, and at full precision.
 
     python -m benchmarks.attention [--dtype bfloat16] [--keys 1024 4096 16384 32768]
-                                   [--shapes llama-3.1-8b] [--bits k8v4] [--json FILE]
+                                   [--shapes llama-3.1-8b] [--bits k6v4] [--rotated]
 
-The ways take turns; a number is the median. Without `--json` the result is kept as all others
-are; with it only mlx, mlx-lm and numpy are needed, and this folder's parent on PYTHONPATH.
+The ways take turns; a number is the median.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SHAPES = {
     "deepseek-v2-lite": AttentionShape(16, 16, 192, 128),
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-BITS = {"4": (4, 4), "8": (8, 8), "k8v4": (8, 4)}
+BITS = {**{str(bits): (bits, bits) for bits in (4, 5, 6, 8)}, "k6v4": (6, 4), "k8v4": (8, 4)}
 FULL = "full precision"
 
 
@@ -64,6 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--bits", choices=BITS, default="4")
+    parser.add_argument("--rotated", action="store_true", help="keys and values are rotated")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--keys", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--chunk", type=int, default=2048, help="queries of a chunk of prefill")
@@ -72,12 +72,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="most for one row of the table")
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
-    precision = KVPrecision.of(BITS[args.bits][0], 64, BITS[args.bits][1])
+    key_bits, value_bits = BITS[args.bits]
+    rotated = (args.rotated, args.rotated)
+    precision = KVPrecision.of(key_bits, 64, value_bits, rotated=rotated)
     phases = [Phase("decode", 1, 1), Phase("decode", 8, 1), Phase("decode, padded", 8, 1, True)]
     if not args.no_prefill:
         phases += [Phase("prefill", 1, args.chunk), Phase("prefill, padded", 1, args.chunk, True)]
     result = Result(
-        "attention",
+        f"attention-{precision}",
         "Milliseconds that one layer attends, by the way it reads quantized keys and values.",
         {"dtype": args.dtype, "precision": str(precision), "chunk": args.chunk, "plans": {}},
         folder=args.out,
@@ -180,12 +182,15 @@ class Layers:
     def over_packed(
         self, attention: Callable[..., mx.array], queries: mx.array, layer: int
     ) -> mx.array:
-        return attention(queries, *self.held[layer], self.scale, self.mask)
+        if self.precision.keys.rotated:
+            queries = pk.rotate(queries)
+        out = attention(queries, *self.held[layer], self.scale, self.mask)
+        return pk.rotate_back(out) if self.precision.values.rotated else out
 
     def stock(self, queries: mx.array, layer: int) -> mx.array:
         """mlx-lm's own; on CUDA it takes no slices, so copies are a part of its time."""
-        if self.precision.values.bits != self.precision.keys.bits:
-            raise ValueError("stock has one number of bits for both")
+        if self.precision.values != self.precision.keys or self.precision.keys.rotated:
+            raise ValueError("stock has one number of bits for both, and rotates nothing")
         keys, values = (tuple(mx.contiguous(x) for x in part) for part in self.held[layer])
         out: mx.array = quantized_scaled_dot_product_attention(
             queries * 1, keys, values, self.scale, self.mask, 64, self.precision.keys.bits

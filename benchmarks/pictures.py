@@ -9,7 +9,13 @@ from typing import Any
 
 from .report import Rows
 
-_COLORS = {"ours": "#1f77b4", "ours-8": "#17becf", "stock": "#ff7f0e", "stock-4": "#2ca02c"}
+_COLORS = {
+    "ours": "#1f77b4",
+    "ours-4": "#9467bd",
+    "ours-8": "#17becf",
+    "stock": "#ff7f0e",
+    "stock-4": "#2ca02c",
+}
 
 
 def draw_all(

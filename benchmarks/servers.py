@@ -47,12 +47,17 @@ _PLUGIN = (
     *("--plugin", "kvpersist", "--kvpersist-dir", "{store}"),
     *("--kvpersist-min-free", "0", "--kvpersist-disk", "48G"),
 )
+_ROTATED = (*_PLUGIN, "--kvpersist-kv-rotate", "on")
 _STOCK = ("--prompt-cache-size", "64")
 SIDES = {
     side.name: side
     for side in (
-        Side("ours", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
-        Side("ours-8", (*_PLUGIN, "--kvpersist-kv-bits", "8"), 8),
+        # As `auto` gives most layers; random weights would bear something else.
+        Side("ours", (*_ROTATED, "--kvpersist-kv-bits", "k6v4"), 5),
+        Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
+        Side("ours-5", (*_ROTATED, "--kvpersist-kv-bits", "5"), 5),
+        Side("ours-6", (*_ROTATED, "--kvpersist-kv-bits", "6"), 6),
+        Side("ours-8", (*_ROTATED, "--kvpersist-kv-bits", "8"), 8),
         Side("stock", _STOCK, 16),
         # By default stock leaves the first 5,000 tokens as they are.
         Side("stock-4", (*_STOCK, "--kv-bits", "4", "--quantized-kv-start", "0"), 4),
