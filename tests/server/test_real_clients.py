@@ -1,0 +1,163 @@
+"""Claude Code and Codex, newest, without a screen: four turns, a tool, and kill -9 before the last.
+
+They are installed with npm, have a home of their own, and reach nothing but this server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import StartServer
+from tests.support.scripted import ScriptedServer, call, make_thinking_model
+
+from .stored import wait_for_writer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed"),
+    pytest.mark.timeout(900),
+]
+
+NOTE = "The password is swordfish.\n"
+NOWHERE = "http://127.0.0.1:9"
+"""A proxy that does not answer, for every address but this machine's."""
+
+
+class Agent(ABC):
+    """A client of the command line, with a home and a working folder of its own."""
+
+    package: str
+
+    def __init__(self, folder: Path, server: ScriptedServer) -> None:
+        self.bin = folder / "node_modules" / ".bin"
+        self.home, self.work = folder / "home", folder / "work"
+        for each in (self.home, self.work):
+            each.mkdir(parents=True)
+        (self.work / "note.txt").write_text(NOTE, encoding="utf-8")
+        self.url = server.url
+        install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder))
+        subprocess.run([*install, self.package], check=True, timeout=600, capture_output=True)
+        post_install = folder / "node_modules" / self.package / "install.cjs"
+        if post_install.exists():  # npm runs no scripts of packages any more
+            subprocess.run(["node", post_install], check=True, cwd=post_install.parent, timeout=120)
+
+    def run(self, *command: str, **env: str) -> str:
+        """Run the client in its home; return what it printed."""
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "HTTP_PROXY": NOWHERE,
+            "HTTPS_PROXY": NOWHERE,
+            "NO_PROXY": "127.0.0.1",
+            **env,
+        }
+        done = subprocess.run(
+            [str(self.bin / command[0]), *command[1:]],
+            env=variables,
+            cwd=self.work,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @abstractmethod
+    def ask(self, question: str, *, again: bool) -> str:
+        """Ask, in the conversation that was the last one if `again`; return the answer."""
+
+    @abstractmethod
+    def read_note(self) -> str:
+        """Return what the model writes to read the note."""
+
+
+class ClaudeCode(Agent):
+    package = "@anthropic-ai/claude-code"
+
+    def ask(self, question: str, *, again: bool) -> str:
+        printed = self.run(
+            *("claude", "-p", question, "--output-format", "json", "--allowedTools", "Read"),
+            *(("--continue",) if again else ()),
+            ANTHROPIC_BASE_URL=self.url,
+            ANTHROPIC_AUTH_TOKEN="none",
+            ANTHROPIC_MODEL="claude-local",
+            ANTHROPIC_DEFAULT_HAIKU_MODEL="claude-local",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+            DISABLE_AUTOUPDATER="1",
+        )
+        answer: dict[str, Any] = json.loads(printed)
+        assert not answer["is_error"] and answer["stop_reason"] == "end_turn"
+        return str(answer["result"])
+
+    def read_note(self) -> str:
+        return call("Read", file_path=str(self.work / "note.txt"))
+
+
+class Codex(Agent):
+    package = "@openai/codex"
+
+    def ask(self, question: str, *, again: bool) -> str:
+        (self.home / "config.toml").write_text(
+            'model = "default_model"\n'
+            'model_provider = "local"\n'
+            "[model_providers.local]\n"
+            'name = "mlx-lm"\n'
+            f'base_url = "{self.url}/v1"\n'
+            'wire_api = "responses"\n',
+            encoding="utf-8",
+        )
+        resume = ("resume", "--last") if again else ()
+        command = ("codex", "exec", "--json", "--skip-git-repo-check", *resume, question)
+        printed = self.run(*command, CODEX_HOME=str(self.home))
+        events = [json.loads(line) for line in printed.splitlines()]
+        assert events[-1]["type"] == "turn.completed", printed
+        said = [event["item"] for event in events if event["type"] == "item.completed"]
+        return str([item["text"] for item in said if item["type"] == "agent_message"][-1])
+
+    def read_note(self) -> str:
+        return call("exec_command", cmd="cat note.txt")
+
+
+@pytest.mark.parametrize("kind", [ClaudeCode, Codex])
+def test_every_turn_after_the_first_is_reused(
+    kind: type[Agent], start_server: StartServer, tmp_path: Path
+) -> None:
+    model = make_thinking_model(
+        tmp_path / "model", vocab_size=3000, n_layers=1, n_heads=1, n_kv_heads=1
+    )
+    server = ScriptedServer(start_server, model, tmp_path)
+    agent = kind(tmp_path / "agent", server)
+    server.say("Hello there.")
+    assert agent.ask("Hi. What can you do?", again=False) == "Hello there."
+    server.say(f"<think>\nI read it.\n</think>\n\n{agent.read_note()}", "It says swordfish.")
+    assert agent.ask("Read note.txt", again=True) == "It says swordfish."
+    server.say("Indeed.")
+    assert agent.ask("Sure?", again=True) == "Indeed."
+    asked = requests(server)
+    wait_for_writer(server.process)
+    server.process.restart(kill=True)
+    server.say("Again.")
+    assert agent.ask("And after a restart?", again=True) == "Again."
+    asked += requests(server)
+    assert len(asked) == 5
+    assert len({each["session"] for each in asked}) == 1
+    for each in asked[1:]:
+        assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
+    assert "Traceback" not in server.process.log
+
+
+def requests(server: ScriptedServer) -> list[dict[str, Any]]:
+    """Return what the running server says of its requests, the oldest first."""
+    _, _, answer = server.process.request("GET", "/v1/kvpersist/requests")
+    asked: list[dict[str, Any]] = json.loads(answer)
+    return asked[::-1]
