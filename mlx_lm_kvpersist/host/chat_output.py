@@ -13,6 +13,7 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestRefused
+from .request_checks import discard_body
 
 if TYPE_CHECKING:
     from .chat_api import ChatAPI, Events, Translated
@@ -158,6 +159,8 @@ class ClientConnection(StockOutput):
                 self._send(self.request.reply.fail(status, str(error)))
         else:
             self.send_json(status, self._api.error(status, str(error)))
+            if status == 413:
+                discard_body(self._handler)
 
     def send_json(self, status: int, content: dict[str, Any]) -> None:
         payload = json.dumps(content).encode()

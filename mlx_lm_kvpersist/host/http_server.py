@@ -25,6 +25,7 @@ from .request_checks import (
     check_body_length,
     check_messages,
     check_parameters,
+    discard_body,
 )
 from .routes import Route
 
@@ -123,6 +124,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             return
         self._headers_buffer: list[bytes] = []  # of a reply that did not come
         self._answer_json(status, {"error": str(error)})
+        if status == 413:
+            discard_body(self)
 
     def _answer_json(self, status: int, content: Any) -> None:
         self._set_completion_headers(status)

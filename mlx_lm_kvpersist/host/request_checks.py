@@ -7,6 +7,7 @@ can serve are left to stock.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from ..fields import require, require_text
 
 MAX_BODY_BYTES = 256 << 20
 _MAX_SLICE = 2**31
+_DISCARD_S = 10.0
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _IMAGES = ("image_url", "input_image", "image")
 
@@ -68,6 +70,22 @@ def read_json(handler: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestRefused("the body is no JSON object")
     return body
+
+
+def discard_body(handler: Any) -> None:
+    """Read what a refused client still sends, for a few seconds.
+
+    It sends all before it reads the answer, and a connection that is closed before is reset.
+    """
+    until_s = time.monotonic() + _DISCARD_S
+    try:
+        handler.wfile.flush()
+        handler.connection.shutdown(socket.SHUT_WR)
+        handler.connection.settimeout(1.0)
+        while time.monotonic() < until_s and handler.rfile.read1(1 << 20):
+            pass
+    except OSError:
+        pass  # it has gone
 
 
 def check_bias(bias: Any) -> None:

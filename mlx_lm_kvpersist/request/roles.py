@@ -60,8 +60,8 @@ class TemplateRoles:
         for message in messages:
             if message.get("role") == "developer" and not self.knows_developer:
                 message["role"] = "system"
-            before = fitted[-1].get("role", "") if fitted else ""
-            pair = (before, message.get("role"))
+            before = str(fitted[-1].get("role")) if fitted else ""
+            pair = (before, str(message.get("role")))
             if pair not in self.refused:
                 fitted.append(message)
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host import chat_api, chat_output, http_server
+from mlx_lm_kvpersist.host import chat_api, chat_output, http_server, request_checks
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.host.routes import Route
@@ -216,6 +216,17 @@ def test_bad_requests(words: WordsServer, sent: bytes, status: int, says: str) -
     assert found == status, body
     assert json.loads(body)["status"] == status
     assert says in json.loads(body)["oh"]
+
+
+@pytest.mark.parametrize("path", ["/words", "/v1/chat/completions"])
+def test_a_client_that_sends_too_much_reads_why(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It sends everything before it reads."""
+    monkeypatch.setattr(request_checks, "MAX_BODY_BYTES", 2 << 20)
+    sent = request(b"x" * (20 << 20)).replace(b"/words", path.encode())
+    status, _, body = words.ask(sent)
+    assert status == 413 and "expected at most 2 MiB" in body
 
 
 def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.MonkeyPatch) -> None:
