@@ -26,6 +26,7 @@ TOOL: Any = {
     "input_schema": {"type": "object", "properties": {"where": {"type": "string"}}},
 }
 MARK = {"type": "ephemeral"}
+HOT = {"temperature": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,24 @@ def test_whole_replies_and_their_ends(server: ScriptedServer, client: Anthropic)
     assert (status, answer["stop_reason"]) == (200, "end_turn")
     status, answer = post(server, {**given, "max_tokens": 0})
     assert (status, answer["stop_reason"]) == (200, "max_tokens")
+
+
+def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
+    server: ScriptedServer, client: Anthropic
+) -> None:
+    """Their ids are seldom those that their text would get."""
+    server.say()
+    messages: list[Any] = []
+    n_before = 0
+    for n in range(3):
+        messages.append({"role": "user", "content": f"What is {n}?"})
+        given: Any = {"model": MODEL, "messages": messages}
+        counted = client.messages.count_tokens(**given).input_tokens
+        reply = client.messages.create(max_tokens=25, extra_body=HOT, **given)
+        assert n_prompt(reply.usage) == counted
+        assert n == 0 or reply.usage.cache_read_input_tokens == n_before
+        n_before = counted + reply.usage.output_tokens
+        messages.append({"role": "assistant", "content": reply.content})
 
 
 def test_a_call_that_cannot_be_read_is_text(server: ScriptedServer, client: Anthropic) -> None:
@@ -286,6 +305,13 @@ def test_bad_bodies_get_a_sentence(
         assert answer["type"] == "error"
         assert answer["error"]["type"] == "invalid_request_error"
         assert says in answer["error"]["message"]
+
+
+def test_claude_code_finds_a_model_by_its_name(client: Anthropic) -> None:
+    names = [model.id for model in client.models.list(limit=1000)]
+    assert "claude-thinking-tools" in names
+    found = client.models.retrieve("claude-thinking-tools")
+    assert (found.type, found.display_name) == ("model", "thinking-tools")
 
 
 def test_the_sdk_reads_our_errors(client: Anthropic) -> None:

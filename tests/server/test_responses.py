@@ -152,7 +152,8 @@ def test_the_same_conversation_is_one_in_all_apis(server: ScriptedServer) -> Non
     chat = server.process.chat(talk, max_tokens=30)
     assert chat.text == answer
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Where?"}]
-    status, reply = post(server, {"input": talk, "max_output_tokens": 30})
+    told = [{**talk[0], "role": "developer"}, *talk[1:]]  # a role that this template lacks
+    status, reply = post(server, {"input": told, "max_output_tokens": 30})
     assert status == 200
     n_before = chat.prompt_tokens + chat.completion_tokens
     assert reply["usage"]["input_tokens_details"]["cached_tokens"] == n_before
