@@ -50,6 +50,8 @@ class Config:
     precision: PrecisionRequest = field(default_factory=PrecisionRequest)
     api_key: str | None = field(default=None, repr=False)
     show_text: bool = False
+    warm: tuple[Path, ...] = ()
+    """Files of prompts that are computed at the start."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
 
@@ -223,6 +225,15 @@ def add_options(parser: ArgumentParser) -> None:
         f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
     )
     group.add_argument(
+        "--kvpersist-warm",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Compute and pin a beginning at the start, as mlx-lm-kvpersist sessions warm FILE "
+        "does; can be given more than once",
+    )
+    group.add_argument(
         "--kvpersist-show-text",
         action="store_true",
         help="Let /v1/kvpersist/requests quote prompts where they differ from what is stored",
@@ -266,6 +277,7 @@ def from_args(args: Namespace) -> Config:
         namespace_by_key=args.kvpersist_namespace_by_key,
         api_key=args.kvpersist_api_key or os.environ.get(KEY_VARIABLE, "").strip() or None,
         show_text=args.kvpersist_show_text,
+        warm=_warm(args),
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,
         attention=args.kvpersist_attention,
@@ -295,6 +307,21 @@ def _precision(args: Namespace) -> PrecisionRequest:
         args.kvpersist_kv_target,
         args.kvpersist_kv_measure_s,
     )
+
+
+def _warm(args: Namespace) -> tuple[Path, ...]:
+    files = tuple(args.kvpersist_warm)
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"--kvpersist-warm {file} is no file; name one with a prompt")
+    if files and getattr(args, "model", None) is None:
+        raise ConfigError("--kvpersist-warm needs --model: it says whose prompts are computed")
+    if files and (args.kvpersist_isolation == "session" or args.kvpersist_namespace_by_key):
+        raise ConfigError(
+            "--kvpersist-warm computes for all sessions and keys; leave out --kvpersist-isolation "
+            "session and --kvpersist-namespace-by-key"
+        )
+    return files
 
 
 def default_folder() -> Path:

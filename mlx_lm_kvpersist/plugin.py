@@ -30,6 +30,7 @@ from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
+from .api.warming import warm_at_start
 from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
@@ -83,6 +84,9 @@ class KVPersistPlugin:
         self._store = BlockStore(self._config.folder, self._config.limits)
         if getattr(args, "model", None) is None:
             logger.info("kvpersist: %s", places(self._store))
+        if self._config.warm:
+            where = args.host, args.port, self._config.folder, self._config.api_key
+            warm_at_start(self._config.warm, *where)
 
     @hookimpl
     def self_test(self) -> None:

@@ -145,6 +145,30 @@ def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         parsed("--kvpersist-api-key", " ")  # an unset variable would let everybody in
 
 
+@pytest.mark.parametrize(
+    ("options", "model", "says"),
+    [
+        ((), "m", None),
+        ((), None, "needs --model"),
+        (("--kvpersist-isolation", "session"), "m", "leave out --kvpersist-isolation"),
+        (("--kvpersist-namespace-by-key",), "m", "leave out --kvpersist-isolation"),
+        (("--kvpersist-warm", "no/such/file"), "m", "no/such/file is no file"),
+    ],
+)
+def test_what_is_warmed(
+    tmp_path: Path, options: tuple[str, ...], model: str | None, says: str | None
+) -> None:
+    file = tmp_path / "prompt.json"
+    file.write_text("[]")
+    given = ("--kvpersist-dir", str(tmp_path), "--kvpersist-warm", str(file), *options)
+    args = parsed(*given, model=model)
+    if says is None:
+        assert config.from_args(args).warm == (file,)
+        return
+    with pytest.raises(ConfigError, match=says):
+        config.from_args(args)
+
+
 def test_every_option_stands_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     actions = options()._actions

@@ -259,6 +259,14 @@ def _add_sessions(commands: Any) -> None:
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    warm = add("warm", "warm:run", "have a running server compute a beginning, and pin it")
+    warm.add_argument(
+        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
+    )
+    warm.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
+    )
+    warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
     add = _adder(commands, _folder(), _budgets())
     load = add("import", "sessions:load", "add a session from a file that export has written")
     load.add_argument("file", type=Path, metavar="FILE")

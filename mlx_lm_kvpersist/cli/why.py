@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
 from typing import Any, NoReturn
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
 
-from ..api.admin import KEY_VARIABLE, REQUESTS_PATH
+from ..api.admin import REQUESTS_PATH
 from ..errors import KVPersistError
+from .asking import ask
 from .opening import folder_of, reading
 from .output import console, local_time, print_json, print_table, shown
 
@@ -51,34 +48,10 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace) -> Iterator[Callable[[], list[Record]]]:
     """Yield what returns the last requests, the newest first: of a server, or of a store."""
     if args.url is not None:
-        yield lambda: _ask(args.url)
+        yield lambda: ask(args.url, REQUESTS_PATH)
         return
     with reading(folder_of(args)) as index:
         yield index.requests
-
-
-def _ask(url: str) -> list[Record]:
-    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
-    try:
-        with opener.open(Request(f"{url}{REQUESTS_PATH}", headers=headers), timeout=10) as reply:
-            records: list[Record] = json.load(reply)
-    except HTTPError as error:
-        with error:
-            if error.code == 403:
-                raise KVPersistError(f"{url} refused: {json.load(error)['error']}") from error
-            raise KVPersistError(
-                f"{url} answered {error.code} to {REQUESTS_PATH}; "
-                "is it mlx_lm.server with --plugin kvpersist?"
-            ) from error
-    except (OSError, ValueError, HTTPException) as error:
-        raise KVPersistError(
-            f"no answer from {url} ({error}); name a running server with --url, "
-            "or its store with --kvpersist-dir"
-        ) from error
-    return records
 
 
 def _follow(ask: Callable[[], list[Record]], args: argparse.Namespace) -> NoReturn:

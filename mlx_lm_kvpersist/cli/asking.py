@@ -1,0 +1,57 @@
+"""Ask a running server, as its operator or as a client."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from ..api.admin import KEY_VARIABLE
+from ..errors import KVPersistError
+
+_TIMEOUT_S = 10.0
+
+
+def ask(
+    url: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = _TIMEOUT_S,
+) -> Any:
+    """Return a server's JSON; with a body it is posted. Raises KVPersistError without an answer."""
+    url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    key = os.environ.get(KEY_VARIABLE)
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    sent |= {"Content-Type": "application/json", **(headers or {})}
+    payload = None if body is None else json.dumps(body).encode()
+    opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
+    try:
+        with opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s) as reply:
+            return json.load(reply)
+    except HTTPError as error:
+        with error:
+            if why := _message(error.read()):
+                raise KVPersistError(f"{url} refused: {why}") from error
+            raise KVPersistError(
+                f"{url} answered {error.code} to {path}; "
+                "is it mlx_lm.server with --plugin kvpersist?"
+            ) from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise KVPersistError(
+            f"no answer from {url} ({error}); name a running server with --url, "
+            "or its store with --kvpersist-dir"
+        ) from error
+
+
+def _message(body: bytes) -> str:
+    """Return what a refusal says, in any of the forms of the APIs; "" for anything else."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return ""
