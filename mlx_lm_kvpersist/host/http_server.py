@@ -104,8 +104,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             raise
+        except TimeoutError:
+            if self._has_replied:
+                raise
+            self._fail(RequestRefused(f"the body did not come within {self.timeout:.0f} s", 408))
         except (RecursionError, UnicodeDecodeError) as error:
             # Stock catches only json's own error while it reads a body.
             self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))

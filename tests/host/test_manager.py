@@ -63,7 +63,7 @@ def test_every_hook_is_asked_by_the_host() -> None:
     folder = Path(hookspecs.__file__).parent
     sources = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "probes.py")
     hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
-    assert len(hooks) == 18
+    assert len(hooks) == 20
     for name in hooks:
         assert re.search(rf'\bask\w*\([^"]*"{name}"', sources), name
 

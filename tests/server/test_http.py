@@ -146,9 +146,11 @@ def test_a_client_that_sends_nothing_is_disconnected(
         encoding="utf-8",
     )
     impatient = start_server.with_plugin(tiny_model, launcher=(str(launcher),))
-    for sent in (b"", b"GET /hea", post(b'{"messages"', 1000)):
+    refusal = b"HTTP/1.0 408"
+    cases = ((b"", b""), (b"GET /hea", b""), (post(b'{"messages"', 1000), refusal))
+    for sent, begins in cases:
         start = time.monotonic()
         with send(impatient, sent) as connection:
-            assert connection.recv(1) == b""
+            assert connection.recv(12) == begins
         assert time.monotonic() - start < 20
     assert impatient.chat(USER, max_tokens=2).completion_tokens > 0
