@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import RequestRefused
 
@@ -10,9 +10,13 @@ _KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bo
 
 
 def require(is_right: bool, name: str, value: Any, expected: str) -> None:
-    """Raise RequestRefused unless a field is right: its name, what was found, what was expected."""
-    if is_right:
-        return
+    """Refuse a request unless one of its fields is right."""
+    if not is_right:
+        refuse(name, value, expected)
+
+
+def refuse(name: str, value: Any, expected: str) -> NoReturn:
+    """Raise RequestRefused: the name of a field, what was found there, what was expected."""
     found = _KINDS.get(type(value))
     if found is None:
         found = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from email.message import Message as Headers
 from typing import Any
 
-from ..errors import RequestRefused
-from ..fields import require, require_object, require_objects, require_text
+from ..fields import refuse, require, require_object, require_objects, require_text
 from .error_forms import anthropic_error
 from .messages_reply import MessagesReply
 from .session_keys import is_kept
@@ -121,7 +120,7 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> Iterator[Mes
         elif role == "user":
             yield from _user(f"{name}.content", content, tools)
         else:
-            require(False, f"{name}.role", role, '"user", "assistant" or "system"')
+            refuse(f"{name}.role", role, '"user", "assistant" or "system"')
 
 
 def _blocks(name: str, content: Any) -> list[dict[str, Any]]:
@@ -167,7 +166,7 @@ def _assistant(name: str, content: Any) -> Message:
             call_id = require_text(f"{place}.id", block.get("id"))
             calls.append({"id": call_id, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            require(False, f"{place}.type", kind, '"text", "thinking" or "tool_use"')
+            refuse(f"{place}.type", kind, '"text", "thinking" or "tool_use"')
     message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -236,9 +235,8 @@ def _part(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
             content = require_text(f"{name}.source.data", source.get("data"))
             return {"type": "image_url", "image_url": {"url": f"data:{mime};base64,{content}"}}
         expected = '"base64" or "url"' if kind == "image" else '"text"'
-        require(False, f"{name}.source.type", form, expected)
-    require(False, f"{name}.type", kind, '"text", "image", "document" or "tool_result"')
-    raise RequestRefused("unreachable")
+        refuse(f"{name}.source.type", form, expected)
+    refuse(f"{name}.type", kind, '"text", "image", "document" or "tool_result"')
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:

@@ -35,10 +35,8 @@ class MessagesReply(ReplyParts):
         }
 
     def begin(self, n_prompt: int, n_cached: int) -> list[Event]:
-        usage = self._usage(n_prompt, n_cached, 0)
-        return [
-            {"type": "message_start", "message": {**self._message, "content": [], "usage": usage}}
-        ]
+        message = {**self._message, "content": [], "usage": self._usage(n_prompt, n_cached, 0)}
+        return [{"type": "message_start", "message": message}, *self.beat()]
 
     def end(
         self, finish_reason: str, stop_word: str | None, usage: Mapping[str, Any]

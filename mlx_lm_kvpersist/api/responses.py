@@ -14,7 +14,7 @@ from email.message import Message as Headers
 from typing import Any
 
 from ..errors import RequestRefused
-from ..fields import require, require_object, require_objects, require_text
+from ..fields import refuse, require, require_object, require_objects, require_text
 from .error_forms import openai_error
 from .responses_reply import REASONING_PREFIX, ResponsesReply
 from .session_keys import is_kept
@@ -152,7 +152,7 @@ def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
             url = require_text(f"{name}.image_url", part.get("image_url"))
             parts.append({"type": "image_url", "image_url": {"url": url}})
         else:
-            require(False, f"{name}.type", kind, '"input_text", "output_text" or "input_image"')
+            refuse(f"{name}.type", kind, '"input_text", "output_text" or "input_image"')
     return parts
 
 

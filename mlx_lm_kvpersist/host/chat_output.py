@@ -144,6 +144,7 @@ class ClientConnection(StockOutput):
             raise RuntimeError("the reply has no end")
         reply = self.request.reply
         with self._lock:
+            self._done.set()  # no beat behind the end
             self._send(reply.end(self._finish_reason, self.tap.stop_word, self._usage))
         if not self.request.stream:
             self.send_json(200, reply.whole())

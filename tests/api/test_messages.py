@@ -202,7 +202,8 @@ def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]]) -> None
     events += reply.end("stop", None, USAGE)
     message = events[0]["message"]
     is_open = False
-    for event in events[1:-2]:
+    assert events[1] == {"type": "ping"}
+    for event in events[2:-2]:
         content = message["content"]
         kind = event["type"]
         assert event["index"] == len(content) - (kind != "content_block_start")

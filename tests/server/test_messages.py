@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from anthropic import Anthropic, BadRequestError
 
-from tests.support import StartServer, synthetic_text
-from tests.support.scripted import ScriptedServer, call, make_thinking_model
+from tests.support import synthetic_text
+from tests.support.scripted import ScriptedServer, call
 
 MESSAGES = "/v1/messages?beta=true"
 MODEL = "claude-local"
@@ -29,17 +28,14 @@ MARK = {"type": "ephemeral"}
 HOT = {"temperature": 1.0}
 
 
-@pytest.fixture(scope="module")
-def server(
-    started: StartServer, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> ScriptedServer:
-    model = make_thinking_model(models_dir / "thinking-tools")
-    return ScriptedServer(started, model, tmp_path_factory.mktemp("scripted"))
+@pytest.fixture
+def server(scripted_server: ScriptedServer) -> ScriptedServer:
+    return scripted_server
 
 
 @pytest.fixture(scope="module")
-def client(server: ScriptedServer) -> Iterator[Anthropic]:
-    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+def client(scripted_server: ScriptedServer) -> Iterator[Anthropic]:
+    with Anthropic(base_url=scripted_server.url, api_key="none", max_retries=0) as client:
         yield client
 
 

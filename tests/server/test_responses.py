@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.support import StartServer, synthetic_text
-from tests.support.scripted import ScriptedServer, call, make_thinking_model
+from tests.support import synthetic_text
+from tests.support.scripted import ScriptedServer, call
 
 SYSTEM = synthetic_text(700, seed=2)
 PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}}
@@ -27,17 +26,14 @@ TOOLS: Any = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(
-    started: StartServer, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> ScriptedServer:
-    model = make_thinking_model(models_dir / "thinking-responses")
-    return ScriptedServer(started, model, tmp_path_factory.mktemp("scripted"))
+@pytest.fixture
+def server(scripted_server: ScriptedServer) -> ScriptedServer:
+    return scripted_server
 
 
 @pytest.fixture(scope="module")
-def client(server: ScriptedServer) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+def client(scripted_server: ScriptedServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{scripted_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
