@@ -245,7 +245,7 @@ class KVPersistPlugin:
         reused = outcome.n_reused, outcome.n_restored
         self._metrics.count(outcome.kind.value, *reused, outcome.n_computed)
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
-        if outcome.divergence:
+        if outcome.divergence and kept:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
         if self._store is not None and kept:
             self._store.keep_request(record)
