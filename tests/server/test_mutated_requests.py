@@ -108,7 +108,7 @@ def test_the_server_goes_on(server: ServerProcess) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", PATHS)
 def test_many_mutated_requests(server: ServerProcess, path: str) -> None:
-    @settings(max_examples=2000, deadline=None)
+    @settings(max_examples=5000, deadline=None)
     @given(mutated({**BODIES[path], "model": "default_model"}))
     def one(body: dict[str, Any]) -> None:
         ask(server, path, body)

@@ -43,6 +43,7 @@ class Agent(ABC):
             each.mkdir(parents=True)
         (self.work / "note.txt").write_text(NOTE, encoding="utf-8")
         self.url = server.url
+        self.env: dict[str, str] = {}
         install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder))
         subprocess.run([*install, self.package], check=True, timeout=600, capture_output=True)
         post_install = folder / "node_modules" / self.package / "install.cjs"
@@ -57,6 +58,7 @@ class Agent(ABC):
             "HTTP_PROXY": NOWHERE,
             "HTTPS_PROXY": NOWHERE,
             "NO_PROXY": "127.0.0.1",
+            **self.env,
             **env,
         }
         done = subprocess.run(
@@ -128,14 +130,17 @@ class Codex(Agent):
         return call("exec_command", cmd="cat note.txt")
 
 
+def make_server(start: StartServer, folder: Path) -> ScriptedServer:
+    """Start a server that reads tens of thousands of tokens in a few seconds."""
+    size = {"vocab_size": 3000, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1}
+    return ScriptedServer(start, make_thinking_model(folder / "model", **size), folder)
+
+
 @pytest.mark.parametrize("kind", [ClaudeCode, Codex])
 def test_every_turn_after_the_first_is_reused(
     kind: type[Agent], start_server: StartServer, tmp_path: Path
 ) -> None:
-    model = make_thinking_model(
-        tmp_path / "model", vocab_size=3000, n_layers=1, n_heads=1, n_kv_heads=1
-    )
-    server = ScriptedServer(start_server, model, tmp_path)
+    server = make_server(start_server, tmp_path)
     agent = kind(tmp_path / "agent", server)
     server.say("Hello there.")
     assert agent.ask("Hi. What can you do?", again=False) == "Hello there."
@@ -154,6 +159,22 @@ def test_every_turn_after_the_first_is_reused(
     for each in asked[1:]:
         assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
     assert "Traceback" not in server.process.log
+
+
+def test_a_tool_that_is_searched_for_only_makes_the_prompt_longer(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    server = make_server(start_server, tmp_path)
+    agent = ClaudeCode(tmp_path / "agent", server)
+    agent.env = {"ENABLE_TOOL_SEARCH": "true"}
+    server.say(call("ToolSearch", query="select:WebFetch", max_results=1), "Found.")
+    assert agent.ask("Find a tool.", again=False) == "Found."
+    server.say("Indeed.")
+    assert agent.ask("Sure?", again=True) == "Indeed."
+    first, *others = requests(server)
+    assert len(others) == 2 and others[0]["prompt_tokens"] > first["prompt_tokens"] + 300
+    for before, each in zip((first, *others), others, strict=False):
+        assert each["reused_tokens"] >= before["prompt_tokens"], each["sentence"]
 
 
 def requests(server: ScriptedServer) -> list[dict[str, Any]]:
