@@ -48,15 +48,11 @@ class Tap:
 
         def read(text: str, tools: Any) -> Any:
             try:
-                calls = parse(text, self._tools or None)
-                for call in calls if isinstance(calls, list) else [calls]:
-                    if not isinstance(call["name"], str) or "arguments" not in call:
-                        raise ValueError("a call needs a name and arguments")
-            except Exception as error:
+                return parse(text, self._tools or None)
+            except ValueError:
                 end = tokenizer.tool_call_end or ""
                 self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
-                raise ValueError(f"no tool call: {error!r}") from error
-            return calls
+                raise
 
         return read
 

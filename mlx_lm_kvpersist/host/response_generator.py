@@ -194,6 +194,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
         queued_s = time.perf_counter()
         context, tokens = super().generate(request, *args, **kwargs)
+        if context.tool_parser is not None:
+            context.tool_parser = _checked(context.tool_parser)
         return context, _timed(request, tokens, queued_s)
 
     # Tokenizing.
@@ -317,6 +319,25 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
         clock.daemon = True
         clock.start()
+
+
+def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a parser of tool calls that raises ValueError for whatever is no call.
+
+    That is what stock expects. Anything else ends the reply, and its client gets no end.
+    """
+
+    def parse_calls(text: str, tools: Any) -> Any:
+        try:
+            calls = parse(text, tools)
+            for call in calls if isinstance(calls, list) else [calls]:
+                if not isinstance(call["name"], str) or "arguments" not in call:
+                    raise ValueError("a call needs a name and arguments")
+        except Exception as error:
+            raise ValueError(f"no tool call: {error!r}") from error
+        return calls
+
+    return parse_calls
 
 
 def _timed(request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:

@@ -139,15 +139,20 @@ def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
         messages.append({"role": "assistant", "content": reply.content})
 
 
-def test_a_call_that_cannot_be_read_is_text(server: ScriptedServer, client: Anthropic) -> None:
-    """Stock drops it, and the client would get an empty turn."""
+@pytest.mark.parametrize("written", ['{"name": "look"}', '["look"]', "{look", '{"name": 1}'])
+def test_a_call_that_cannot_be_read_is_text(
+    server: ScriptedServer, client: Anthropic, written: str
+) -> None:
+    """Stock drops it, and the client would get an empty turn; of some it would get no end."""
     given: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 90}
-    server.say('<tool_call>\n{"name": "look"}\n</tool_call>')
-    reply = client.messages.create(messages=[{"role": "user", "content": "Call it."}], **given)
+    asked: Any = [{"role": "user", "content": "Call it."}]
+    text = f"<tool_call>\n{written}\n</tool_call>"
+    server.say(text, text)
+    reply = client.messages.create(messages=asked, **given)
     assert reply.stop_reason == "end_turn"
-    (block,) = reply.content
-    assert block.type == "text"
-    assert block.text == '<tool_call>\n{"name": "look"}\n</tool_call>'
+    assert [block.text for block in reply.content if block.type == "text"] == [text]
+    chat = server.process.chat(asked, stream=True, max_tokens=90)
+    assert (chat.text, chat.tool_calls) == ("", [])
 
 
 def test_a_deferred_tool_stands_where_its_reference_stands(
