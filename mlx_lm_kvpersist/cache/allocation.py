@@ -13,28 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from statistics import median
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from .divergence import Reference, logits_of
-from .packed import dequantize, quantize
 from .precision import (
     OWN_BITS,
     Allocation,
     KVPrecision,
     MeanDivergence,
     PrecisionRequest,
-    Quantization,
 )
 from .probe import position_limit, with_groups
 from .spec import LayerGroup, ModelCacheSpec
 
 _BITS = (4, 5, 6, 8, OWN_BITS)
-_SLOW = 1.3
-"""5 bits are left out where they take so much longer to dequantize than 6, as on CUDA."""
-_MOST_TIMED_BYTES = 64 << 20
 _PER_BIT = 4.2
 """Each bit more divides the divergence by about so much: measured on SmolLM2-135M."""
 _SAFE_BITS = (8, 4)
@@ -224,8 +218,9 @@ class _Measuring:
         for turned in ways:
             rotated[group.name, side] = turned
             # Values are tried with the keys' rotation, which is known by then.
-            others = {(group.name, "keys"): turned, (group.name, "values"): turned, **rotated}
-            precision = _precision(group, *((bits, 8) if side == "keys" else (8, bits)), others)
+            both: Rotated = {(group.name, "keys"): turned, (group.name, "values"): turned}
+            both.update(rotated)
+            precision = _precision(group, *((bits, 8) if side == "keys" else (8, bits)), both)
             measured = self._run({**self.own, **dict.fromkeys(group.slots, precision)})
             if measured is not None:
                 found[turned] = measured
@@ -266,12 +261,11 @@ class _Measuring:
         """Give bits out and measure the whole, until it is just within the target."""
         target = self.request.target_nats
         costs = {(slot, side): _numbers(self.group_of[slot], side) for slot, side in at_four}
-        choice = _quick_bits(self.groups[0])
         budget = target
         tried: list[dict[Part, int]] = []
         best: Allocation | None = None
         while len(tried) < _CHECKS:
-            bits = allocate(at_four, costs, budget, choice)
+            bits = allocate(at_four, costs, budget)
             if bits in tried:
                 break
             tried.append(bits)
@@ -328,43 +322,17 @@ def _numbers(group: LayerGroup, side: Side) -> int:
     return shape.n_heads * shape.dim if shape else 0
 
 
-def _quick_bits(group: LayerGroup) -> tuple[int, ...]:
-    """Return the bits to choose from on this device: 5 only where they are not slow."""
-    precision, shape = group.precision, group.keys
-    assert precision is not None and shape is not None
-    of = {n: Quantization(n, precision.group_size) for n in (5, 6)}
-    n_tokens = 1 << 10
-    while True:
-        keys = mx.zeros((1, shape.n_heads, n_tokens, shape.dim), shape.mx_dtype)
-        packed = {n: quantize(keys, one) for n, one in of.items()}
-        mx.eval(list(packed.values()))
-        times_s: dict[int, list[float]] = {5: [], 6: []}
-        for _ in range(5):
-            for n, taken_s in times_s.items():
-                started_s = time.perf_counter()
-                mx.eval(dequantize(packed[n], of[n]))
-                taken_s.append(time.perf_counter() - started_s)
-        five_s, six_s = (median(taken_s) for taken_s in times_s.values())
-        # A launch takes a GPU tens of microseconds, whatever it does.
-        if six_s > 1e-3 or keys.nbytes > _MOST_TIMED_BYTES:
-            return _BITS if five_s <= _SLOW * six_s else tuple(n for n in _BITS if n != 5)
-        n_tokens *= 4
-
-
 def allocate(
-    at_four: Mapping[Part, float],
-    costs: Mapping[Part, int],
-    budget: float,
-    choice: Sequence[int] = _BITS,
+    at_four: Mapping[Part, float], costs: Mapping[Part, int], budget: float
 ) -> dict[Part, int]:
     """Give bits out so that the predicted divergence stays within `budget`.
 
     `at_four` has the divergence with each part alone in 4 bits, `costs` its numbers a token. The
-    next bits of `choice`, which begins with 4, go to the part that gains most for what they cost.
+    next bits go to the part that gains most for what they cost.
     """
-    bits = dict.fromkeys(at_four, choice[0])
+    bits = dict.fromkeys(at_four, _BITS[0])
     while sum(_predicted(at_four[part], n) for part, n in bits.items()) > budget:
-        steps = {part: choice[choice.index(n) + 1] for part, n in bits.items() if n != choice[-1]}
+        steps = {part: _BITS[_BITS.index(n) + 1] for part, n in bits.items() if n != OWN_BITS}
         if not steps:
             break
         gains = {
