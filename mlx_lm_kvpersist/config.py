@@ -50,6 +50,7 @@ class Config:
     precision: PrecisionRequest = field(default_factory=PrecisionRequest)
     api_key: str | None = field(default=None, repr=False)
     show_text: bool = False
+    pin_system: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     attention: Strategy | Literal["auto"] = "auto"
@@ -225,6 +226,11 @@ def add_options(parser: ArgumentParser) -> None:
         f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
     )
     group.add_argument(
+        "--kvpersist-pin-system",
+        action="store_true",
+        help="Never evict the newest eight system prompts that several conversations share",
+    )
+    group.add_argument(
         "--kvpersist-warm",
         type=Path,
         action="append",
@@ -277,6 +283,7 @@ def from_args(args: Namespace) -> Config:
         namespace_by_key=args.kvpersist_namespace_by_key,
         api_key=args.kvpersist_api_key or os.environ.get(KEY_VARIABLE, "").strip() or None,
         show_text=args.kvpersist_show_text,
+        pin_system=args.kvpersist_pin_system,
         warm=_warm(args),
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,

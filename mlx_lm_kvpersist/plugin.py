@@ -41,7 +41,7 @@ from .host.prompt import Prepared, Prompt
 from .host.response_generator import has_text_only
 from .host.routes import Route
 from .request.costs import ReusePolicy
-from .request.insert import insert
+from .request.insert import REPLY, insert, pin_system
 from .request.loading import places, prepare
 from .request.lookup import Lookup, RequestState, Reuse, Sequence
 from .request.model import LoadedModel
@@ -70,6 +70,8 @@ class KVPersistPlugin:
         self._policy = ReusePolicy()
         self._history = History()
         self._metrics = Metrics(self._store_counts)
+        self._asked: dict[bytes, int] = {}
+        """For `pin_system`."""
 
     # Startup and shutdown.
 
@@ -223,10 +225,12 @@ class KVPersistPlugin:
             logger.exception("kvpersist: the prompt could not be looked up")
             reuse = Reuse(prompt, Outcome(Kind.MISS, len(prompt.ids), reason=Reason.STORE_FAILED))
         self._record(state, reuse.outcome)
+        fed, n_reused = reuse.prompt, reuse.outcome.n_reused
+        n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         sequence = Sequence(
-            state, len(reuse.prompt.ids), reuse.outcome.n_reused, reuse.chain, time.perf_counter()
+            state, len(fed.ids), n_reused, reuse.chain, n_system, time.perf_counter()
         )
-        return Prepared(reuse.prompt, reuse.caches, reuse.outcome.n_reused, sequence)
+        return Prepared(fed, reuse.caches, n_reused, sequence)
 
     @hookimpl
     def spell_prompt(
@@ -267,6 +271,8 @@ class KVPersistPlugin:
             return  # no other request could find it
         try:
             insert(sequence, tokens, prompt_cache, cache_type, self._store, self._loaded)
+            if self._config.pin_system and cache_type == REPLY:
+                pin_system(sequence, self._store, self._asked)
         except Exception:
             logger.exception("kvpersist: a turn could not be saved")
         self._remember(sequence.request)

@@ -25,6 +25,9 @@ from .restore import STATE, Stored, needed_at, stored_state, stored_window, wind
 REPLY = "assistant"
 """The server's cache type at the end of a reply; the ends of earlier segments have others."""
 
+SYSTEM_SESSION = "system prompt"
+"""The name of the sessions that keep system prompts."""
+
 MAX_CHECKPOINTS = 6
 """Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
 
@@ -35,6 +38,8 @@ MIN_TOKENS_BETWEEN = 16
 """Checkpoints nearer to each other are not worth two copies of what they need."""
 
 _MAX_REPLY_BLOCKS = 64
+_MAX_ASKED = 100
+"""System prompts that are watched for a second conversation; agents have a handful."""
 
 
 def insert(
@@ -88,6 +93,28 @@ def insert(
         leaf = Leaf(sequence.request.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
         store.save_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
+
+
+def pin_system(sequence: Sequence, store: BlockStore, asked: dict[bytes, int]) -> None:
+    """Pin a stored sequence's system prompt, if another conversation begins with it, too.
+
+    It becomes a session of its own. A user who unpins it is heeded: it is pinned once.
+    asked: by the last block of each system prompt, a hash of the first message after it.
+    """
+    begin = list(takewhile(lambda block: block.stop <= sequence.n_system, sequence.chain))
+    if not begin:
+        return
+    said = (message for message in sequence.request.messages if message.get("role") == "user")
+    first = hash(str(next(said, None)))
+    if asked.setdefault(begin[-1].key, first) == first:
+        if len(asked) > _MAX_ASKED:
+            del asked[next(iter(asked))]
+        return
+    if any(session.name == SYSTEM_SESSION for session in store.sessions_at(begin[-1].key)):
+        return
+    keys = tuple(block.key for block in begin)
+    leaf = Leaf(SYSTEM_SESSION, keys[-1], begin[-1].stop, keys, pinned=True)
+    store.save_turn(Turn(sequence.root, tuple(begin), leaf), [])
 
 
 def _insert_checkpoint(

@@ -283,6 +283,8 @@ class Sequence:
     n_prompt: int
     n_reused: int = 0
     chain: list[Block] = field(default_factory=list, repr=False)
+    n_system: int = 0
+    """Tokens of the prompt's system prompt."""
     entered_s: float | None = None
     """When it was handed on to be prefilled (perf_counter); None once that is measured."""
 

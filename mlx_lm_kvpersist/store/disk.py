@@ -43,7 +43,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import NewFile, Turn, write_note
+from .records import MAX_PINNED, NewFile, Turn, write_note
 
 logger = logging.getLogger(__name__)
 
@@ -247,9 +247,19 @@ class DiskStore(StoredFiles):
             session = Session(
                 uuid.uuid4().hex[:8], turn.root.key, leaf.name, leaf.key, 0, False, now, now
             )
-        session = replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
+        if leaf.pinned and not session.pinned:
+            self._unpin_oldest(leaf.name)
+        pinned = session.pinned or leaf.pinned
+        session = replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, pinned=pinned, used=now)
         self._write_session(session)
         return session
+
+    def _unpin_oldest(self, name: str | None) -> None:
+        """Make place for one more pinned session of this name."""
+        named = [one for one in self.index.sessions() if one.name == name and one.pinned]
+        named.sort(key=lambda session: session.used)
+        for session in named[: max(0, len(named) - MAX_PINNED + 1)]:
+            self.set_pinned(session, False)
 
     def _write_session(self, session: Session) -> None:
         write_note(self.folder, session, fsync=self.limits.fsync)

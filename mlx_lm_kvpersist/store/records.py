@@ -16,6 +16,8 @@ from .folder import make_private, whole_file
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
+MAX_PINNED = 8
+
 _SEAL_BYTES = 8
 
 
@@ -33,6 +35,8 @@ class Leaf:
     n_tokens: int
     chain: tuple[bytes, ...]
     replaced: tuple[tuple[bytes, bytes], ...] = ()
+    pinned: bool = False
+    """Whether its session is pinned; of those of one name only the newest `MAX_PINNED` are."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from mlx_lm_kvpersist.cli.warm import request_of
 from mlx_lm_kvpersist.errors import ConfigError
 from tests.support import Message, ServerProcess, StartServer, synthetic_text, wait_until
 
+from .stored import wait_for_reply, wait_for_writer
+
 SYSTEM: Message = {"role": "system", "content": synthetic_text(1500, seed=61)}
 ASK: Message = {"role": "user", "content": "Who is first?"}
 
@@ -23,7 +25,8 @@ def server(
 ) -> ServerProcess:
     file = tmp_path_factory.mktemp("warm") / "Frühstück.json"
     file.write_text(json.dumps([SYSTEM]))
-    return started.with_plugin(tiny_model, "--kvpersist-warm", str(file))
+    options = ("--kvpersist-pin-system", "--kvpersist-warm", str(file))
+    return started.with_plugin(tiny_model, *options)
 
 
 def sessions(started: StartServer, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -63,12 +66,44 @@ def test_a_request_that_a_client_has_sent(
         assert main(["sessions", "warm", str(file), *url, "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["name"] == "warm agent" and told["pinned"]
-    pinned = [each["id"] for each in sessions(started, capsys) if each["pinned"]]
-    assert len(pinned) == 2 and told["id"] in pinned  # the other is that of the start
+    named = [each for each in sessions(started, capsys) if each["name"] == "warm agent"]
+    assert [each["id"] for each in named if each["pinned"]] == [told["id"]] and len(named) == 2
     status, headers, _ = server.request(
         "POST", "/v1/messages", {**body, "stream": False, "max_tokens": 2}
     )
     assert status == 200 and "outcome=EXACT" in headers["x-kvpersist"]
+
+
+def test_system_prompts_that_conversations_share(
+    started: StartServer, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pinned() -> list[dict[str, Any]]:
+        wait_for_writer(server)
+        found = [each for each in sessions(started, capsys) if each["name"] == "system prompt"]
+        return [each for each in found if each["id"] not in before]
+
+    before: list[str] = []
+    before = [each["id"] for each in pinned()]  # of other tests
+    shared: Message = {"role": "system", "content": synthetic_text(1500, seed=63)}
+    alone: Message = {"role": "system", "content": synthetic_text(1500, seed=64)}
+    first = server.chat([shared, ASK], max_tokens=2)
+    talk = [shared, ASK, {"role": "assistant", "content": first.text}, ASK]
+    server.chat(talk, max_tokens=2)  # one conversation, however long
+    server.chat([alone, ASK], max_tokens=2)
+    wait_for_reply(server)
+    assert pinned() == []
+    for question in ("Who is last?", "Who is in the middle?"):
+        reply = server.chat([shared, {"role": "user", "content": question}], max_tokens=2)
+        wait_for_reply(server)
+        (session,) = pinned()
+        assert session["pinned"] and session["tokens"] % 256 == 0
+        assert reply.cached_tokens >= session["tokens"] > reply.prompt_tokens - 256 - 40
+    store = ["--kvpersist-dir", str(started.store)]
+    assert main(["sessions", "unpin", *store, session["id"]]) == 0
+    capsys.readouterr()
+    server.chat([shared, {"role": "user", "content": "And now?"}], max_tokens=2)
+    wait_for_reply(server)
+    assert [each["pinned"] for each in pinned()] == [False]
 
 
 def test_what_the_server_refuses(

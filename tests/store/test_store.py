@@ -242,3 +242,14 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     assert len(statements) <= 5
     store.pool.drop(nodes[300].key)
     assert match_ids(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
+
+
+def test_only_the_newest_pinned_turns_of_a_name_stay_pinned(store: BlockStore) -> None:
+    chains = [chain([n]) for n in range(1, 11)]
+    for nodes in chains:
+        save_turn(store, nodes, "system prompt", pinned=True)
+    save_turn(store, chains[5], "system prompt", pinned=True)  # pinned before
+    save_turn(store, chain([90]), "other", pinned=True)
+    by_leaf = {session.leaf: session.pinned for session in store.index.sessions()}
+    assert [by_leaf[nodes[-1].key] for nodes in chains] == [False] * 2 + [True] * 8
+    assert by_leaf[chain([90])[-1].key]
