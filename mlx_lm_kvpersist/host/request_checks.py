@@ -17,6 +17,7 @@ from ..fields import require, require_text
 
 MAX_BODY_BYTES = 256 << 20
 _MAX_SLICE = 2**31
+_MLX_INTEGERS = 2**63
 _DISCARD_S = 10.0
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _IMAGES = ("image_url", "input_image", "image")
@@ -103,6 +104,8 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
     for name in _NUMBERS:
         number = getattr(given, name)
         require(_fits_float(number), name, number, "a number below 8e307")
+        if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
+            setattr(given, name, float(number))  # MLX takes no such integer, and stock dies of it
     for kind in ("repetition", "presence", "frequency"):
         size = getattr(given, name := f"{kind}_context_size")
         require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")

@@ -200,6 +200,17 @@ def test_a8_odd_requests_are_served_as_stock_serves_them(
     assert replies[0] == replies[1]
 
 
+@pytest.mark.parametrize(
+    "name", ["temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+)
+def test_integers_that_mlx_does_not_take_are_numbers(server: ServerProcess, name: str) -> None:
+    """Stock's generation thread ends on them; the same numbers as floats it serves."""
+    body = {"messages": USER, "max_tokens": 4, "top_p": 0.9, name: 10**30}
+    status, answer = post(server, CHAT, json.dumps(body).encode())
+    assert status == 200, answer
+    assert server.complete("a", max_tokens=2).completion_tokens > 0
+
+
 def test_a8_stream_options_without_include_usage_end_well(server: ServerProcess) -> None:
     """Stock raises KeyError at the end of the stream, and [DONE] is never sent."""
     for options, n_usage in (({}, 0), ({"include_usage": True}, 1), (None, 0)):
