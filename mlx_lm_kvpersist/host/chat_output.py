@@ -108,7 +108,8 @@ class ClientConnection(StockOutput):
 
     def chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
-            raise RequestRefused(str(chunk["error"]), 500)
+            status = getattr(self.inner.failure, "status", 500)
+            raise RequestRefused(str(chunk["error"]), status)
         self._usage = chunk.get("usage") or self._usage
         if not chunk["choices"]:
             return

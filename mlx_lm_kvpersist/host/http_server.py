@@ -56,6 +56,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     requested_model: str
     _completion: Any = None
     _is_ok = False
+    failure: Exception | None = None
+    """Why there is no reply, or why it ended early."""
     tells_reply = True
     """Whether the reply of a chat completion is what the client sees; see `chat_api`."""
 
@@ -118,6 +120,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _fail(self, error: Exception) -> None:
         """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
+        self.failure = error
         status = getattr(error, "status", 500)
         if status == 500:
             logger.exception("a reply failed")

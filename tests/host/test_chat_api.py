@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
 from mlx_lm_kvpersist.host import chat_api, chat_output, http_server, request_checks
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
@@ -256,6 +256,9 @@ def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
         assert events(body)[-1]["why"] == "out of memory"
     else:
         assert (status, json.loads(body)["oh"]) == (500, "out of memory")
+        words.generator.breaks = GenerationStopped("the server ends")
+        status, headers, _ = words.post({"say": "x"})
+        assert status == 503 and "Retry-After" in headers
     assert words.plugin.sent == []
 
 

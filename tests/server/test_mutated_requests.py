@@ -30,12 +30,26 @@ def without_images(body: dict[str, Any]) -> dict[str, Any]:
 
 MESSAGES = without_images(test_messages.FULL)
 RESPONSES = without_images(test_responses.FULL)
-CHAT = {
+CHAT: dict[str, Any] = {
     "model": "default_model",
     "max_tokens": 2,
     "stream": True,
     "stream_options": {"include_usage": True},
     "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.1,
+    "presence_context_size": 5,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+    "repetition_context_size": 5,
+    "xtc_probability": 0.1,
+    "xtc_threshold": 0.1,
+    "logit_bias": {"5": 1.5},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "chat_template_kwargs": {"enable_thinking": False},
     "stop": ["end"],
     "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
     "messages": [
