@@ -75,8 +75,9 @@ NORMALISATIONS: dict[str, Normalise] = {
 """By their names in `--kvpersist-normalise`, in the order in which they are applied."""
 
 
-def normalise(messages: Messages, tools: Tools | None, names: tuple[str, ...]) -> None:
-    """Apply the named normalisations to a request, in place."""
+def normalise(messages: Messages, tools: Any, names: tuple[str, ...]) -> None:
+    """Apply the named normalisations to a request, in place. Tools that are no list stay."""
+    listed = tools if isinstance(tools, list) else []
     for name, function in NORMALISATIONS.items():
         if name in names:
-            function(messages, tools or [])
+            function(messages, listed)

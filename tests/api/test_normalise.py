@@ -91,3 +91,11 @@ def test_each_can_be_left_out(name: str) -> None:
     others = tuple(other for other in ALL if other != name)
     assert normalised(messages, names=others) != normalised(messages)
     assert normalised(messages, names=()) == messages
+
+
+@pytest.mark.parametrize("tools", [None, 0.5, "look", {"cache_control": 1}, [5, None]])
+def test_tools_of_a_wrong_form_are_left_to_the_template(tools: Any) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x", "cache_control": 1}]
+    before = copy.deepcopy(tools)
+    normalise(messages, tools, ALL)
+    assert messages == [{"role": "user", "content": "x"}] and tools == before
