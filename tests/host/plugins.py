@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from email.message import Message
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from mlx_lm_kvpersist.errors import ConfigError
@@ -23,11 +24,13 @@ class Echo:
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
         self.path: Path | None = None
+        self._lock = Lock()
 
     def record(self, *call: Any) -> None:
-        self.calls.append(list(call))
-        if self.path is not None:
-            self.path.write_text(json.dumps(self.calls), encoding="utf-8")
+        with self._lock:  # hooks of several threads write one file
+            self.calls.append(list(call))
+            if self.path is not None:
+                self.path.write_text(json.dumps(self.calls), encoding="utf-8")
 
     @hookimpl
     def add_options(self, parser: ArgumentParser) -> None:
