@@ -93,8 +93,11 @@ def serve(handler: Any, api: ChatAPI) -> None:
         tap = Tap(handler.response_generator, request.tools, connection)
         connection.request, connection.tap = request, tap
         with connection.beating():
-            _run_stock(handler, request.chat_body, tap, connection)
-            connection.finish()
+            try:
+                _run_stock(handler, request.chat_body, tap, connection)
+                connection.finish()
+            finally:
+                tap.stop()
 
 
 def count_tokens(handler: Any, api: ChatAPI) -> None:

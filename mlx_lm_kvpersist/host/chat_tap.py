@@ -42,6 +42,15 @@ class Tap:
             context.tool_parser = self._reading_calls(context.tool_parser)
         return context, self._watched(responses, args.stop_words)
 
+    def stop(self) -> None:
+        """Have no more tokens generated.
+
+        Stock does so only once its own headers are sent; a client that went away before would have
+        its whole reply computed, and no request that cannot join the batch would be served.
+        """
+        if self._context is not None:
+            self._context.stop()
+
     def _reading_calls(self, parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
         """Let the parser know deferred tools, and keep what it cannot read: stock drops that."""
         tokenizer = self.model_provider.tokenizer

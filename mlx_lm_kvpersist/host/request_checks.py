@@ -41,10 +41,13 @@ def read_json(handler: Any) -> dict[str, Any]:
     length = handler.headers.get("Content-Length")
     if length is None:
         raise RequestRefused("the header Content-Length is missing, expected the body's size", 411)
-    if not length.strip().lstrip("-").isdecimal() or not length.isascii():
-        raise RequestRefused(f"Content-Length is {length!r}, expected a number of bytes")
+    try:
+        n_bytes = int(length)
+    except ValueError:
+        found = repr(length[:20])
+        raise RequestRefused(f"Content-Length is {found}, expected a number of bytes") from None
     check_body_length(length)
-    n_bytes, parts = int(length), []
+    parts = []
     until_s = time.monotonic() + handler.timeout
     n_left = n_bytes
     try:

@@ -206,6 +206,8 @@ def test_a_stream_and_a_whole_reply(words: WordsServer) -> None:
         (request(b"[1]"), 400, "the body is no JSON object"),
         (request(b"{}", -1), 400, "Content-Length is -1, expected 0 or more"),
         (request(b"{}", "two"), 400, "Content-Length is 'two', expected a number of bytes"),
+        (request(b"{}", "--5"), 400, "Content-Length is '--5', expected a number of bytes"),
+        (request(b"{}", "9" * 5000), 400, "expected a number of bytes"),
         (request(b"{}", 1 << 40), 413, "expected at most 256 MiB"),
         (request(b"{}", 100), 400, "the body ended after 2 of 100 bytes"),
         (b"POST /words HTTP/1.1\r\n\r\n", 411, "Content-Length is missing"),

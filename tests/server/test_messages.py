@@ -258,15 +258,19 @@ def test_counting_waits_for_nobody(server: ScriptedServer) -> None:
     assert {answer["input_tokens"] for _, answer in counts} == {n_read}
 
 
+@pytest.mark.parametrize("after_s", [0.5, 0.0], ids=["later", "at once"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_stops_its_reply(server: ScriptedServer, stream: bool) -> None:
+def test_a_client_that_goes_away_stops_its_reply(
+    server: ScriptedServer, stream: bool, after_s: float
+) -> None:
+    """Also one that goes before the reply's headers: stock stops a reply only behind these."""
     server.say("Yes. " * 3000)
     body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 6000}
     payload = json.dumps({**body, "model": MODEL, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", server.process.port or 0)) as connection:
         head = f"POST /v1/messages HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
-        time.sleep(0.5)
+        time.sleep(after_s)
     start = time.monotonic()
     # A request with a seed is served alone: it waits for all others to end.
     server.process.chat(body["messages"], seed=1, max_tokens=1)
