@@ -23,11 +23,13 @@ from .api.admin import (
     SPEC_PATH,
     STATS_PATH,
     SelfTest,
+    operator_change,
     operator_view,
 )
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
+from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .api.warming import warm_at_start
@@ -38,6 +40,7 @@ from .errors import ModelNotSupported, RequestRefused
 from .host import chat_api
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
+from .host.request_checks import read_json
 from .host.response_generator import has_text_only
 from .host.routes import Route
 from .request.costs import ReusePolicy
@@ -50,6 +53,7 @@ from .request.replies import remember, respell
 from .request.roles import TemplateRoles, share_reasoning
 from .request.round_trip import check_round_trip
 from .store.block_store import BlockStore
+from .store.stored_sessions import StoredSessions
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class KVPersistPlugin:
     def __init__(self) -> None:
         self._refusal = ""
         self._store: BlockStore | None = None
+        self._sessions: StoredSessions | None = None
         self._loaded: LoadedModel | None = None
         self._roles = TemplateRoles()
         self._model_ref: Callable[[], Any] = lambda: None
@@ -84,6 +89,7 @@ class KVPersistPlugin:
         self._config = config.from_args(args)
         self._history = History(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
+        self._sessions = StoredSessions(self._store)
         if getattr(args, "model", None) is None:
             logger.info("kvpersist: %s", places(self._store))
         if self._config.warm:
@@ -96,7 +102,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def shutdown(self) -> None:
-        self._loaded = None
+        self._loaded = self._sessions = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -290,6 +296,8 @@ class KVPersistPlugin:
         outcome = RequestState.of(request).outcome
         # The server serves a prompt with images before anybody asks for its headers.
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
+        if times_s:
+            self._history.timed(RequestState.of(request).id, times_s[0])
 
     def _remember(self, state: RequestState) -> None:
         """Remember a reply once its ids and what the client was sent are both known. Any thread."""
@@ -322,6 +330,14 @@ class KVPersistPlugin:
             Route("GET", SPEC_PATH, operator_view(self._spec, key)),
             Route("POST", SELFTEST_PATH, operator_view(SelfTest(), key)),
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
+            Route("GET", PAGE_PATH, page_view(key)),
+            Route("GET", SESSIONS_PATH, operator_view(self._describe_sessions, key)),
+            *(
+                Route("POST", path, operator_change(change, read_json, key))
+                for path, change in session_changes(
+                    self._stored_sessions, self._history.forget
+                ).items()
+            ),
             *(Route("HEAD", path, empty_answer) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
@@ -330,6 +346,15 @@ class KVPersistPlugin:
 
     def _store_counts(self) -> dict[str, Any] | None:
         return self._store.stats(all_files=False) if self._store else None
+
+    def _stored_sessions(self) -> StoredSessions:
+        if self._sessions is None:
+            raise RequestRefused("the server ends; ask it when it runs again", 503)
+        return self._sessions
+
+    def _describe_sessions(self) -> dict[str, Any]:
+        model = self._loaded.name if self._loaded else None
+        return {"model": model, "store": self._store_counts(), **self._stored_sessions().describe()}
 
     def _spec(self) -> dict[str, Any]:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""

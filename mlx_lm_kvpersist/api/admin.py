@@ -7,9 +7,10 @@ import ipaddress
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.message import Message
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,18 +39,62 @@ def operator_view(
     may ask.
     """
 
+    def checked(handler: Any) -> Any:
+        check_operator(handler, key)
+        return answer()
+
+    return answering(checked, {"Content-Type": content_type})
+
+
+def operator_change(
+    change: Callable[[dict[str, Any]], Any],
+    read: Callable[[Any], dict[str, Any]],
+    key: str | None = None,
+) -> Callable[[Any], None]:
+    """Return the handler of a route that changes something: `operator_view`, with a JSON body.
+
+    read: returns the body of a handler's request; it may raise RequestRefused. A browser shows
+    pages of other sites, and of other servers on this machine: none of them may change anything.
+    """
+
+    def checked(handler: Any) -> Any:
+        check_operator(handler, key)
+        if key is None and (refusal := why_foreign(handler.headers)):
+            raise RequestRefused(refusal, 403)
+        kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
+        if kind != "application/json":
+            raise RequestRefused(f"Content-Type is {kind}, expected application/json", 415)
+        return change(read(handler))
+
+    return answering(checked)
+
+
+def check_operator(handler: Any, key: str | None) -> None:
+    """Raise RequestRefused where `why_refused` says why."""
+    if refusal := why_refused(handler.client_address[0], handler.headers, key):
+        raise RequestRefused(refusal, 403)
+
+
+def answering(
+    answer: Callable[[Any], Any], headers: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Any], None]:
+    """Return a route's handler that sends what `answer` returns or refuses.
+
+    answer: is given the handler; returns an object for JSON, or bytes, which `headers` describe.
+    """
+
     def handle(handler: Any) -> None:
         status = 200
         try:
-            if refusal := why_refused(handler.client_address[0], handler.headers, key):
-                raise RequestRefused(refusal, 403)
-            content = answer()
+            content = answer(handler)
         except RequestRefused as error:
             status, content = error.status, openai_error(error.status, str(error))
         is_json = not isinstance(content, bytes)
         body = json.dumps(content).encode() if is_json else content
+        sent = {"Content-Type": "application/json"} if is_json else headers
         handler.send_response(status)
-        handler.send_header("Content-Type", "application/json" if is_json else content_type)
+        for name, value in sent.items():
+            handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
@@ -107,6 +152,17 @@ def why_refused(address: str, headers: Message, key: str | None) -> str:
     else:
         return ""
     return f"only for programs of the server's own machine, and {found}; or set {KEY_VARIABLE}"
+
+
+def why_foreign(headers: Message) -> str:
+    """Return why a browser's request is not one of this server's own page; "" when it may be."""
+    origin, host = headers.get("Origin"), headers.get("Host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        return f"only this server's own page may change something, and the Origin is {origin!r}"
+    site = headers.get("Sec-Fetch-Site", "same-origin")
+    if site not in ("same-origin", "none"):
+        return f"only this server's own page may change something, and Sec-Fetch-Site is {site!r}"
+    return ""
 
 
 def is_loopback(host: str) -> bool:

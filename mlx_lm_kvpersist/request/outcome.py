@@ -270,12 +270,26 @@ class History:
             "reason": outcome.reason.text if outcome.reason else None,
             "detail": outcome.detail or None,
             "divergence": divergence,
+            "first_token_s": None,
         }
         if not (self._with_text and kept):
             record = _unquoted(record)
         with self._lock:
             self._records.append(record)
         return record
+
+    def timed(self, request_id: str, first_token_s: float) -> None:
+        """Add how long a request waited for its first token, in seconds since it was queued."""
+        with self._lock:
+            for n, record in enumerate(self._records):
+                if record["id"] == request_id:
+                    self._records[n] = {**record, "first_token_s": round(first_token_s, 4)}
+
+    def forget(self, session: str | None) -> None:
+        """Remove the records of a deleted session; others may quote it, and quote no more."""
+        with self._lock:
+            left = [_unquoted(one) for one in self._records if one["session"] != session]
+            self._records = deque(left, maxlen=KEPT)
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without text they quote no prompt."""

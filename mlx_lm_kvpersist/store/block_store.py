@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
 from ..errors import StoreError
@@ -75,7 +74,6 @@ class BlockStore(BlockReader):
         self.limits = limits
         self.disk = DiskStore(folder, limits)
         self.counters = StoreCounters()
-        self._stats_lock = Lock()
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
@@ -250,6 +248,10 @@ class BlockStore(BlockReader):
         """Say whether writing is to leave most of the time to others from now on. Any thread."""
         self._writer.set_gentle(gentle)
 
+    def submit(self, task: Callable[[], object]) -> None:
+        """Have the writer do something after all that waits. Any thread."""
+        self._writer.submit(task)
+
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
         self._writer.drain()
@@ -261,13 +263,9 @@ class BlockStore(BlockReader):
         Without `all_files` the bytes on disk are those of blocks and checkpoints, as the index
         knows them, and no folder is looked at.
         """
-        # SQLite keeps as many descriptors as connections were ever open at the same time.
-        with self._stats_lock:
-            try:
-                totals = self.disk.index.totals()
-                used_bytes = self.disk.used_bytes() if all_files else totals.n_bytes
-            finally:
-                self.disk.index.disconnect()
+        with self.disk.index.asked_once() as index:
+            totals = index.totals()
+            used_bytes = self.disk.used_bytes() if all_files else totals.n_bytes
         return {
             "folder": str(self.folder),
             "ram": self.pool.stats(),

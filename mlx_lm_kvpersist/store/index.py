@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ..match.block import Block, Root
@@ -50,6 +51,7 @@ class Index(IndexReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         path.touch(mode=0o600)
+        self._seldom = Lock()
         self._inode = path.stat().st_ino
         try:
             prepare(self._db, path)
@@ -82,6 +84,18 @@ class Index(IndexReader):
         with db:
             db.execute("BEGIN IMMEDIATE")
             yield db
+
+    @contextmanager
+    def asked_once(self) -> Iterator[Index]:
+        """Answer a thread that comes and goes: one such thread at a time, then it is disconnected.
+
+        SQLite keeps as many descriptors as connections were ever open at the same time.
+        """
+        with self._seldom:
+            try:
+                yield self
+            finally:
+                self.disconnect()
 
     # Blocks, checkpoints and sessions.
 

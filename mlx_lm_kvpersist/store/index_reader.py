@@ -187,6 +187,22 @@ class IndexReader:
         ).fetchone()
         return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
 
+    def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
+        """Return all blocks on the way to these leaves, at most 500, those before others first.
+
+        Of each: its key, its parent's key, its start, its tokens, its bytes with its checkpoints'.
+        """
+        rows = self._db.execute(
+            f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
+            "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
+            "SELECT key, parent, start, length(ids) / 4, n_bytes + coalesce("
+            "(SELECT sum(n_bytes) FROM parts WHERE block = b.key), 0) "
+            "FROM blocks AS b JOIN up USING (key) ORDER BY start",
+            leaves,
+        )
+        types = (bytes, bytes, int, int, int)  # a damaged index may hold anything
+        return [row for row in rows if all(map(isinstance, row, types))]
+
     def keys(self) -> set[bytes]:
         """Return the keys of all blocks."""
         return {
@@ -266,9 +282,9 @@ class IndexReader:
 
     # Sessions.
 
-    def sessions(self) -> list[Session]:
-        """Return all sessions, the most recently used first."""
-        return self._sessions("1 ORDER BY used DESC")
+    def sessions(self, limit: int = -1) -> list[Session]:
+        """Return all sessions, or so many, the most recently used first."""
+        return self._sessions("1 ORDER BY used DESC LIMIT ?", limit)
 
     def session(self, session_id: str) -> Session | None:
         return next(iter(self._sessions("id = ?", session_id)), None)

@@ -188,6 +188,22 @@ class BlockPool:
                 if one in self._entries:
                     self._remove(one)
 
+    def release(self, chain: Iterable[bytes]) -> int:
+        """Drop what is on disk, too, of a chain given from its first block on; return the bytes.
+
+        Blocks that others in RAM continue stay, and so does what is about to be used.
+        """
+        with self._lock:
+            before = self.n_bytes
+            for key in reversed(list(chain)):
+                block, parts = self._entries.get(key), self._checkpoints.get(key, {})
+                entries = [entry for entry in (block, *map(self._entries.get, parts)) if entry]
+                busy = any(not e.on_disk or e.pins or e.prefetched for e in entries)
+                if busy or key in self._children:
+                    break
+                self.drop(key)
+            return before - self.n_bytes
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()

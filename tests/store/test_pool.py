@@ -188,3 +188,21 @@ def test_what_a_restore_has_used_is_proven() -> None:
     pool.trust([nodes[0].key, b"not here"])
     found = [pool.get(node.key) for node in nodes]
     assert [entry and entry.read_s for entry in found] == [None, 0.5]
+
+
+def test_a_chain_is_released_up_to_what_others_need() -> None:
+    pool = BlockPool(max_bytes=1000)
+    first = chain([1], [2], [3])
+    keys = filled(pool, first)
+    assert pool.release(keys) == 0  # none of it is on disk
+    for entry in entries_of(pool, keys):
+        entry.on_disk = True
+    part = state(first[-1])
+    pool.put(KVBlock(part, object(), 10, on_disk=True))
+    (other,) = filled(pool, chain([4], parent=keys[0]))
+    pinned = pool.pin(keys[2:])
+    assert pool.release(keys) == 0
+    pool.unpin(pinned)
+    assert pool.release(keys) == 30
+    assert [key in pool for key in (*keys, other, part.key)] == [True, False, False, True, False]
+    assert pool.release([keys[0], other]) == 0

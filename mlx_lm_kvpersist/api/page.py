@@ -1,0 +1,86 @@
+"""The operator's page, and what its buttons do. It holds no data: its script asks for that."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..fields import require, require_text
+from .admin import answering, check_operator
+
+PAGE_PATH = "/kvpersist"
+SESSIONS_PATH = "/v1/kvpersist/sessions"
+PIN_PATH = f"{SESSIONS_PATH}/pin"
+EVICT_PATH = f"{SESSIONS_PATH}/evict"
+DELETE_PATH = f"{SESSIONS_PATH}/delete"
+
+_PAGE = Path(__file__).with_name("page.html")
+_INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class Sessions(Protocol):
+    """What can be done with a stored session. All raise RequestRefused."""
+
+    def pin(self, session_id: str, pinned: bool) -> dict[str, Any]: ...
+
+    def evict(self, session_id: str) -> dict[str, Any]: ...
+
+    def delete(self, session_id: str) -> tuple[Any, dict[str, Any]]: ...
+
+
+def page_view(key: str | None) -> Callable[[Any], None]:
+    """Return the handler of the page.
+
+    A browser sends no key when it opens a page. With a key the page is given to all, and its
+    script asks the operator for the key.
+    """
+    page = _PAGE.read_bytes()
+    hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
+    inline = [f"{tag}-src 'sha256-{b64encode(one).decode()}'" for tag, one in hashes.items()]
+    policy = [
+        *("default-src 'none'", *inline, "connect-src 'self'", "img-src data:"),
+        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+        *("require-trusted-types-for 'script'", "trusted-types 'none'"),
+    ]
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": "; ".join(policy),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    def answer(handler: Any) -> bytes:
+        if key is None:
+            check_operator(handler, key)
+        return page
+
+    return answering(answer, headers)
+
+
+def session_changes(
+    sessions: Callable[[], Sessions], forget: Callable[[str | None], None]
+) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """Return, by path, what takes a request's body and changes a session.
+
+    forget: removes what is remembered of the requests of a session, given by its name.
+    """
+
+    def pin(body: dict[str, Any]) -> Any:
+        pinned = body.get("pinned")
+        require(isinstance(pinned, bool), "pinned", pinned, "true or false")
+        return sessions().pin(require_text("id", body.get("id")), bool(pinned))
+
+    def evict(body: dict[str, Any]) -> Any:
+        return sessions().evict(require_text("id", body.get("id")))
+
+    def delete(body: dict[str, Any]) -> Any:
+        session, done = sessions().delete(require_text("id", body.get("id")))
+        forget(session.name)
+        return done
+
+    return {PIN_PATH: pin, EVICT_PATH: evict, DELETE_PATH: delete}

@@ -1,0 +1,186 @@
+"""The sessions of a running store, for its operator: shown with their tree, pinned, removed.
+
+HTTP threads ask. The writer changes the disk, after the turns that already wait.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ..errors import RequestRefused, StoreError
+from .block_store import BlockStore
+from .disk import DiskStore
+from .records import Session
+
+SHOWN = 50
+"""Sessions, those used last: what is shown must cost little however many there are."""
+_TIMEOUT_S = 30.0
+
+Answer = TypeVar("Answer")
+
+
+class StoredSessions:
+    """What a program of the operator's may see and change. Raises RequestRefused."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._last: tuple[Any, dict[str, Any]] = (None, {})
+        """What `describe` returned, and what it depends on."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sessions used last, and the tree of their blocks, without any text.
+
+        "tree" has a node for each stretch of blocks without a branch, depth first. A node counts
+        its own stretch, a session its whole chain; bytes are those on disk. `used` and `created`
+        are seconds since the epoch.
+        """
+        pool = self._store.pool
+        with _readable(), self._store.index.asked_once() as index:
+            sessions = index.sessions(SHOWN + 1)
+            # Pages ask every few seconds, and long conversations have thousands of blocks.
+            state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
+            before, last = self._last
+            if state == before:
+                return last
+            is_all, sessions = len(sessions) <= SHOWN, sessions[:SHOWN]
+            rows = index.outline([session.leaf for session in sessions])
+            roots = {key: index.root(key) for key in {session.root for session in sessions}}
+        in_ram = {row[0] for row in rows if row[0] in pool}
+        sums: dict[bytes, tuple[int, ...]] = {}
+        for key, parent, _, _, n_bytes in rows:
+            above = sums.get(parent, (0, 0, 0))
+            own = (1, int(key in in_ram), n_bytes)
+            sums[key] = tuple(a + b for a, b in zip(above, own, strict=True))
+        described = []
+        for one in sessions:
+            n_blocks, n_in_ram, n_bytes = sums.get(one.leaf, (0, 0, 0))
+            root = roots[one.root]
+            described.append(
+                {
+                    "id": one.id,
+                    "name": one.name,
+                    "model": root.model if root else None,
+                    "namespace": root.namespace if root else None,
+                    "tier": "hot" if n_blocks == n_in_ram else "warm",
+                    "tokens": one.n_tokens,
+                    "blocks": n_blocks,
+                    "ram_blocks": n_in_ram,
+                    "bytes": n_bytes,
+                    "pinned": one.pinned,
+                    "created": one.created,
+                    "used": one.used,
+                }
+            )
+        tree = _tree(rows, in_ram, sessions)
+        answer = {"is_all": is_all, "sessions": described, "tree": tree}
+        self._last = state, answer
+        return answer
+
+    def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
+        """Pin a session, so that it is never removed from disk to make room, or let it go."""
+
+        def change(disk: DiskStore) -> dict[str, Any]:
+            session = disk.set_pinned(_session(disk, session_id), pinned)
+            return {"id": session.id, "pinned": session.pinned}
+
+        return self._changed(change)
+
+    def evict(self, session_id: str) -> dict[str, Any]:
+        """Remove a session from RAM, except for blocks that others there need; it stays on disk."""
+
+        def change(disk: DiskStore) -> dict[str, Any]:
+            chain = disk.index.chain(_session(disk, session_id).leaf)
+            freed = self._store.pool.release(block.key for block, _ in chain)
+            return {"id": session_id, "ram_bytes_freed": freed}
+
+        return self._changed(change)
+
+    def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
+        """Remove a session, and the blocks that no other one needs, from disk and RAM.
+
+        What the last requests reused is forgotten, too: it names sessions and may quote them.
+        """
+
+        def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
+            with disk.lock.held():
+                session, before = _session(disk, session_id), disk.index.n_bytes()
+                chain = [block.key for block, _ in disk.index.chain(session.leaf)]
+                disk.remove_session(session)
+                disk.index.forget_requests()
+                freed = before - disk.index.n_bytes()
+                gone = [key for key in chain if key not in disk.index]
+            for key in reversed(gone):
+                self._store.drop_unpinned(key)
+            return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
+
+        return self._changed(change)
+
+    def _changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
+        """Have the writer change the disk; return what it returns."""
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(change(self._store.disk))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._store.submit(run)
+        if not wait([future], _TIMEOUT_S).done and future.cancel():
+            why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
+            raise RequestRefused(why, 503)
+        with _readable():
+            return future.result()
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, sqlite3.Error, StoreError) as error:
+        raise RequestRefused(f"the store cannot be used: {error}", 503) from error
+
+
+def _session(disk: DiskStore, session_id: str) -> Session:
+    session = disk.index.session(session_id)
+    if session is None:
+        raise RequestRefused(f"no session has the id {session_id!r}; it may be deleted", 404)
+    return session
+
+
+def _tree(
+    rows: Sequence[tuple[bytes, bytes, int, int, int]],
+    in_ram: set[bytes],
+    sessions: Sequence[Session],
+) -> list[dict[str, Any]]:
+    """Return stretches of blocks, depth first; `rows` are `outline`'s, parents before children."""
+    ends: dict[bytes, list[str]] = {}
+    for session in sessions:
+        ends.setdefault(session.leaf, []).append(session.id)
+    n_children = Counter(row[1] for row in rows)
+    node_of: dict[bytes, dict[str, Any]] = {}
+    below: dict[int, list[dict[str, Any]]] = {}
+    for key, parent, start, n_tokens, n_bytes in rows:
+        above = node_of.get(parent)
+        node = above
+        if node is None or n_children[parent] > 1 or parent in ends:
+            depth = above["depth"] + 1 if above else 0
+            node = {"depth": depth, "start": start, "tokens": 0, "blocks": 0, "ram_blocks": 0}
+            node |= {"bytes": 0, "sessions": []}
+            below.setdefault(id(above), []).append(node)
+        node_of[key] = node
+        for name, n in ("tokens", n_tokens), ("blocks", 1), ("bytes", n_bytes):
+            node[name] += n
+        node["ram_blocks"] += key in in_ram
+        node["sessions"] = ends.get(key, [])
+    tree, left = [], below.get(id(None), [])[::-1]
+    while left:
+        tree.append(node := left.pop())
+        left += below.get(id(node), [])[::-1]
+    return tree

@@ -1,0 +1,93 @@
+"""What an operator sees of a store and changes in it, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.records import Session
+from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
+
+from .conftest import ROOT, chain, window
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 1 << 30))
+    store.drain()  # what sweeps away rows without files has run
+    yield store
+    store.close()
+
+
+def add(store: BlockStore, session_id: str, blocks: list[Block], used: float = 1.0) -> None:
+    """Add a session to the index, as if its blocks of 10 bytes had files."""
+    store.index.add_blocks(ROOT, [(block, 10) for block in blocks if block.key not in store.index])
+    leaf = next(block for block in reversed(blocks) if not block.is_checkpoint)
+    store.index.put_session(
+        Session(session_id, ROOT.key, None, leaf.key, leaf.stop, False, 1.0, used)
+    )
+
+
+def test_the_tree_branches_where_sessions_do(store: BlockStore) -> None:
+    trunk = chain([1], [2])
+    longer, other = chain([1], [2], [3], [4]), chain([1], [2], [5, 6])
+    add(store, "trunk", trunk)
+    add(store, "longer", [*longer, window(longer[-1])])
+    add(store, "other", other)
+    add(store, "twin", other)
+    add(store, "apart", chain([9]))
+    answer = StoredSessions(store).describe()
+    shape = {
+        tuple(sorted(node["sessions"])): (node["depth"], node["start"], node["tokens"])
+        for node in answer["tree"]
+    }
+    assert shape == {
+        ("trunk",): (0, 0, 2),
+        ("longer",): (1, 2, 2),
+        ("other", "twin"): (1, 2, 2),
+        ("apart",): (0, 0, 1),
+    }
+    depths = [node["depth"] for node in answer["tree"]]
+    assert depths in ([0, 1, 1, 0], [0, 0, 1, 1])
+    sizes = {one["id"]: (one["blocks"], one["bytes"]) for one in answer["sessions"]}
+    assert sizes["longer"] == (4, 50) and sizes["twin"] == (3, 30) and sizes["apart"] == (1, 10)
+
+
+def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    assert sessions.describe() == {"is_all": True, "sessions": [], "tree": []}
+    for n in range(SHOWN):
+        add(store, f"s{n}", chain([n]), used=float(n))
+    first = sessions.describe()
+    assert first["is_all"] and len(first["sessions"]) == len(first["tree"]) == SHOWN
+    assert sessions.describe() == first
+    add(store, "newest", chain([999]), used=1000.0)
+    then = sessions.describe()
+    assert not then["is_all"] and len(then["sessions"]) == SHOWN
+    assert then["sessions"][0]["id"] == "newest"
+    assert "s0" not in str(then["tree"])
+    assert sessions.pin("newest", True) == {"id": "newest", "pinned": True}
+    assert sessions.describe()["sessions"][0]["pinned"]
+
+
+def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockStore) -> None:
+    add(store, "lost", chain([1], [2]))
+    store.disk.forget(chain([1])[0].key)
+    sessions = StoredSessions(store)
+    sessions.evict("lost")
+    assert sessions.delete("lost")[0].id == "lost"
+    with pytest.raises(RequestRefused, match="no session has the id") as refused:
+        sessions.delete("lost")
+    assert refused.value.status == 404
+
+
+def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
+    store.close()
+    with pytest.raises(RequestRefused, match="the store cannot be used") as refused:
+        StoredSessions(store).describe()
+    assert refused.value.status == 503
