@@ -2,9 +2,9 @@
 
     python -m tests.support.openblas python -m benchmarks.quality [--tokens 4096] [--measure-s 600]
 
-The text is this project's own documents and code, which is not what `auto` is chosen on. The copies
-compute the same function; two channel pairs of each key head are larger by the given factors, as in
-some Qwen models. Figures are of one run; ± is the standard error over tokens.
+The texts are not what `auto` is chosen on. The copies compute the same function; two channel pairs
+of each key head are larger by the given factors, as in some Qwen models. Figures are of one run; ±
+is the standard error over tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .models import DEFAULT_MODELS_DIR
 from .report import Result
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("README.md", "docs/architecture.md", "docs/store.md", "mlx_lm_kvpersist/store/disk.py")
+TEXTS = ("mlx_lm_kvpersist/cli/quality_text.txt", "tests/support/synthetic/corpus.txt")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "4 to 8 times": {"factors": (4.0, 8.0)},

@@ -258,7 +258,10 @@ class _Measuring:
         return bunches
 
     def _within_target(self, at_four: Mapping[Part, float], rotated: Rotated) -> Allocation:
-        """Give bits out and measure the whole, until it is just within the target."""
+        """Give bits out and measure the whole, until it is just within the target.
+
+        The standard error counts against it: another text may be as much worse.
+        """
         target = self.request.target_nats
         costs = {(slot, side): _numbers(self.group_of[slot], side) for slot, side in at_four}
         budget = target
@@ -273,12 +276,13 @@ class _Measuring:
             found = self._run(trial)
             if found is None:
                 return best or self._made(trial, None)
-            if found.mean > target and best is not None:
+            at_most = found.mean + found.standard_error
+            if at_most > target and best is not None:
                 break
             # The next bits go by what these were predicted to have, not by what they might have.
             predicted = sum(_predicted(at_four[part], n) for part, n in bits.items())
-            budget = predicted * _CLOSER * target / max(found.mean, 1e-9)
-            if found.mean <= target:
+            budget = predicted * _CLOSER * target / max(at_most, 1e-9)
+            if at_most <= target:
                 best = self._made(trial, found)
                 if budget <= predicted:
                     break
@@ -286,7 +290,7 @@ class _Measuring:
             trial = self._all(key_bits, key_bits, rotated)
             found = self._run(trial)
             best = self._made(trial, found)
-            if found is None or found.mean <= target:
+            if found is None or found.mean + found.standard_error <= target:
                 break
         assert best is not None
         return best

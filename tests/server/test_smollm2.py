@@ -52,7 +52,7 @@ def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
     try:
         server = start.with_plugin(
             model,
-            *("--kvpersist-kv-bits", "8"),  # with keys in 4 bits this model repeats itself
+            *("--kvpersist-kv-bits", "auto", "--kvpersist-kv-measure-s", "120"),
             env=openblas_env(),
             start_timeout_s=600,
             request_timeout_s=1200,
