@@ -11,6 +11,7 @@ import pytest
 from mlx_lm_kvpersist.cli.quality import OWN_TEXT
 from tests.support import Message, Reply, ServerProcess, StartServer
 from tests.support.openblas import openblas_env
+from tests.support.synthetic.outliers import add_outliers
 
 from .stored import wait_for_commit, wait_for_reply
 
@@ -84,3 +85,47 @@ def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) 
     assert expected[N_BEFORE_KILL].kvpersist["tier"] == "hot"
     assert "Thomas Pell" in replies[0].text
     assert len({reply.text for reply in replies}) == len(QUESTIONS)
+
+
+FACTS = {
+    "What is the capital of France?": "Paris",
+    "What is the capital of Italy?": "Rome",
+    "What is the capital of Japan?": "Tokyo",
+    "What is the capital of Spain?": "Madrid",
+    "Why is the sky blue?": "light",
+    "What do bees make?": "honey",
+    "How many days has a week?": "week",
+    "What is the opposite of cold?": "h",  # hot, heat
+    "What is water made of?": "hydrogen",
+    "Who wrote Romeo and Juliet?": "Shakespeare",
+}
+
+
+def facts_told(folder: Path, model: Path, *options: str) -> int:
+    """Ask for the facts in one conversation; return how many replies name theirs."""
+    folder.mkdir()
+    start = StartServer(folder)
+    try:
+        server = start.with_plugin(
+            model, *options, env=openblas_env(), start_timeout_s=900, request_timeout_s=1200
+        )
+        messages: list[Message] = []
+        for question in FACTS:
+            messages.append({"role": "user", "content": question})
+            reply = server.chat(messages, "facts", max_tokens=40, temperature=0.0)
+            messages.append({"role": "assistant", "content": reply.text})
+        texts = [message["content"] for message in messages[1::2]]
+        return sum(fact in text for fact, text in zip(FACTS.values(), texts, strict=True))
+    finally:
+        start.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_turns_with_outlier_channels_make_sense(smollm2: Path, tmp_path: Path) -> None:
+    """What `auto` is for: with 4 bits for all layers this model says nothing that makes sense."""
+    model = add_outliers(smollm2, tmp_path / "outliers", factors=(8.0, 16.0))
+    auto = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "auto")
+    assert facts_told(tmp_path / "auto", model, *auto, "--kvpersist-kv-measure-s", "200") >= 8
+    four = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
+    assert facts_told(tmp_path / "four", model, *four) <= 3
