@@ -98,6 +98,8 @@ def run_steps(
     store = folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *options)
     progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
+    if "--kvpersist-kv-bits" not in options:
+        progress("  the model is measured once, for at most a minute, to choose its bits")
     with DemoServer(model, *plugin, log_path=folder / "plugin.log") as server:
         ask(server, "kvpersist", "first request")
         ask(server, "kvpersist", "next turn")

@@ -18,7 +18,8 @@ from typing import Any
 from ..errors import KVPersistError
 
 _HOST = "127.0.0.1"
-_START_S = 120.0
+_START_S = 300.0
+"""Loading a model, and measuring it for a minute."""
 _REPLY_S = 300.0
 Message = dict[str, str]
 

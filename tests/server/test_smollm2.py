@@ -88,17 +88,18 @@ def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) 
 
 
 FACTS = {
-    "What is the capital of France?": "Paris",
-    "What is the capital of Italy?": "Rome",
     "What is the capital of Japan?": "Tokyo",
     "What is the capital of Spain?": "Madrid",
     "Why is the sky blue?": "light",
     "What do bees make?": "honey",
-    "How many days has a week?": "week",
-    "What is the opposite of cold?": "h",  # hot, heat
+    "What is a bridge?": "structure",
+    "What is the opposite of cold?": "heat",
     "What is water made of?": "hydrogen",
+    "Why do plants need water?": "plants",
+    "What is a telescope?": "device",
     "Who wrote Romeo and Juliet?": "Shakespeare",
 }
+"""Where the model in its own precision is sure of the first word."""
 
 
 def facts_told(folder: Path, model: Path, *options: str) -> int:
