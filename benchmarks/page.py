@@ -25,9 +25,9 @@ for that more than for anything else, and vary with it by a factor of two. The G
 backend: other kernels than Metal's, memory of its own beside the machine's, and a disk behind a
 hypervisor, not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have
 to be measured again on a Mac before anybody relies on them; bytes do not depend on the machine.
-Quality was measured on one small model, which bears less than large ones; `mlx-lm-kvpersist quality`
-measures yours. What the sides called ours are is said with each result: until 2026-11-22 it was 4
-bits, not rotated."""
+Quality was measured on one small model, which bears less than large ones;
+`mlx-lm-kvpersist quality` measures yours. Each result says what its side "ours" is: until
+2026-11-22 it had 4 bits, not rotated."""
 
 
 def make_page(

@@ -367,7 +367,7 @@ class _Buffers:
         for form in sorted(self.forms, key=lambda form: forms_bytes([form]), reverse=True):
             name, (n_slots, n_heads, _, dim), dtype = form
             buffers = self.arrays[name]
-            slot_bytes = forms_bytes([form]) // n_slots
+            slot_bytes = max(1, forms_bytes([form]) // n_slots)  # some caches have no values
             while (first := len(buffers)) < n_slots:
                 n_at_once = min(max(1, left // (2 * slot_bytes)), n_slots - first)
                 parts = [piece.arrays[name] for piece in pieces]

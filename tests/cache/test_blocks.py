@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.blocks import (
     BLOCK_TOKENS,
@@ -419,3 +419,23 @@ def test_a_state_of_another_dtype_is_refused() -> None:
     half = mx.ones((1, 3), mx.float16)
     with pytest.raises(ValueError, match=r"0\.0 is float16, expected float32"):
         copy_state(STATE_SPEC, states_of((half, None), (half, None)))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_caches_without_values_are_joined(whole: bool) -> None:
+    """An indexer of sparse attention keeps keys alone: its values have no numbers."""
+    group = LayerGroup(
+        *("0", GroupKind.FULL, "KVCache", (0,)),
+        TensorShape(1, 16, "float32"),
+        TensorShape(1, 0, "float32"),
+    )
+    spec = ModelCacheSpec((group,), [KVCache()])
+    (cache,) = caches = spec.make_cache()
+    keys, values = random_kv(1, 300)[0][:, :1, :, :16], mx.zeros((1, 1, 300, 0))
+    cache.update_and_fetch(keys, values)
+    cuts = [(0, 256), (256, 300)]
+    blocks = split_blocks(spec, caches, cuts)
+    used = [(block, stop - start) for block, (start, stop) in zip(blocks, cuts, strict=True)]
+    (joined,) = join_blocks(spec, used, 10, whole=whole)
+    found = joined.state
+    assert mx.array_equal(found[0][:, :, :300], keys) and found[1].shape[3] == 0
