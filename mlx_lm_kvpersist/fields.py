@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NoReturn
 
 from .errors import RequestRefused
 
+_MAX_QUOTED = 40
 _KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
 
 
@@ -18,7 +20,9 @@ def require(is_right: bool, name: str, value: Any, expected: str) -> None:
 def refuse(name: str, value: Any, expected: str) -> NoReturn:
     """Raise RequestRefused: the name of a field, what was found there, what was expected."""
     found = _KINDS.get(type(value))
-    if found is None:
+    if isinstance(value, str) and len(value) <= _MAX_QUOTED:
+        found = json.dumps(value)
+    elif found is None:
         found = "too large" if isinstance(value, int) and abs(value) > 10**20 else repr(value)
     raise RequestRefused(f"{name} is {found}, expected {expected}")
 

@@ -137,17 +137,20 @@ def test_what_chat_has_no_word_for_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("block", "says"),
     [
-        ({"type": "image", "source": {"type": "file"}}, 'source.type is text, expected "base64"'),
-        ({"type": "document", "source": {"type": "base64"}}, "source.type is text, expected"),
+        ({"type": "image", "source": {"type": "file"}}, 'source.type is "file", expected "base64"'),
+        (
+            {"type": "document", "source": {"type": "base64"}},
+            'source.type is "base64", expected "text"',
+        ),
         ({"type": "tool_result"}, "tool_use_id is null, expected text"),
-        ({"type": "container_upload"}, "type is text, expected"),
+        ({"type": "container_upload"}, 'type is "container_upload", expected'),
         (
             {
                 "type": "tool_result",
                 "tool_use_id": "1",
                 "content": [{"type": "tool_reference", "tool_name": "gone"}],
             },
-            "tool_name is text, expected the name of a tool",
+            'tool_name is "gone", expected the name of a tool',
         ),
     ],
 )

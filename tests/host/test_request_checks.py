@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"chat_template_kwargs": {"chat_template": ""}},
         "the prompt has no tokens",
     ),
-    "messages that are text": ({"messages": ["hi"]}, "messages[0] is text, expected an object"),
+    "messages that are text": ({"messages": ["hi"]}, 'messages[0] is "hi", expected an object'),
     "messages of a number": ({"messages": 5}, "messages is 5, expected a list"),
     "messages of null": ({"messages": None}, "messages is null"),
     "a role that is a list": (
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a part that is text": (
         {"messages": [{"role": "user", "content": ["a"]}]},
-        "messages[0].content[0] is text, expected an object",
+        'messages[0].content[0] is "a", expected an object',
     ),
     "an image that is a number": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]},

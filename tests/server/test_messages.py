@@ -285,7 +285,7 @@ def test_a_client_that_goes_away_stops_its_reply(
         ({"messages": [5]}, "messages[0] is 5, expected an object"),
         (
             {"messages": [{"role": "boss", "content": "x"}]},
-            'messages[0].role is text, expected "user", "assistant" or "system"',
+            'messages[0].role is "boss", expected "user", "assistant" or "system"',
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "content[0].type is"),
@@ -293,10 +293,10 @@ def test_a_client_that_goes_away_stops_its_reply(
         ({"system": 5}, "system is 5, expected text, or a list of blocks"),
         ({"tools": {"a": 1}}, "tools is an object, expected a list of objects"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name is null, expected text"),
-        ({"max_tokens": "many"}, "max_tokens is text, expected an integer"),
-        ({"stop_sequences": "x"}, "stop_sequences is text, expected a list of texts"),
+        ({"max_tokens": "many"}, 'max_tokens is "many", expected an integer'),
+        ({"stop_sequences": "x"}, 'stop_sequences is "x", expected a list of texts'),
         ({"temperature": "hot"}, "temperature must be"),
-        ({"stream": "yes"}, "stream is text, expected a boolean"),
+        ({"stream": "yes"}, 'stream is "yes", expected a boolean'),
         ({"model": None}, "model is null, expected text"),
     ],
 )
