@@ -95,7 +95,7 @@ FACTS = {
     "What is a bridge?": "structure",
     "What is the opposite of cold?": "heat",
     "What is water made of?": "hydrogen",
-    "Why do plants need water?": "plants",
+    "Why do plants need water?": "water",
     "What is a telescope?": "device",
     "Who wrote Romeo and Juliet?": "Shakespeare",
 }
