@@ -26,6 +26,7 @@ from .api.admin import (
     operator_change,
     operator_view,
 )
+from .api.agents import AgentsAPI
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
@@ -53,6 +54,7 @@ from .request.replies import remember, respell
 from .request.roles import TemplateRoles, share_reasoning
 from .request.round_trip import check_round_trip
 from .store.block_store import BlockStore
+from .store.named_sessions import NamedSessions
 from .store.stored_sessions import StoredSessions
 
 logger = logging.getLogger(__name__)
@@ -324,6 +326,13 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key = self._config.api_key
         records = partial(self._history.records, with_text=self._config.show_text)
+        agents = AgentsAPI(
+            chat_api,
+            self._named_sessions,
+            key=key,
+            by_key=self._config.namespace_by_key,
+            session_header=self._config.session_header,
+        )
         return [
             Route("GET", REQUESTS_PATH, operator_view(records, key)),
             Route("GET", STATS_PATH, operator_view(self._stats, key)),
@@ -342,7 +351,13 @@ class KVPersistPlugin:
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
+            *(Route(*route) for route in agents.routes()),
         ]
+
+    def _named_sessions(self) -> NamedSessions:
+        if self._store is None:
+            raise RequestRefused("the server ends", 503)
+        return NamedSessions(self._store)
 
     def _store_counts(self) -> dict[str, Any] | None:
         return self._store.stats(all_files=False) if self._store else None

@@ -90,16 +90,22 @@ def answering(
         except RequestRefused as error:
             status, content = error.status, openai_error(error.status, str(error))
         is_json = not isinstance(content, bytes)
-        body = json.dumps(content).encode() if is_json else content
         sent = {"Content-Type": "application/json"} if is_json else headers
-        handler.send_response(status)
-        for name, value in sent.items():
-            handler.send_header(name, value)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
+        send(handler, status, content, sent)
 
     return handle
+
+
+def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) -> None:
+    """Answer a request with bytes, or with an object as JSON."""
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    if status != 204:
+        handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
 
 
 class SelfTest:

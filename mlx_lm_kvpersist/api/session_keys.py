@@ -124,6 +124,12 @@ def namespace(headers: Message, *, by_key: bool) -> str:
     return f"key-{digest.hexdigest()}"
 
 
+def names_namespace(headers: Message, *, by_key: bool) -> bool:
+    """Return whether a request names a namespace; with `by_key` an API key is one."""
+    names = (NAMESPACE_HEADER, "x-api-key", "Authorization") if by_key else (NAMESPACE_HEADER,)
+    return any(headers.get(name) for name in names)
+
+
 def is_kept(headers: Message) -> bool:
     """Return whether a request may be stored. Raises RequestRefused for a value but yes and no."""
     values = headers.get_all(KEEP_HEADER, ["yes"])

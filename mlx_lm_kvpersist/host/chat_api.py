@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..errors import RequestRefused
 from .chat_output import ClientConnection, StockOutput
 from .chat_tap import Counter, Tap
-from .request_checks import read_json
+from .request_checks import discard_body, read_json
 
 CHAT_PATH = "/v1/chat/completions"
 Events = list[dict[str, Any]]
@@ -112,23 +112,95 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
         connection.send_json(200, {"input_tokens": tap.n_tokens})
 
 
+def read_body(handler: Any) -> dict[str, Any]:
+    """Read a request's JSON object, {} if it has no body; raises RequestRefused."""
+    if handler.headers.get("Content-Length", "0") == "0":
+        return {}
+    try:
+        return read_json(handler)
+    except RequestRefused as error:
+        if error.status == 413:
+            discard_body(handler)
+        raise
+
+
+def answer(handler: Any, chat_body: dict[str, Any]) -> None:
+    """Answer with a chat completion as it is. Raises RequestRefused instead of sending an error."""
+    output = _Unchanged(handler.wfile)
+    inner = _stock(handler, chat_body, output)
+    inner.do_POST()
+    handler.close_connection = inner.close_connection
+    if output.status != 200:
+        raise RequestRefused(output.error, output.status)
+
+
+def prefill(handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
+    """Compute a prompt, and one token; return the chat completion's usage.
+
+    Raises RequestRefused. The client is told nothing.
+    """
+    output = _Usage()
+    _run_stock(handler, {**chat_body, "max_tokens": 1}, handler.response_generator, output)
+    if output.status != 200:
+        raise RequestRefused(output.error, output.status)
+    return output.usage
+
+
+class _Unchanged(StockOutput):
+    """Passes a reply on, and keeps an error."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__()
+        self._client = client
+
+    def write(self, written: bytes) -> int:
+        if self.status == 0 and written.split(b" ", 2)[1] == b"200":
+            self.status = 200
+        if self.status != 200:
+            return super().write(written)
+        self._client.write(written)
+        return len(written)
+
+    def flush(self) -> None:
+        if self.status == 200:
+            self._client.flush()
+
+
+class _Usage(StockOutput):
+    """Reads a stream to its end. Raises RequestRefused for an error in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usage: dict[str, Any] = {}
+
+    def chunk(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            raise RequestRefused(str(chunk["error"]), getattr(self.inner.failure, "status", 500))
+        self.usage = chunk.get("usage") or self.usage
+
+
 def _run_stock(handler: Any, chat_body: dict[str, Any], generator: Any, output: Any) -> Any:
-    """Have stock's handler serve a chat completion, with its own `wfile`; return that handler."""
-    payload = json.dumps(
-        {**chat_body, "stream": True, "stream_options": {"include_usage": True}}
-    ).encode()
+    """Have stock's handler stream a chat completion to `output`; return that handler."""
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    inner = _stock(handler, {**chat_body, **streaming}, output)
+    inner.response_generator = generator
+    inner.log_request = lambda *args: None  # the reply that the client gets is logged
+    inner.tells_reply = False
+    inner.do_POST()
+    return inner
+
+
+def _stock(handler: Any, chat_body: dict[str, Any], output: Any) -> Any:
+    """Return stock's handler of a chat completion, with its own `wfile`, about to serve it."""
+    payload = json.dumps(chat_body).encode()
     inner = copy.copy(handler)
     inner.__dict__.pop("do_POST", None)  # the route that led here
     inner.path, inner.rfile, inner.wfile = CHAT_PATH, io.BytesIO(payload), output
     inner.headers = copy.deepcopy(handler.headers)
     del inner.headers["Content-Length"]
     inner.headers["Content-Length"] = str(len(payload))
-    inner.response_generator = generator
-    inner.log_request = lambda *args: None  # the reply that the client gets is logged
-    inner.tells_reply = False
     inner._headers_buffer = []
     output.inner = inner
-    inner.do_POST()
     return inner
 
 

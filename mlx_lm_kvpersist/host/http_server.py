@@ -87,7 +87,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return parsed
 
     def _route(self) -> Route | None:
-        return self.plugin_routes.get((self.command, self.path.partition("?")[0]))
+        asked = self.command, self.path.partition("?")[0]
+        exact = self.plugin_routes.get(asked)
+        routes = self.plugin_routes.values()
+        return exact or next((route for route in routes if route.matches(*asked)), None)
 
     def _answer_route(self) -> None:
         route = self._route()

@@ -293,6 +293,10 @@ class IndexReader:
         """Return the sessions that end in a block."""
         return self._sessions("leaf = ?", leaf)
 
+    def sessions_named(self, name: str) -> list[Session]:
+        """Return the sessions with this name, of any root, the most recently used first."""
+        return self._sessions("name = ? ORDER BY used DESC", name)
+
     def session_at(self, root: Root, leaf: Leaf) -> Session | None:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]

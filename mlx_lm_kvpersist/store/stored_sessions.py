@@ -40,7 +40,7 @@ class StoredSessions:
         are seconds since the epoch.
         """
         pool = self._store.pool
-        with _readable(), self._store.index.asked_once() as index:
+        with readable(), self._store.index.asked_once() as index:
             sessions = index.sessions(SHOWN + 1)
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
@@ -88,7 +88,7 @@ class StoredSessions:
             session = disk.set_pinned(_session(disk, session_id), pinned)
             return {"id": session.id, "pinned": session.pinned}
 
-        return self._changed(change)
+        return self.changed(change)
 
     def evict(self, session_id: str) -> dict[str, Any]:
         """Remove a session from RAM, except for blocks that others there need; it stays on disk."""
@@ -98,7 +98,7 @@ class StoredSessions:
             freed = self._store.pool.release(block.key for block, _ in chain)
             return {"id": session_id, "ram_bytes_freed": freed}
 
-        return self._changed(change)
+        return self.changed(change)
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
         """Remove a session, and the blocks that no other one needs, from disk and RAM.
@@ -118,9 +118,9 @@ class StoredSessions:
                 self._store.drop_unpinned(key)
             return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
 
-        return self._changed(change)
+        return self.changed(change)
 
-    def _changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
+    def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
         """Have the writer change the disk; return what it returns."""
         future: Future[Answer] = Future()
 
@@ -135,12 +135,12 @@ class StoredSessions:
         if not wait([future], _TIMEOUT_S).done and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
             raise RequestRefused(why, 503)
-        with _readable():
+        with readable():
             return future.result()
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def readable() -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error, StoreError) as error:

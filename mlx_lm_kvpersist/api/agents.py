@@ -1,0 +1,287 @@
+"""Agents: sessions with a beginning of their own, which is computed before the first question.
+
+An agent is known as long as the server runs. Its session stays in the store, so an agent that is
+created again finds what was computed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.message import Message as Headers
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+from urllib.parse import parse_qs, quote, unquote
+
+from ..errors import RequestRefused
+from ..fields import refuse, require, require_objects, require_text
+from .admin import send, why_refused
+from .error_forms import openai_error
+from .session_keys import names_namespace, namespace
+
+AGENTS_PATH = "/v1/agents"
+AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
+OPENAPI_PATH = "/v1/kvpersist/openapi.json"
+MAX_AGENTS = 1000
+
+_OPENAPI = Path(__file__).with_name("openapi.json")
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_PAGE, _MAX_PAGE = 20, 100
+
+Body = dict[str, Any]
+
+
+class Chat(Protocol):
+    """Stock's chat completions. Every method raises RequestRefused with a sentence."""
+
+    def read_body(self, handler: Any) -> Body:
+        """Return a request's JSON object, {} if it has no body."""
+        ...
+
+    def answer(self, handler: Any, chat_body: Body) -> None:
+        """Answer a request with a chat completion."""
+        ...
+
+    def prefill(self, handler: Any, chat_body: Body) -> Mapping[str, Any]:
+        """Compute a prompt; return the chat completion's usage."""
+        ...
+
+
+class AgentSessions(Protocol):
+    """What the store has of a name in a namespace. Every method may raise RequestRefused."""
+
+    def describe(self, namespace: str, name: str) -> dict[str, Any]: ...
+    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool: ...
+    def evict(self, namespace: str, name: str) -> None: ...
+    def remove(self, namespace: str, name: str) -> None: ...
+
+
+@dataclass
+class Agent:
+    """`beginning` has the fields of a chat completion that each of its requests begins with."""
+
+    id: str
+    namespace: str
+    created: int
+    beginning: Body
+    n_running: int = 0
+
+    @property
+    def session(self) -> str:
+        """Its session's name, which no client takes by accident."""
+        return f"agent:{self.id}"
+
+
+Answer = tuple[int, Any]
+Call = Callable[[Any, Body], Answer | None]
+
+
+class AgentsAPI:
+    """Answers `/v1/agents`. Agents of one namespace are not seen from another.
+
+    key: the operator's, see `why_refused`. by_key: whether API keys have namespaces of their own.
+    session_header: the header that is looked at first for a session's name, if any.
+    """
+
+    def __init__(
+        self,
+        chat: Chat,
+        sessions: Callable[[], AgentSessions],
+        *,
+        key: str | None,
+        by_key: bool,
+        session_header: str | None,
+    ) -> None:
+        self._chat, self._sessions = chat, sessions
+        self._key, self._by_key, self._session_header = key, by_key, session_header
+        self._agents: dict[tuple[str, str], Agent] = {}
+        self._lock = Lock()
+
+    def routes(self) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
+        """Yield method, path and handler of each route; a wrong method is answered, too."""
+        paths: dict[str, dict[str, Call]] = {
+            AGENTS_PATH: {"GET": self._list, "POST": self._create},
+            AGENT_PATH: {"GET": self._show, "DELETE": self._delete},
+            f"{AGENT_PATH}/generate": {"POST": self._generate},
+            f"{AGENT_PATH}/evict": {"POST": self._evict},
+            f"{AGENT_PATH}/pin": {"POST": self._pin},
+            OPENAPI_PATH: {"GET": lambda handler, body: (200, _OPENAPI.read_bytes())},
+        }
+        for path, calls in paths.items():
+            for method in _METHODS:
+                yield method, path, partial(self._answer, calls=calls)
+
+    def _answer(self, handler: Any, calls: Mapping[str, Call]) -> None:
+        headers = {"Content-Type": "application/json"}
+        answered: Answer | None
+        try:
+            body = self._chat.read_body(handler)
+            call = calls.get(handler.command)
+            if call is None:
+                headers["Allow"] = ", ".join(calls)
+                raise RequestRefused(f"{handler.command} is not known here, try {[*calls]}", 405)
+            answered = call(handler, body)
+        except RequestRefused as error:
+            answered = error.status, openai_error(error.status, str(error))
+        if answered is not None:
+            status, content = answered
+            if status == 201:
+                headers["Location"] = f"{AGENTS_PATH}/{quote(content['id'])}"
+            send(handler, status, content, headers)
+
+    # Agents.
+
+    def _create(self, handler: Any, body: Body) -> Answer:
+        agent = Agent(
+            body.get("id", f"agent-{uuid.uuid4().hex[:12]}"),
+            namespace(handler.headers, by_key=self._by_key),
+            int(time.time()),
+            _beginning(body),
+        )
+        is_id = isinstance(agent.id, str) and bool(_ID.fullmatch(agent.id))
+        require(is_id, "id", agent.id, "1 to 64 letters, digits, dots, hyphens or underscores")
+        with self._lock:
+            if (agent.namespace, agent.id) in self._agents:
+                raise RequestRefused(f"an agent {agent.id} is there; delete it first", 409)
+            if len(self._agents) >= MAX_AGENTS:
+                raise RequestRefused(f"there are {MAX_AGENTS} agents; delete one first", 429)
+            self._agents[agent.namespace, agent.id] = agent
+        try:
+            prefilled = None
+            if agent.beginning["messages"]:
+                with self._running(handler.headers, agent):
+                    usage = self._chat.prefill(handler, agent.beginning)
+                n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                prefilled = {"tokens": usage["prompt_tokens"], "reused": n_reused}
+            return 201, {**self._describe(agent), "prefilled": prefilled}
+        except BaseException:
+            self._agents.pop((agent.namespace, agent.id), None)
+            raise
+
+    def _list(self, handler: Any, body: Body) -> Answer:
+        self._check_operator(handler)
+        query = parse_qs(handler.path.partition("?")[2], keep_blank_values=True)
+        limit = query.get("limit", [str(_PAGE)])[-1]
+        is_limit = limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE
+        require(is_limit, "limit", limit, f"a number from 1 to {_MAX_PAGE}")
+        own = namespace(handler.headers, by_key=self._by_key)
+        with self._lock:
+            agents = [agent for agent in self._agents.values() if agent.namespace == own]
+        if "after" in query:
+            ids = [agent.id for agent in agents]
+            if query["after"][-1] not in ids:
+                raise RequestRefused("after names no agent, expected the last id of a page", 404)
+            agents = agents[ids.index(query["after"][-1]) + 1 :]
+        page = [self._describe(agent) for agent in agents[: int(limit)]]
+        return 200, {"object": "list", "data": page, "has_more": len(agents) > len(page)}
+
+    def _show(self, handler: Any, body: Body) -> Answer:
+        return 200, self._describe(self._find(handler))
+
+    def _generate(self, handler: Any, body: Body) -> None:
+        agent = self._find(handler)
+        messages = _messages(body.get("messages"))
+        require(bool(messages), "messages", messages, "at least one message")
+        most = body.get("max_tokens", 1)
+        require(not isinstance(most, bool), "max_tokens", most, "an integer")
+        messages = [*agent.beginning["messages"], *messages]
+        with self._running(handler.headers, agent):
+            self._chat.answer(handler, {**agent.beginning, **body, "messages": messages})
+
+    def _evict(self, handler: Any, body: Body) -> Answer:
+        self._check_operator(handler)
+        agent = self._find(handler)
+        self._sessions().evict(agent.namespace, agent.session)
+        return 200, self._describe(agent)
+
+    def _pin(self, handler: Any, body: Body) -> Answer:
+        self._check_operator(handler, everywhere=True)
+        agent = self._find(handler)
+        pinned = body.get("pinned", True)
+        require(isinstance(pinned, bool), "pinned", pinned, "a boolean")
+        if not self._sessions().set_pinned(agent.namespace, agent.session, pinned):
+            raise RequestRefused(f"nothing of the agent {agent.id} is stored; generate first", 409)
+        return 200, self._describe(agent)
+
+    def _delete(self, handler: Any, body: Body) -> Answer:
+        self._check_operator(handler)
+        agent = self._find(handler)
+        with self._lock:
+            if agent.n_running:
+                raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
+            self._agents.pop((agent.namespace, agent.id), None)
+        self._sessions().remove(agent.namespace, agent.session)
+        return 204, b""
+
+    def _find(self, handler: Any) -> Agent:
+        """Return the agent that a path names."""
+        name = unquote(handler.path.partition("?")[0].split("/")[3])
+        agent = self._agents.get((namespace(handler.headers, by_key=self._by_key), name))
+        if agent is None:
+            raise RequestRefused(
+                "there is no such agent; a server knows those that were created since it started",
+                404,
+            )
+        return agent
+
+    def _describe(self, agent: Agent) -> Body:
+        stored = self._sessions().describe(agent.namespace, agent.session)
+        known = {"id": agent.id, "object": "agent", "created": agent.created}
+        return {**known, "messages": len(agent.beginning["messages"]), **stored}
+
+    def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
+        """Refuse what others would notice: everywhere, or where no namespace is named."""
+        if not everywhere and names_namespace(handler.headers, by_key=self._by_key):
+            return
+        if refusal := why_refused(handler.client_address[0], handler.headers, self._key):
+            raise RequestRefused(refusal, 403)
+
+    @contextmanager
+    def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
+        """Give a request the agent's session, and let nobody delete the agent meanwhile."""
+        for name in {"X-Session-ID", self._session_header or "X-Session-ID"}:
+            del headers[name]
+            headers[name] = agent.session
+        with self._lock:
+            agent.n_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                agent.n_running -= 1
+
+
+def _beginning(body: Body) -> Body:
+    """Return what each of an agent's requests begins with, as fields of a chat completion."""
+    messages = _messages(body.get("messages", []))
+    if "system" in body:
+        text = require_text("system", body["system"])
+        messages = [{"role": "system", "content": text}, *messages]
+    beginning: Body = {"messages": messages}
+    if "tools" in body:
+        beginning["tools"] = require_objects("tools", body["tools"])
+    if "model" in body:
+        beginning["model"] = require_text("model", body["model"])
+    return beginning
+
+
+def _messages(messages: Any) -> list[Body]:
+    """Return messages whose roles and contents have the right types."""
+    for i, message in enumerate(require_objects("messages", messages)):
+        require_text(f"messages[{i}].role", message.get("role"))
+        content = message.get("content")
+        if isinstance(content, str):
+            require_text(f"messages[{i}].content", content)
+        elif isinstance(content, list):
+            require_objects(f"messages[{i}].content", content)
+        elif content is not None:
+            refuse(f"messages[{i}].content", content, "text, a list of parts, or null")
+    found: list[Body] = messages
+    return found

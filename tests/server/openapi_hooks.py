@@ -1,0 +1,40 @@
+"""What schemathesis is told of the server under test: requests stay small, and agents exist."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.request import Request, urlopen
+
+import schemathesis
+
+KNOWN = "one"
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Any, kwargs: Any) -> None:
+    """Change values without making a right request wrong, or a wrong one right."""
+    body = case.body
+    if isinstance(body, dict):
+        if type(body.get("max_tokens")) is int:
+            body["max_tokens"] = min(body["max_tokens"], 2)
+        if isinstance(body.get("model"), str):
+            body["model"] = "default_model"
+        for name in ("system", "messages"):
+            if isinstance(body.get(name), str | list):
+                body[name] = body[name][:3]
+        for message in body["messages"] if isinstance(body.get("messages"), list) else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            for short in (message, *(parts if isinstance(parts, list) else ())):
+                for name in ("role", "content", "text") if isinstance(short, dict) else ():
+                    if isinstance(short.get(name), str):
+                        short[name] = short[name][:20]
+    is_valid = str(case.path_parameters.get("id", "-")).isalnum()
+    if is_valid and case.meta.phase.name.value != "stateful":
+        case.path_parameters["id"] = KNOWN
+        case.headers.pop("X-KVPersist-Namespace", None)
+        create = Request(os.environ["AGENTS_URL"], f'{{"id": "{KNOWN}"}}'.encode(), method="POST")
+        try:
+            urlopen(create).close()
+        except OSError:  # it exists
+            pass
