@@ -81,6 +81,7 @@ def opened(browser: Browser, server: ServerProcess) -> Iterator[Page]:
     page.on("console", lambda message: told.append(message.text))
     page.on("pageerror", lambda error: told.append(str(error)))
     page.on("request", lambda request: asked.add(request.url))
+    wait_for_writer(server)  # so that the page and a test see the same
     page.goto(url_of(server))
     expect(page.locator("#requests tr").first).to_be_visible()
     yield page
