@@ -51,8 +51,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev
 
-# A shorter text, because cold prompts take long on a CPU. Keys in 4 bits make so small a model
-# repeat itself.
+# A shorter text, because cold prompts take long on a CPU.
 demo: $(VENV)/.installed
 ifeq ($(MODEL),smollm2)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
