@@ -180,10 +180,10 @@ def test_who_may_do_what(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("", {"id": "a/b"}, 400, "expected 1 to 64 letters"),
+        ("", {"id": "a/b"}, 400, 'id is "a/b", expected 1 to 64 letters'),
         ("", {"id": None}, 400, "id is null, expected 1 to 64 letters"),
         ("", {"system": 5}, 400, "system is 5, expected text"),
-        ("", {"messages": "x"}, 400, "expected a list of objects"),
+        ("", {"messages": "x"}, 400, 'messages is "x", expected a list of objects'),
         ("", {"messages": [{"role": 1}]}, 400, "messages[0].role is 1, expected text"),
         ("", {"tools": {}}, 400, "tools is an object, expected a list of objects"),
         ("", {"id": "lost", "system": "s", "model": "no/where"}, 404, ""),
