@@ -191,6 +191,8 @@ class AgentsAPI:
         require(bool(messages), "messages", messages, "at least one message")
         most = body.get("max_tokens", 1)
         require(not isinstance(most, bool), "max_tokens", most, "an integer")
+        if isinstance(most, float) and most.is_integer():  # 2.0 is an integer in JSON Schema
+            body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
         with self._running(handler.headers, agent):
             self._chat.answer(handler, {**agent.beginning, **body, "messages": messages})

@@ -103,7 +103,7 @@ def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
     n_hot, n_shared = after["tiers"]["hot"]["blocks"], 1800 // 4 // 256
     assert n_shared <= n_hot < before["tiers"]["hot"]["blocks"]
     assert call(server, "GET", "/two")[1]["tiers"]["hot"]["blocks"] > n_hot
-    body = {"messages": [ASK], "max_tokens": 1}
+    body = {"messages": [ASK], "max_tokens": 1.0}
     assert call(server, "POST", "/one/generate", body)[0] == 200
     wait_for_reply(server)
     assert call(server, "DELETE", "/one") == (204, None)

@@ -35,7 +35,7 @@ def test_schemathesis(
         *(sys.executable, "-m", "schemathesis.cli", "run"),
         *(str(REPOSITORY / "docs" / "openapi.json"), "--url", url, "--checks", "all"),
         *("--seed", "1", "--no-shrink", "--no-color", "--warnings", "off"),
-        *("--continue-on-failure", "--request-timeout", "60"),
+        *("--continue-on-failure", "--request-timeout", "60", "--max-response-time", "60"),
         *("--generation-database", "none", *options),
     ]
     environment = {
