@@ -22,6 +22,7 @@ from .records import (
     Totals,
     read_root,
     read_session,
+    read_text,
     unsealed,
 )
 
@@ -78,7 +79,7 @@ class IndexReader:
         # Another thread closes it only where nobody has this index any more.
         db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
         # A small log: it counts towards the disk budget like every other file.
-        db.text_factory = _read_text
+        db.text_factory = read_text
         if not self.path.stat().st_size:  # else this would write
             db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
         db.execute("PRAGMA journal_mode = WAL")
@@ -393,11 +394,3 @@ class IndexReader:
         """Return the format of the store."""
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         return version
-
-
-def _read_text(raw: bytes) -> str | bytes:
-    """Read a text; the bytes of a damaged one, which is then no text."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return raw

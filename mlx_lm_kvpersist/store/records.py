@@ -199,3 +199,11 @@ def read_note(path: Path) -> Session:
     if session.name is not None:
         session.name.encode()
     return session
+
+
+def read_text(raw: bytes) -> str | bytes:
+    """Read a text; the bytes of a damaged one, which is then no text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
