@@ -220,6 +220,20 @@ def test_the_whole_is_just_within_the_target(
             assert loss.of(less) > 0.02 * 0.9
 
 
+def test_the_standard_error_counts_against_the_target(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Additive(monkeypatch, LOSSES)
+
+    def unsure(_: Reference, caches: list[Any]) -> MeanDivergence:
+        return replace(loss.measure(caches), standard_error=0.012)
+
+    monkeypatch.setattr(Reference, "divergence", unsure)
+    request = PrecisionRequest(rotate="off", target_nats=0.02, measure_s=1000)
+    found = measure(model, spec, IDS, request, untold)
+    assert found.divergence is not None and 0 < found.divergence.mean <= 0.008
+
+
 def test_a_layer_that_cannot_be_predicted_ends_in_its_own_precision(
     model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
