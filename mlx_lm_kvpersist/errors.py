@@ -59,11 +59,15 @@ class ModelNotSupported(KVPersistError):
 
 
 class RequestRefused(KVPersistError, ValueError):
-    """A request cannot be served; `status` is the HTTP status that its client gets."""
+    """A request cannot be served; `status` is the HTTP status that its client gets.
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    `code` is the name by which OpenAI's clients know a reason that they act upon, such as
+    "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 class GenerationStopped(KVPersistError):

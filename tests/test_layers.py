@@ -25,17 +25,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": {"api", "cache", "config", "errors", "host", "match", "request", "store", "units"},
     "config": {"api", "cache", "errors", "store", "units"},
-    "host": {"_startup", "errors", "fields"},
-    "api": {"errors", "fields", "match"},
+    "host": {"_startup", "error_forms", "errors", "fields"},
+    "api": {"error_forms", "errors", "fields", "match"},
     "request": {"cache", "errors", "host", "match", "store", "units"},
     "store": {"config", "errors", "match", "units"},
     "cache": {"errors", "units"},
     "match": {"errors"},
     "errors": set(),
+    "error_forms": set(),
     "fields": {"errors"},
     "units": set(),
 }
-NO_MLX = {"_startup", "match", "errors", "fields", "units"}
+NO_MLX = {"_startup", "match", "error_forms", "errors", "fields", "units"}
 
 
 def parts() -> dict[str, list[Path]]:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..error_forms import openai_error
 from ..errors import RequestRefused
-from .error_forms import openai_error
 
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"

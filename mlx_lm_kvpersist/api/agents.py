@@ -19,10 +19,10 @@ from threading import Lock
 from typing import Any, Protocol
 from urllib.parse import parse_qs, quote, unquote
 
+from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import refuse, require, require_objects, require_text
 from .admin import send, why_refused
-from .error_forms import openai_error
 from .session_keys import names_namespace, namespace
 
 AGENTS_PATH = "/v1/agents"

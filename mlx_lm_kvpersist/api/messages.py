@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from email.message import Message as Headers
 from typing import Any
 
+from ..error_forms import anthropic_error
 from ..fields import refuse, require, require_object, require_objects, require_text
-from .error_forms import anthropic_error
 from .messages_reply import MessagesReply
 from .session_keys import is_kept
 

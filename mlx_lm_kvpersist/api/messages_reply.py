@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from .error_forms import anthropic_error
+from ..error_forms import anthropic_error
 from .reply_parts import Event, Part, ReplyParts
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

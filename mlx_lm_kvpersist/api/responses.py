@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from email.message import Message as Headers
 from typing import Any
 
+from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import refuse, require, require_object, require_objects, require_text
-from .error_forms import openai_error
 from .responses_reply import REASONING_PREFIX, ResponsesReply
 from .session_keys import is_kept
 

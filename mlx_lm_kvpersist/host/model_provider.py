@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from . import manager
+from .context_length import max_context
 
 if TYPE_CHECKING:
     from mlx_lm.server import ModelProvider as Stock
@@ -22,6 +23,8 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     fatal_error: BaseException | None = None
     """Why the server must end; `run` reports it."""
     _plugin_error: Exception | None = None
+    max_context: int | None = None
+    """How many tokens a prompt of the loaded model may have, None where its files do not say."""
     _n_logits: int | None = None
 
     @property
@@ -37,8 +40,9 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         return self._n_logits
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        self._n_logits = self._plugin_error = None
+        self._n_logits = self._plugin_error = self.max_context = None
         super()._load(model_path, adapter_path, draft_model_path)
+        self.max_context = max_context(model_path, self.tokenizer)
         try:
             manager.ask("model_loaded", provider=self)
             if let_plugins_make_caches(self.model):

@@ -203,6 +203,7 @@ def encode(text: str) -> list[int]:
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
 PROVIDER = SimpleNamespace(cli_args=ARGS, tokenizer=TOKENIZER, processor=None, is_batchable=True)
+PROVIDER.max_context = None
 
 
 def requests_pass_plugins(server: ModuleType) -> None:

@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from ..errors import GenerationStopped, RequestRefused
 from . import manager
+from .context_length import check_length
 from .prompt import Prompt, TakenTokens
 from .request_checks import check_ids, check_prompt_ids
 
@@ -181,13 +182,15 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
         try:
-            waiting.rendered = self._render(tokenizer, request, args)
+            rendered = self._render(tokenizer, request, args)
+            self._check_length(rendered)
         except Exception as error:
             waiting.rendered = error
             return
-        if waiting.rendered.prompt is not None:
+        waiting.rendered = rendered
+        if rendered.prompt is not None:
             given = {"request": request, "args": args, "tokenizer": tokenizer}
-            prompt = waiting.rendered.prompt
+            prompt = rendered.prompt
             waiting.is_fetched = manager.ask_first("prefetch", prompt=prompt, **given)
 
     def generate(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, Iterator[Any]]:
@@ -208,6 +211,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """
         rendered = self._rendered_before(request, tokenizer)
         rendered = rendered or self._render(tokenizer, request, args)
+        self._check_length(rendered)
         taken = None
         if rendered.prompt is not None:
             taken = manager.take_request(request, args, tokenizer, rendered.prompt)
@@ -252,6 +256,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if isinstance(waiting.rendered, Exception):
             raise waiting.rendered
         return waiting.rendered if waiting.rendered.tokenizer is tokenizer else None
+
+    def _check_length(self, rendered: Rendered) -> None:
+        check_length(len(rendered.stock[0]), self.model_provider.max_context)
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         if request.request_type == "chat":

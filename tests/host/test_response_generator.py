@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
@@ -37,10 +37,14 @@ class Prepares:
         return Prepared(self.prompt) if isinstance(self.prompt, Prompt) else self.prompt
 
 
-def tokenize(server: ModuleType, text: str = "abc", kind: str = "text") -> Any:
+def tokenize(
+    server: ModuleType, text: str = "abc", kind: str = "text", max_context: int | None = None
+) -> Any:
     """Tokenize a request with the server's own code, as its generation thread does."""
     generator = object.__new__(server.ResponseGenerator)
-    generator.model_provider = SimpleNamespace(cli_args=ARGS, processor=None)
+    generator.model_provider = SimpleNamespace(
+        cli_args=ARGS, processor=None, max_context=max_context
+    )
     messages = [{"role": "user", "content": text}] if kind == "chat" else []
     request = server.CompletionRequest(kind, text, messages, None, None)
     return request, generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
@@ -130,6 +134,14 @@ def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: M
         tokenize(patched_server, text="")
 
 
+def test_a_prompt_longer_than_the_context_is_refused(patched_server: ModuleType) -> None:
+    with plugged(Prepares(ValueError("it is not asked"))):
+        with pytest.raises(RequestRefused, match="prompt is too long: 5 tokens > 4 maximum") as e:
+            tokenize(patched_server, text="abcde", max_context=4)
+        assert (e.value.status, e.value.code) == (400, "context_length_exceeded")
+        assert tokenize(patched_server, text="abcd", max_context=4)[1][0] == [97, 98, 99, 100]
+
+
 def test_a_prompt_with_images_is_not_touched() -> None:
     """From 0.32.1 stock returns the images last; their positions belong to these ids."""
     vision = object()
@@ -139,6 +151,7 @@ def test_a_prompt_with_images_is_not_touched() -> None:
             return [1, 2], [[1, 2]], ["assistant"], "normal", vision
 
     generator = type("Patched", (PluginResponseGenerator, Stock), {})()
+    generator.model_provider = SimpleNamespace(max_context=2)
     request = SimpleNamespace(request_type="chat", messages=[])
     with plugged(Prepares(Prompt([9], [[9]], ["user"]))):
         result = generator._tokenize(None, request, GENERATION_ARGS)

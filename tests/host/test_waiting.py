@@ -65,7 +65,7 @@ def generator(patched_server: ModuleType, fetches: Fetches, monkeypatch: pytest.
     """The server's generator, whose thread has ended before it took a request."""
     monkeypatch.setattr(patched_server.ResponseGenerator, "_generate", lambda self: None)
     provider = SimpleNamespace(
-        cli_args=ARGS, tokenizer=TOKENIZER, processor=None, is_batchable=True
+        cli_args=ARGS, tokenizer=TOKENIZER, processor=None, is_batchable=True, max_context=40
     )
     made = patched_server.ResponseGenerator(provider, None)
     made.join()
@@ -199,6 +199,16 @@ def test_a4_a_malformed_request_is_its_clients_and_ends_no_thread(
         )
     put(generator, "b")
     assert take(generator) == "b"
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_not_fetched(
+    generator: Any, fetches: Fetches
+) -> None:
+    request = put(generator, "w" * 41)
+    queued = generator._next_request()
+    assert queued[1] is request and fetches.begun == []
+    with pytest.raises(ValueError, match="41 tokens > 40 maximum"):
+        generator._tokenize(TOKENIZER, request, queued[2])
 
 
 def test_an_empty_prompt_is_still_refused(generator: Any) -> None:

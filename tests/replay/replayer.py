@@ -91,6 +91,7 @@ class Replayer:
             model=self.model,
             tokenizer=self.tokenizer,
             processor=None,
+            max_context=None,
             model_key=self._key,
             cli_args=SimpleNamespace(chat_template_args={}),
         )

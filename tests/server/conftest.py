@@ -10,6 +10,8 @@ import pytest
 from tests.support import StartServer
 from tests.support.scripted import ScriptedServer, make_thinking_model
 
+MAX_CONTEXT = 8192
+
 
 @pytest.fixture(scope="session")
 def scripted_server(
@@ -18,7 +20,9 @@ def scripted_server(
     """A tiny model with tools and thinking, for tests of one session, one after another."""
     folder = tmp_path_factory.mktemp("scripted")
     start = StartServer(folder)
+    config = {"max_position_embeddings": MAX_CONTEXT}
+    model = make_thinking_model(models_dir / "thinking-tools", config=config)
     try:
-        yield ScriptedServer(start, make_thinking_model(models_dir / "thinking-tools"), folder)
+        yield ScriptedServer(start, model, folder)
     finally:
         start.close()

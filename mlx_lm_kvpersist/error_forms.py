@@ -16,10 +16,10 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def openai_error(status: int, message: str) -> dict[str, Any]:
+def openai_error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error in OpenAI's form, which our own routes have, too."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
