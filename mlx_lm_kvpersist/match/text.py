@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from itertools import accumulate, repeat
+from itertools import accumulate, repeat, takewhile
 from typing import Any
 
 REPLACEMENT = "\ufffd"
@@ -16,7 +16,21 @@ REPLACEMENT = "\ufffd"
 _UNKNOWN = b"\xff"
 """Stands for a token without known bytes: an invalid byte, never nothing."""
 
-_decoder = codecs.getincrementaldecoder("utf-8")
+
+class _Decoder(codecs.BufferedIncrementalDecoder):
+    """UTF-8, in parts, with replacement characters."""
+
+    def __init__(self) -> None:
+        super().__init__("replace")
+
+    def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
+        text, n_used = codecs.utf_8_decode(data, errors, final)
+        if data[n_used : n_used + 1] == b"\xed" and data[n_used + 1 : n_used + 2] >= b"\xa0":
+            # Half a surrogate: CPython waits for more, though none can make a character of it.
+            return text + 2 * REPLACEMENT, n_used + 2
+        return text, n_used
+
+
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -79,9 +93,13 @@ class TokenText:
         except KeyError:
             return None
 
+    def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
+        """Return the characters that are complete before the first token without known bytes."""
+        return self.feed(takewhile(self._pieces.__contains__, ids), pending)[0]
+
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
-        decoder = _decoder("replace")
+        decoder = _Decoder()
         decoder.setstate((pending, 0))
         text = decoder.decode(self.to_bytes(ids))
         return text, decoder.getstate()[0]
@@ -93,7 +111,7 @@ class TokenText:
 
         Nothing follows the first token that ends behind `max_chars`.
         """
-        decoder = _decoder("replace")
+        decoder = _Decoder()
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:

@@ -159,13 +159,17 @@ def _steps(
             if node.start != n_tokens or not node.is_genuine:
                 continue
             content: Any = node.packed_ids
+            is_known = True
             if tokens is not None:
                 content = node.text
-                # The text of a block with unknown tokens does not tell its ids.
                 is_own = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
-                if not is_own and not tokens.covers(node.ids):
-                    continue
-            whole = prompt.startswith(content, position)
+                is_known = is_own or tokens.covers(node.ids)
+                if not is_known:
+                    # The text of an unknown token does not tell its id; what is before it counts.
+                    content = tokens.known_beginning(
+                        node.ids, before.node.pending if before else b""
+                    )
+            whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
             step = _Step(node, before, position, n_equal, node.key in prefer)
             steps.append(step)

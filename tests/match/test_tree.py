@@ -133,6 +133,8 @@ def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data
     for text in (token_text.decode(before + after), token_text.decode(stored)):
         match = match_text(tree, ROOT, text, token_text)
         assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
+        # What is stored before it does: a question is found again whatever the reply was.
+        assert match.n_chars == longest_by_trying([before], text, token_text)
     assert match_ids(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
 
 

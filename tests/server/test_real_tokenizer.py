@@ -26,16 +26,19 @@ def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: 
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     server = start_server.with_plugin(path)
-    question = "Grüße 🎉 from Cafe\u0301:\n    indented\n" + "and more of it. " * 30
-    messages: list[Message] = [{"role": "user", "content": question}]
-    first = server.chat(messages, "s", temperature=1.0, max_tokens=5)
-    messages += [
-        {"role": "assistant", "content": first.text},
-        {"role": "user", "content": "And then?"},
-    ]
-    second = server.chat(messages, "s", temperature=1.0, max_tokens=5)
-    # The reply was cut by max_tokens, maybe inside of a character: all of the prompt is reused.
-    assert second.cached_tokens >= first.prompt_tokens, second.kvpersist
-    again = server.chat(messages, "s", temperature=0.0, max_tokens=5)
-    assert again.cached_tokens == again.prompt_tokens - 1
+    # A model can produce an id that its tokenizer has no token for; mlx-lm shows "!".
+    for sampling in ({"temperature": 1.0}, {"logit_bias": {"151800": 100.0}}):
+        question = f"{sampling}: Grüße 🎉 from Cafe\u0301:\n    indented\n" + "and more. " * 30
+        messages: list[Message] = [{"role": "user", "content": question}]
+        first = server.chat(messages, "s", max_tokens=5, **sampling)
+        messages += [
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "And then?"},
+        ]
+        second = server.chat(messages, "s", temperature=1.0, max_tokens=5)
+        # max_tokens cuts the reply, maybe inside of a character: all of the prompt is reused.
+        assert second.cached_tokens >= first.prompt_tokens, (first.text, second.kvpersist)
+        again = server.chat(messages, "s", temperature=0.0, max_tokens=5)
+        assert again.cached_tokens == again.prompt_tokens - 1
+    assert first.text == "!!!!!"
     assert "Traceback" not in server.log
