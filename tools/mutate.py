@@ -51,27 +51,51 @@ TIMES_BASELINE = 5.0
 
 # Of tokenizers, one kind: with all four the tests of matching take a minute.
 _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
+_ONE_KIND = ["-k", "not sentencepiece and not bos"]
+_LOOKUP = ["tests/request/test_reuse_policy.py", "tests/request/test_lookup.py", *_ONE_KIND]
+_FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
+_ALLOCATION = ["tests/cache/test_allocation.py"]
 TESTS = {
-    "match/block": ["tests/api/test_session_keys.py", *_MATCHING],
-    "match/text": _MATCHING,
-    "match/tree": _MATCHING,
     "api/session_keys": ["tests/api/test_session_keys.py"],
-    "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
+    "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
+    "cache/divergence": _ALLOCATION,
+    "cache/kept_allocation": [*_ALLOCATION, "tests/request/test_loading.py"],
+    "cache/kept_file": [*_ALLOCATION, "tests/cache/test_calibration.py"],
+    "cache/observe": ["tests/cache/test_spec.py", "tests/cache/test_attention.py"],
     "cache/packed": [
         *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),
         "tests/cache/test_precision.py",
     ],
-    "cache/divergence": ["tests/cache/test_allocation.py"],
-    "cache/kept_allocation": ["tests/cache/test_allocation.py"],
-    "cache/kept_file": ["tests/cache/test_allocation.py"],
-    "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
+    "cache/probe": ["tests/cache/test_spec.py", "tests/cache/test_schedules.py"],
     "cache/quantized": ["tests/cache/test_quantized.py", "tests/cache/test_attention.py"],
+    "cache/sample": _ALLOCATION,
+    "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
+    "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
+    "match/text": _MATCHING,
+    "match/tree": _MATCHING,
     "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
-    "request/insert": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
-    "request/lookup": ["tests/request/test_lookup.py", "tests/request/test_prefetch.py"],
-    "request/restore": ["tests/request/test_lookup.py", "tests/request/test_checkpoints.py"],
+    "request/insert": ["tests/request/test_checkpoints.py", *_LOOKUP],
+    "request/lookup": ["tests/request/test_prefetch.py", *_LOOKUP],
+    "request/model": ["tests/request/test_loading.py"],
+    "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP],
+    "request/restore": ["tests/request/test_checkpoints.py", *_LOOKUP],
     "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
-    "store": ["tests/store/test_store.py", "tests/store/test_recovery.py"],
+    "store/files": [
+        *("tests/store/test_files.py", "tests/store/test_part_files.py"),
+        *("tests/store/test_trouble.py", "tests/store/test_foreign_files.py"),
+    ],
+    "store/folder": ["tests/store/test_foreign_files.py", *_FOLDER],
+    "store/index_reader": [*_FOLDER, "tests/store/test_index.py"],
+    "store/index_schema": ["tests/store/test_index.py", *_FOLDER],
+    "store/lock": [*_FOLDER, "tests/store/test_writer.py"],
+    "store/named_sessions": ["tests/server/test_agents.py"],
+    "store/reading": [*_FOLDER, "tests/store/test_prefetch.py", "tests/store/test_trouble.py"],
+    "store/rebuild": [*_FOLDER, "tests/store/test_trouble.py"],
+    "store/records": [*_FOLDER, "tests/store/test_stored_sessions.py"],
+    "store/session_file": ["tests/cli/test_export.py"],
+    "store/stored_sessions": ["tests/store/test_stored_sessions.py", "tests/cli/test_sessions.py"],
+    "store/verify": [*_FOLDER, "tests/store/test_foreign_files.py", "tests/cli/test_store.py"],
+    "store": _FOLDER,
 }
 """The tests of a module or folder, where they are not `tests/<folder>/test_<module>.py`."""
 

@@ -23,8 +23,16 @@ def test_a_rate_follows_what_is_measured() -> None:
     assert rate.seconds(1000) == seconds
 
 
+def test_one_odd_measurement_moves_a_rate_by_a_fifth_of_the_way() -> None:
+    rate = Rate()
+    for n_units, expected in ((100, 100.0), (1, 80.2), (580.2, 180.2)):
+        rate.learn(n_units, 1.0)
+        assert rate.per_s is not None and abs(rate.per_s - expected) < 1e-9
+
+
 def test_what_is_unknown_is_worth_trying() -> None:
     costs = ReusePolicy()
+    assert costs.canary and costs.min_reuse is None
     assert costs.worth_it(1, 0, 1 << 30)
     costs.prefill.learn(1000, 1.0)
     assert costs.worth_it(1, 0, 1 << 30)

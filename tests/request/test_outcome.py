@@ -1,8 +1,256 @@
-"""The records of the last requests."""
+"""What is said of a request: the header, the sentence, the reason, and the last requests."""
 
 from __future__ import annotations
 
-from mlx_lm_kvpersist.request.outcome import Divergence, History, Kind, Outcome
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
+from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.match.tree import NO_MATCH, Match
+from mlx_lm_kvpersist.request.outcome import (
+    KEPT,
+    MIN_ALIKE_CHARS,
+    MIN_ALIKE_TOKENS,
+    Divergence,
+    History,
+    Kind,
+    Outcome,
+    Reason,
+    Tier,
+    divergence_at,
+    why_not_stored,
+)
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+
+DIVERGED = Reason.DIVERGED.text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tier", "header", "sentence"),
+    [
+        (
+            Outcome(Kind.MISS, 1200),
+            Tier.COLD,
+            "outcome=MISS; tier=cold; reused=0; restored=0; restore_ms=0.0",
+            "computed all 1,200 tokens",
+        ),
+        (
+            Outcome(Kind.MISS, 7, reason=Reason.NOTHING_ALIKE, restore_ms=1.25),
+            Tier.COLD,
+            "outcome=MISS; tier=cold; reused=0; restored=0; restore_ms=1.2; reason=new",
+            "computed all 7 tokens: nothing stored begins like this",
+        ),
+        (
+            Outcome(Kind.EXTEND, 1078, 1054),
+            Tier.HOT,
+            "outcome=EXTEND; tier=hot; reused=1054; restored=0; restore_ms=0.0",
+            "reused 1,054 of 1,078 tokens from RAM, 24 computed",
+        ),
+        (
+            Outcome(Kind.DIVERGE, 50, 40, 39, 1234.4, Reason.DIVERGED),
+            Tier.WARM,
+            "outcome=DIVERGE; tier=warm; reused=40; restored=39; restore_ms=1234.4; "
+            "reason=diverged",
+            f"reused 40 of 50 tokens from RAM and disk in 1,234 ms, 10 computed ({DIVERGED})",
+        ),
+        (
+            Outcome(Kind.EXACT, 41, 40, 40, 3.0),
+            Tier.WARM,
+            "outcome=EXACT; tier=warm; reused=40; restored=40; restore_ms=3.0",
+            "reused 40 of 41 tokens from disk in 3 ms, 1 computed",
+        ),
+        (
+            Outcome.stock(9, "an image"),
+            Tier.COLD,
+            "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
+            "served as the stock server does: an image",
+        ),
+        (
+            replace(Outcome.stock(9, ""), n_reused=1),
+            Tier.HOT,
+            "outcome=STOCK; tier=hot; reused=1; restored=0; restore_ms=0.0; reason=not-kept",
+            f"served as the stock server does: {Reason.NOT_KEPT.text}",
+        ),
+    ],
+)
+def test_one_outcome_for_programs_and_for_people(
+    outcome: Outcome, tier: Tier, header: str, sentence: str
+) -> None:
+    assert outcome.tier is tier
+    assert outcome.header == header
+    assert outcome.sentence(None) == sentence
+    assert outcome.sentence("") == sentence
+    assert outcome.sentence('"é" ' + 90 * "x", kept=False) == (
+        f'{sentence}, not kept, session "\\"é\\" {76 * "x"}"'
+    )
+
+
+def test_stock_may_reuse_what_the_plugin_does_not_know_of() -> None:
+    assert Outcome.stock(9, "").n_computed == 0
+    assert Outcome(Kind.MISS, 9).n_computed == 9
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": None},
+    {"role": "user", "content": "  "},
+    {"role": "assistant", "content": "never rendered"},
+    {"role": "user", "content": " Hi there  "},
+    {"role": "user", "content": "Be brief."},
+]
+TEXT = "<s>Be brief.<u>Hi there<u>Be brief.<a>" + 60 * "z"
+
+
+@pytest.mark.parametrize(
+    ("char", "message", "role", "message_char"),
+    [
+        (0, None, None, None),
+        (2, None, None, None),
+        (3, 0, "system", 0),
+        (11, 0, "system", 8),
+        (12, None, None, None),
+        (14, None, None, None),
+        (15, 4, "user", 0),
+        (22, 4, "user", 7),
+        (23, None, None, None),
+        (26, 5, "user", 0),
+        (34, 5, "user", 8),
+        (35, None, None, None),
+        (90, None, None, None),
+    ],
+)
+def test_the_message_that_a_character_falls_into(
+    char: int, message: int | None, role: str | None, message_char: int | None
+) -> None:
+    """Trimmed messages are found, those that were not rendered are passed over."""
+    found = divergence_at(TEXT, char, "stored", MESSAGES)
+    asked = TEXT[char : char + 40]
+    assert found == Divergence(char, message, role, message_char, "stored", asked)
+
+
+ROOT = Root("fingerprint", "4b64")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    made = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30))
+    yield made
+    made.close()
+
+
+def block_of(root: Root, text: str) -> Block:
+    packed = pack_ids([1] * 20)
+    return Block(block_key(root.key, packed), root.key, 0, packed, text)
+
+
+def save(store: BlockStore, root: Root, *blocks: Block) -> None:
+    arrays = {"0.k": mx.zeros(1)}
+    mx.eval(arrays)
+    store.save_turn(Turn(root, blocks), [(block, arrays) for block in blocks])
+    store.drain()
+
+
+SAID = "The quick brown fox jumps over the lazy dog, and nobody minds it at all, so far."
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (replace(ROOT, namespace="them"), Reason.OTHER_NAMESPACE),
+        (replace(ROOT, session="theirs"), Reason.OTHER_NAMESPACE),
+        (replace(ROOT, fingerprint="another"), Reason.OTHER_MODEL),
+        (replace(ROOT, precision="8b64"), Reason.OTHER_PRECISION),
+        (replace(ROOT, precision="8b64", fingerprint="another"), Reason.OTHER_MODEL),
+        (replace(ROOT, with_text=False), Reason.NOTHING_ALIKE),
+    ],
+)
+def test_what_is_stored_elsewhere_is_named_by_what_differs(
+    store: BlockStore, other: Root, reason: Reason
+) -> None:
+    save(store, other, block_of(other, SAID))
+    found, detail = why_not_stored([1, 2], SAID, NO_MATCH, ROOT, store)
+    assert found is reason
+    assert bool(detail) == (reason is Reason.OTHER_PRECISION)
+    # A template's first words are in every conversation.
+    alike = SAID[: MIN_ALIKE_CHARS - 1] + "?" * 40
+    assert why_not_stored([1, 2], alike, NO_MATCH, ROOT, store) == (Reason.NOTHING_ALIKE, "")
+    enough = SAID[:MIN_ALIKE_CHARS] + "?" * 40
+    assert why_not_stored([1, 2], enough, NO_MATCH, ROOT, store) == (found, detail)
+    assert why_not_stored([1, 2], None, NO_MATCH, ROOT, store) == (Reason.NOTHING_ALIKE, "")
+
+
+def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> None:
+    other = replace(ROOT, namespace="them")
+    save(store, other, block_of(other, "Hello."))
+    assert why_not_stored([1], "Hello. You", NO_MATCH, ROOT, store)[0] is Reason.OTHER_NAMESPACE
+    assert why_not_stored([1], "Hello, you", NO_MATCH, ROOT, store)[0] is Reason.NOTHING_ALIKE
+
+
+def test_the_least_different_place_is_named(store: BlockStore) -> None:
+    others = (
+        replace(ROOT, precision="8b64", fingerprint="another"),
+        replace(ROOT, namespace="them"),
+    )
+    for other in others:
+        save(store, other, block_of(other, SAID))
+    assert why_not_stored([1], SAID, NO_MATCH, ROOT, store)[0] is Reason.OTHER_NAMESPACE
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_agreed", "reason"),
+    [
+        (MIN_ALIKE_TOKENS - 1, MIN_ALIKE_CHARS - 1, Reason.NOTHING_ALIKE),
+        (MIN_ALIKE_TOKENS, 0, Reason.DIVERGED),
+        (0, MIN_ALIKE_CHARS, Reason.DIVERGED),
+    ],
+)
+def test_a_prompt_diverges_where_more_than_the_template_matches(
+    store: BlockStore, n_tokens: int, n_agreed: int, reason: Reason
+) -> None:
+    match = Match((), n_tokens, 0, False, n_agreed)
+    assert why_not_stored([1, 2], SAID, match, ROOT, store) == (reason, "")
+
+
+def test_what_was_evicted_is_known_by_the_blocks_that_match_whole(store: BlockStore) -> None:
+    """The block that is gone is looked for behind the last full block of the match."""
+    ids = list(range(2 * BLOCK_TOKENS + 9))
+    parent, start, path = ROOT.key, 0, []
+    for stop in (BLOCK_TOKENS, 2 * BLOCK_TOKENS, len(ids)):
+        packed = pack_ids(ids[start:stop])
+        path.append(Block(block_key(parent, packed), parent, start, packed, "x"))
+        parent, start = path[-1].key, stop
+    save(store, ROOT, *path)
+    store.disk.make_room(store.limits.max_disk_bytes - store.disk.reserve_bytes)
+    for n_left in (2, 1, 0):
+        match = Match(tuple(path[:n_left]), n_left * BLOCK_TOKENS, 0, False)
+        assert why_not_stored(ids, None, match, ROOT, store) == (Reason.EVICTED, "")
+    whole = Match(tuple(path), len(ids), 0, False)
+    assert why_not_stored(ids[: 2 * BLOCK_TOKENS], None, whole, ROOT, store)[0] is Reason.DIVERGED
+
+
+def test_as_many_requests_are_remembered_as_are_shown() -> None:
+    history = History()
+    ids = [history.add(None, "n", "m", Outcome(Kind.MISS, 9))["id"] for _ in range(KEPT + 1)]
+    assert len(set(ids)) == KEPT + 1
+    assert [one["id"] for one in history.records()] == ids[:0:-1]
+
+
+def test_a_prompt_is_quoted_only_where_that_is_wanted() -> None:
+    quote = Divergence(5, 0, "user", 3, stored="a secret", asked="a question")
+    outcome = Outcome(Kind.DIVERGE, 9, divergence=quote)
+    hidden = {**vars(quote), "stored": None, "asked": None}
+    history = History()
+    assert history.add("s", "", "m", outcome)["divergence"] == vars(quote)
+    assert history.add("s", "", "m", outcome, kept=False)["divergence"] == hidden
+    assert History(with_text=False).add("s", "", "m", outcome)["divergence"] == hidden
+    assert [one["divergence"] for one in history.records(with_text=False)] == [hidden, hidden]
+    assert [one["divergence"] for one in history.records()] == [hidden, vars(quote)]
 
 
 def test_what_a_deleted_session_said_is_forgotten() -> None:

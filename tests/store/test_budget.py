@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from mlx_lm_kvpersist.store.budget import WriteMeter
+from pathlib import Path
+
+from mlx_lm_kvpersist.store.budget import Space, StoreLimits, WriteMeter
+
+
+def test_free_space_is_mentioned_once_it_is_below_the_floor() -> None:
+    """A volume that has just the space to leave is not short of it."""
+    store = Path("/store")
+    enough = Space(store, 0, 2 << 30, 5 << 30, 5 << 30)
+    assert str(enough) == "/store (0 B of 2.0 GiB, 5.0 GiB free)"
+    assert str(Space(store, 0, 2 << 30, (5 << 30) - 1, 5 << 30)) == (
+        "/store (0 B of 2.0 GiB, 5.0 GiB free; "
+        "less than the 5.0 GiB of --kvpersist-min-free, so nothing new is stored)"
+    )
+
+
+def test_no_floor_and_no_hourly_limit_unless_asked_for() -> None:
+    limits = StoreLimits(1, 2)
+    assert (limits.min_free_bytes, limits.max_hourly_bytes) == (0, None)
+    assert limits.verify and not limits.fsync
 
 
 def test_d_what_was_written_an_hour_ago_is_refunded() -> None:
