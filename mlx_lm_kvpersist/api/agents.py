@@ -129,7 +129,7 @@ class AgentsAPI:
                 raise RequestRefused(f"{handler.command} is not known here, try {[*calls]}", 405)
             answered = call(handler, body)
         except RequestRefused as error:
-            answered = error.status, openai_error(error.status, str(error))
+            answered = error.status, openai_error(error.status, str(error), error.code)
         if answered is not None:
             status, content = answered
             if status == 201:

@@ -45,6 +45,8 @@ class MessagesRequest:
 class MessagesAPI:
     """Messages and chat completions, one in terms of the other."""
 
+    refuses_in_stream = False
+
     def translate(self, body: dict[str, Any], headers: Headers) -> MessagesRequest:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
@@ -76,7 +78,7 @@ class MessagesAPI:
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
         return MessagesRequest(chat, [tool for tool, _ in tools.values()], stream, reply)
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
+    def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
 
 

@@ -61,7 +61,7 @@ class MessagesReply(ReplyParts):
     def beat(self) -> list[Event]:
         return [{"type": "ping"}]
 
-    def fail(self, status: int, message: str) -> list[Event]:
+    def fail(self, status: int, message: str, code: str | None) -> list[Event]:
         return [anthropic_error(status, message)]
 
     def whole(self) -> dict[str, Any]:

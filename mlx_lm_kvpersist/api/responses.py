@@ -44,6 +44,8 @@ class ResponsesRequest:
 class ResponsesAPI:
     """Responses and chat completions, one in terms of the other."""
 
+    refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
+
     def translate(self, body: dict[str, Any], headers: Headers) -> ResponsesRequest:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         for name in _STATEFUL:
@@ -67,8 +69,8 @@ class ResponsesAPI:
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
         return ResponsesRequest(chat, tools, stream, reply)
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        return openai_error(status, message)
+    def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        return openai_error(status, message, code)
 
 
 def _tools(

@@ -93,8 +93,8 @@ class ResponsesReply(ReplyParts):
     def beat(self) -> list[Event]:
         return [self._lifecycle("in_progress")]
 
-    def fail(self, status: int, message: str) -> list[Event]:
-        code = "server_error" if status >= 500 else "invalid_prompt"
+    def fail(self, status: int, message: str, code: str | None) -> list[Event]:
+        code = code or ("server_error" if status >= 500 else "invalid_prompt")
         self._response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [self._lifecycle("failed")]
 

@@ -49,8 +49,8 @@ class ReplyTranslation(Protocol):
         """Return events that only say that the server is at work."""
         ...
 
-    def fail(self, status: int, message: str) -> Events:
-        """Return the last events of a reply that ends early."""
+    def fail(self, status: int, message: str, code: str | None) -> Events:
+        """Return the last events of a reply that ends early; `code` is RequestRefused's."""
         ...
 
     def whole(self) -> dict[str, Any]:
@@ -75,13 +75,19 @@ class Translated(Protocol):
 
 
 class ChatAPI(Protocol):
-    """An API that is served as chat completions are."""
+    """An API that is served as chat completions are.
+
+    refuses_in_stream: whether clients that stream look for an error with a code in the stream, and
+    heed no status.
+    """
+
+    refuses_in_stream: bool
 
     def translate(self, body: dict[str, Any], headers: Message) -> Translated:
         """Translate a request; raises RequestRefused with a sentence for the client."""
         ...
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
+    def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Return an error in the API's own form."""
         ...
 
@@ -92,12 +98,11 @@ def serve(handler: Any, api: ChatAPI) -> None:
         request = api.translate(read_json(handler), handler.headers)
         tap = Tap(handler.response_generator, request.tools, connection)
         connection.request, connection.tap = request, tap
-        with connection.beating():
-            try:
-                _run_stock(handler, request.chat_body, tap, connection)
-                connection.finish()
-            finally:
-                tap.stop()
+        try:
+            _run_stock(handler, request.chat_body, tap, connection, beats=request.stream)
+            connection.finish()
+        finally:
+            tap.stop()
 
 
 def count_tokens(handler: Any, api: ChatAPI) -> None:
@@ -108,7 +113,7 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
         output = StockOutput()
         _run_stock(handler, request.chat_body, tap, output)
         if tap.n_tokens is None:
-            raise RequestRefused(output.error, output.status)
+            raise output.refusal()
         connection.send_json(200, {"input_tokens": tap.n_tokens})
 
 
@@ -131,7 +136,7 @@ def answer(handler: Any, chat_body: dict[str, Any]) -> None:
     inner.do_POST()
     handler.close_connection = inner.close_connection
     if output.status != 200:
-        raise RequestRefused(output.error, output.status)
+        raise output.refusal()
 
 
 def prefill(handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +147,7 @@ def prefill(handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
     output = _Usage()
     _run_stock(handler, {**chat_body, "max_tokens": 1}, handler.response_generator, output)
     if output.status != 200:
-        raise RequestRefused(output.error, output.status)
+        raise output.refusal()
     return output.usage
 
 
@@ -175,17 +180,24 @@ class _Usage(StockOutput):
 
     def chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
-            raise RequestRefused(str(chunk["error"]), getattr(self.inner.failure, "status", 500))
+            raise self.refusal_in_stream()
         self.usage = chunk.get("usage") or self.usage
 
 
-def _run_stock(handler: Any, chat_body: dict[str, Any], generator: Any, output: Any) -> Any:
+def _run_stock(
+    handler: Any,
+    chat_body: dict[str, Any],
+    generator: Any,
+    output: StockOutput,
+    *,
+    beats: bool = False,
+) -> Any:
     """Have stock's handler stream a chat completion to `output`; return that handler."""
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     inner = _stock(handler, {**chat_body, **streaming}, output)
     inner.response_generator = generator
     inner.log_request = lambda *args: None  # the reply that the client gets is logged
-    inner.tells_reply = False
+    inner.tells_reply, inner.beats = False, beats
     inner.do_POST()
     return inner
 

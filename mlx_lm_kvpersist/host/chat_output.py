@@ -7,22 +7,17 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from threading import Event, Lock, Thread
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestRefused
+from .completion_output import is_own_header
 from .request_checks import discard_body
 
 if TYPE_CHECKING:
     from .chat_api import ChatAPI, Events, Translated
     from .chat_tap import Tap
 
-HEADERS_AFTER_S = 2.0
-"""A stream's headers wait so long for the request's own status, and for the plugins' headers."""
-BEAT_S = 10.0
-"""Between two events that say that the server is at work: clients give up after 300 s of none."""
 _LOOK_S = 0.5
 """Between two looks whether the client is still there."""
 
@@ -55,6 +50,8 @@ class StockOutput:
             kind, _, content = event.partition(b": ")
             if kind == b"data" and content != b"[DONE]":
                 self.chunk(json.loads(content))
+            elif kind == b"" and not content.startswith(b"keepalive "):
+                self.comment(content)
         return len(written)
 
     def flush(self) -> None: ...
@@ -65,20 +62,28 @@ class StockOutput:
     def chunk(self, chunk: dict[str, Any]) -> None:
         """Stock has sent a chunk of its stream."""
 
-    @property
-    def error(self) -> str:
-        """The sentence of a reply that is an error."""
+    def comment(self, comment: bytes) -> None:
+        """The stream shows that the server is at work, and at what."""
+
+    def refusal(self) -> RequestRefused:
+        """Return why the reply is an error."""
+        code = getattr(self.inner.failure, "code", None)
         try:
-            return str(json.loads(self.unread)["error"])
+            error = json.loads(self.unread)["error"]
+            said = str(error["message"] if isinstance(error, dict) else error)
         except (ValueError, KeyError, TypeError):
-            return self.unread.decode(errors="replace") or "the server gave no reason"
+            said = self.unread.decode(errors="replace") or "the server gave no reason"
+        return RequestRefused(said, self.status, code)
+
+    def refusal_in_stream(self) -> RequestRefused:
+        """Return why a reply that had begun is an error."""
+        error = self.inner.failure
+        status, code = getattr(error, "status", 500), getattr(error, "code", None)
+        return RequestRefused(str(error), status, code)
 
 
 class ClientConnection(StockOutput):
-    """The client: told in its own API what stock writes. HTTP thread, and the thread of its beat.
-
-    A stream's headers are sent with stock's own, or before it has any.
-    """
+    """The client: told in its own API what stock writes. See `CompletionOutput` for the threads."""
 
     request: Translated
     tap: Tap
@@ -86,8 +91,6 @@ class ClientConnection(StockOutput):
     def __init__(self, handler: Any, api: ChatAPI) -> None:
         super().__init__()
         self._handler, self._api = handler, api
-        self._lock = Lock()
-        self._done = Event()
         self._is_open = self._is_gone = False
         self._looked_s = 0.0
         self._finish_reason: str | None = None
@@ -103,13 +106,17 @@ class ClientConnection(StockOutput):
 
     def began(self) -> None:
         if self.status == 200:
-            with self._lock:
-                self._send([])
+            self._send([])
+
+    def comment(self, comment: bytes) -> None:
+        """Pass a sign of life on. Clients that do not count a comment as one get an event, too."""
+        if self.request.stream:
+            self._handler.wfile.write(b": %b\n" % comment)
+            self._send(self.request.reply.beat())
 
     def chunk(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
-            status = getattr(self.inner.failure, "status", 500)
-            raise RequestRefused(str(chunk["error"]), status)
+            raise self.refusal_in_stream()
         self._usage = chunk.get("usage") or self._usage
         if not chunk["choices"]:
             return
@@ -119,13 +126,12 @@ class ClientConnection(StockOutput):
             delta = {**delta, "content": (delta.get("content") or "") + unread}
         self._reasoning.append(delta.get("reasoning") or "")
         self._tool_calls += delta.get("tool_calls") or []
-        with self._lock:
-            events = reply.add(delta)
-            if choice["finish_reason"] is not None:
-                self._finish_reason = choice["finish_reason"]
-                reasoning = "".join(self._reasoning)
-                self.inner.tell_reply(reply.content, reasoning, self._tool_calls)
-            self._send(events)
+        events = reply.add(delta)
+        if choice["finish_reason"] is not None:
+            self._finish_reason = choice["finish_reason"]
+            reasoning = "".join(self._reasoning)
+            self.inner.tell_reply(reply.content, reasoning, self._tool_calls)
+        self._send(events)
 
     # The client's side.
 
@@ -140,27 +146,24 @@ class ClientConnection(StockOutput):
     def finish(self) -> None:
         """Send the end of the reply, or of a client that does not stream, the whole."""
         if self.status != 200:
-            raise RequestRefused(self.error, self.status)
+            raise self.refusal()
         if self._finish_reason is None:
             raise RuntimeError("the reply has no end")
         reply = self.request.reply
-        with self._lock:
-            self._done.set()  # no beat behind the end
-            self._send(reply.end(self._finish_reason, self.tap.stop_word, self._usage))
+        self._send(reply.end(self._finish_reason, self.tap.stop_word, self._usage))
         if not self.request.stream:
             self.send_json(200, reply.whole())
 
     def fail(self, error: Exception) -> None:
         """Tell the client why there is no reply, or why it ends early."""
-        status = getattr(error, "status", 500)
+        status, code = getattr(error, "status", 500), getattr(error, "code", None)
         if status == 500:
             logger.exception("a reply failed")
         self._handler.close_connection = True
-        if self._is_open:
-            with self._lock:
-                self._send(self.request.reply.fail(status, str(error)))
+        if self._is_open or (code and self._api.refuses_in_stream and self.request.stream):
+            self._send(self.request.reply.fail(status, str(error), code))
         else:
-            self.send_json(status, self._api.error(status, str(error)))
+            self.send_json(status, self._api.error(status, str(error), code))
             if status == 413:
                 discard_body(self._handler)
 
@@ -171,7 +174,7 @@ class ClientConnection(StockOutput):
         self._handler.wfile.write(payload)
 
     def _send(self, events: Events) -> None:
-        """Send events, if the client streams. The caller has the lock: a beat is an event, too."""
+        """Send events, if the client streams."""
         if not self.request.stream:
             return
         if not self._is_open:
@@ -185,45 +188,10 @@ class ClientConnection(StockOutput):
 
     def _send_headers(self, more: Iterable[tuple[str, str]] = ()) -> None:
         """Send the headers that plugins gave to stock's reply, after the connection's own."""
-        of_plugins = [each for each in self.headers if not _is_own_header(each[0])]
+        of_plugins = [each for each in self.headers if not is_own_header(each[0])]
         for name, value in (*of_plugins, *more):
             self._handler.send_header(name, value)
         self._handler.end_headers()
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Send a stream's headers soon, and events while nothing else is sent."""
-        if self.request.stream:
-            Thread(target=self._beat, name="beat", daemon=True).start()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._done.set()
-
-    def _beat(self) -> None:
-        wait_s = HEADERS_AFTER_S
-        while not self._done.wait(wait_s):
-            wait_s = BEAT_S
-            with self._lock:
-                if self._done.is_set():
-                    return
-                try:
-                    self._send(self.request.reply.beat())
-                except OSError:
-                    self._is_gone = True
-                    return
-
-
-def _is_own_header(name: str) -> bool:
-    """Tell whether stock's handler sends a header with every reply, or this one's form decides."""
-    name = name.lower()
-    return name.startswith(("access-control-", "content-", "cache-control")) or name in (
-        "server",
-        "date",
-        "vary",
-        "retry-after",
-    )
 
 
 def _has_closed(connection: Any) -> bool:

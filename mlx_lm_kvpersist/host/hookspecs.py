@@ -117,7 +117,7 @@ def insert_cache(handle: Any, tokens: list[int], prompt_cache: list[Any], cache_
 
 @hookspec
 def response_headers(request: Any) -> list[tuple[str, str]]:  # type: ignore[empty-body]
-    """Return headers to add to the reply. HTTP thread."""
+    """Return headers to add to the reply; a stream that has begun gets comments. HTTP thread."""
 
 
 @hookspec

@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import wraps
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from ..error_forms import openai_error
 from ..errors import ConfigError, RequestRefused
 from ..fields import require_text
 from . import manager
 from .chat_output import StockOutput
+from .completion_output import CompletionOutput
 from .request_checks import (
     check_bias,
     check_body_length,
@@ -54,15 +57,18 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     plugin_routes: Mapping[tuple[str, str], Route]
     # http.server can refuse a request before it is parsed, and before `_begin_request`.
     requested_model: str
+    wfile: Any
     _completion: Any = None
     _is_ok = False
     failure: Exception | None = None
     """Why there is no reply, or why it ended early."""
+    beats = True
+    """Whether a stream shows that it lives while nothing else is sent."""
     tells_reply = True
     """Whether the reply of a chat completion is what the client sees; see `chat_api`."""
 
     def _begin_request(self) -> None:
-        self._completion = None
+        self._completion = self.failure = None
         self._is_ok = False
         self._has_replied = False
         self._reply_is_whole = False
@@ -106,6 +112,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.send_error(500)
 
     def do_POST(self) -> None:
+        client = self.wfile
         try:
             check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
@@ -120,6 +127,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
         except Exception as error:
             self._fail(error)
+        finally:
+            self.wfile = client
 
     def _fail(self, error: Exception) -> None:
         """Tell the client why there is no reply, or why it ends early. Stock closes silently."""
@@ -130,7 +139,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.close_connection = True
         if self._has_replied:
             if self._completion is not None and self.stream:
-                self.wfile.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
+                body = openai_error(status, str(error), getattr(error, "code", None))
+                self.wfile.write(f"data: {json.dumps(body)}\n\n".encode())
             return
         self._headers_buffer: list[bytes] = []  # of a reply that did not come
         self._answer_json(status, {"error": str(error)})
@@ -202,10 +212,16 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         manager.ask_all("request_received", passed_on=(RequestRefused,), **given)
         return request
 
+    def handle_completion(self, *args: Any, **kwargs: Any) -> None:
+        self.wfile = output = CompletionOutput(self)
+        with output.beating() if self.stream and self.beats else nullcontext():
+            super().handle_completion(*args, **kwargs)
+
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        if status_code == 404:
+        error = sys.exc_info()[1]
+        if status_code == 404 and isinstance(error, Exception):
             # Stock answers 404 to whatever `generate` raises, from within its `except`.
-            status_code = getattr(sys.exc_info()[1], "status", 404)
+            self.failure, status_code = error, getattr(error, "status", 404)
         super()._set_completion_headers(status_code)
         if status_code == 503:
             self.send_header("Retry-After", str(RETRY_AFTER_S))

@@ -128,6 +128,7 @@ PATCHES: tuple[Patch, ...] = (
             Signature("_run_http_server", f"(host, port, response_generator, {_SERVER_ARGUMENTS})"),
             Signature("APIHandler.handle_chat_completions", "(self)"),
             Signature("APIHandler.handle_text_completions", "(self)"),
+            Signature("APIHandler.handle_completion", "(self, request, stop_words)"),
             Signature("APIHandler._set_completion_headers", "(self, status_code=200)"),
             Signature("APIHandler._set_stream_headers", "(self, status_code=200)"),
             Signature(

@@ -283,6 +283,6 @@ def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
     ],
 )
 def test_errors(status: int, kind: str) -> None:
-    error = MessagesAPI().error(status, "Why.")
+    error = MessagesAPI().error(status, "Why.", None)
     assert error == {"type": "error", "error": {"type": kind, "message": "Why."}}
-    assert MessagesReply("m", marks_cache=False).fail(status, "Why.") == [error]
+    assert MessagesReply("m", marks_cache=False).fail(status, "Why.", None) == [error]

@@ -199,7 +199,7 @@ def test_ends() -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 15,
     }
-    (failed,) = reply_to().fail(503, "The server ends.")
+    (failed,) = reply_to().fail(503, "The server ends.", None)
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "The server ends."}
 
@@ -208,5 +208,5 @@ def test_ends() -> None:
     ("status", "kind"), [(400, "invalid_request_error"), (503, "server_error")]
 )
 def test_errors(status: int, kind: str) -> None:
-    error = ResponsesAPI().error(status, "Why.")["error"]
+    error = ResponsesAPI().error(status, "Why.", None)["error"]
     assert error == {"message": "Why.", "type": kind, "param": None, "code": None}

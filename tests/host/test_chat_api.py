@@ -3,181 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from threading import Thread
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
-from mlx_lm_kvpersist.host import chat_api, chat_output, http_server, request_checks
-from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host import completion_output, http_server, request_checks
 from mlx_lm_kvpersist.host.probes import ARGS
-from mlx_lm_kvpersist.host.routes import Route
 from tests.support.host import plugged
 
+from .words import WordsServer, events, request
+
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-
-
-class WordsReply:
-    """An API that has a word for everything."""
-
-    def __init__(self) -> None:
-        self.content = ""
-
-    def begin(self, n_prompt: int, n_cached: int) -> list[dict[str, Any]]:
-        return [{"type": "begin", "prompt": n_prompt}]
-
-    def add(self, delta: Any) -> list[dict[str, Any]]:
-        self.content += delta.get("content") or ""
-        return [{"type": "word", "word": delta["content"]}] if delta.get("content") else []
-
-    def end(self, finish_reason: str, stop_word: Any, usage: Any) -> list[dict[str, Any]]:
-        return [{"type": "end", "why": finish_reason, "tokens": usage["prompt_tokens"]}]
-
-    def beat(self) -> list[dict[str, Any]]:
-        return [{"type": "beat"}]
-
-    def fail(self, status: int, message: str) -> list[dict[str, Any]]:
-        return [{"type": "failed", "status": status, "why": message}]
-
-    def whole(self) -> dict[str, Any]:
-        return {"words": self.content}
-
-
-class WordsAPI:
-    def translate(self, body: dict[str, Any], headers: Any) -> Any:
-        chat = {"messages": [{"role": "user", "content": body["say"]}]}
-        return SimpleNamespace(
-            chat_body=chat, tools=[], stream=body.get("stream", False), reply=WordsReply()
-        )
-
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        return {"oh": message, "status": status}
-
-
-class WordsPlugin:
-    """Serves the API, and adds a header to every completion."""
-
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-
-    @hookimpl
-    def routes(self) -> list[Route]:
-        return [Route("POST", "/words", lambda handler: chat_api.serve(handler, WordsAPI()))]
-
-    @hookimpl
-    def response_headers(self, request: Any) -> list[tuple[str, str]]:
-        return [("X-Words", "yes")]
-
-    @hookimpl
-    def reply_sent(self, request: Any, content: str, reasoning: str, tool_calls: Any) -> None:
-        self.sent.append(content)
-
-
-class WordsGenerator:
-    """The part of the server's generator that its handler uses: says words, or fails."""
-
-    def __init__(self, server: ModuleType) -> None:
-        self.cli_args, self.is_healthy = ARGS, True
-        self.model_provider = SimpleNamespace(model_key=("m",), cli_args=ARGS)
-        self._states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
-        self.wait_s = self.pause_s = 0.0
-        self.error: Exception | None = None
-        self.breaks: Exception | None = None
-        self.n_said = 0
-
-    def stop_and_join(self) -> None: ...
-
-    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
-        time.sleep(self.wait_s)
-        if self.error is not None:
-            raise self.error
-        context = SimpleNamespace(
-            prompt=[1, 2, 3], prompt_cache_count=1, text_sm=self._states, tool_parser=None
-        )
-        context.has_tool_calling = context.has_thinking = False
-        context.initial_state, context.stop = "normal", lambda: None
-        return context, self._say(args.max_tokens)
-
-    def _say(self, n: int) -> Iterator[Any]:
-        for i in range(n):
-            time.sleep(self.pause_s)
-            if self.breaks is not None and i == 1:
-                raise self.breaks
-            self.n_said += 1
-            said = SimpleNamespace(text=f"{i} ", token=i, logprob=0.0, finish_reason=None)
-            said.top_tokens, said.state, said.match = (), "normal", None
-            said.finish_reason = "length" if i == n - 1 else None
-            yield said
-
-
-class WordsServer:
-    """The server's own handler on a real socket pair, with a generator of ours."""
-
-    def __init__(self, server: ModuleType) -> None:
-        self.server = server
-        self.generator = WordsGenerator(server)
-        self.plugin = WordsPlugin()
-
-    def connect(self) -> tuple[socket.socket, Thread]:
-        theirs, ours = socket.socketpair()
-        theirs.settimeout(20)
-
-        class OneConnection:
-            def __init__(self, address: Any, make_handler: Any) -> None:
-                self.make_handler = make_handler
-
-            def serve_forever(self) -> None:
-                try:
-                    self.make_handler(ours, ("127.0.0.1", 0), self)
-                finally:
-                    ours.close()
-
-        def serve() -> None:
-            self.server._run_http_server("127.0.0.1", 0, self.generator, OneConnection)
-
-        thread = Thread(target=serve)
-        thread.start()
-        return theirs, thread
-
-    def ask(self, sent: bytes, *, end: bool = False) -> tuple[int, dict[str, str], str]:
-        """Return status, headers and body of the answer to what is sent."""
-        with plugged(self.plugin):
-            theirs, thread = self.connect()
-            with theirs:
-                theirs.sendall(sent)
-                if end:
-                    theirs.shutdown(socket.SHUT_WR)
-                answer = b""
-                while part := theirs.recv(1 << 16):
-                    answer += part
-            thread.join(20)
-        head, _, body = answer.decode().partition("\r\n\r\n")
-        status, *lines = head.split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines)
-        return int(status.split()[1]), headers, body
-
-    def post(self, body: Any) -> tuple[int, dict[str, str], str]:
-        return self.ask(request(json.dumps(body).encode()))
-
-
-def request(payload: bytes, length: Any = None) -> bytes:
-    n_bytes = len(payload) if length is None else length
-    return f"POST /words?a=b HTTP/1.1\r\nContent-Length: {n_bytes}\r\n\r\n".encode() + payload
-
-
-def events(body: str) -> list[dict[str, Any]]:
-    read = []
-    for event in body.removesuffix("\n\n").split("\n\n"):
-        name, content = event.split("\n")
-        read.append(json.loads(content.removeprefix("data: ")))
-        assert name == f"event: {read[-1]['type']}"
-    return read
 
 
 @pytest.fixture
@@ -242,10 +81,22 @@ def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.Monk
 def test_an_error_before_the_reply_has_its_status(words: WordsServer, stream: bool) -> None:
     words.generator.error = RequestRefused("no such agent", 413)
     status, headers, body = words.post({"say": "x", "stream": stream})
-    assert (status, json.loads(body)) == (413, {"oh": "no such agent", "status": 413})
+    assert (status, json.loads(body)) == (
+        413,
+        {"oh": "no such agent", "status": 413, "code": None},
+    )
     assert "X-Words" not in headers
     words.generator.error = RuntimeError("no such model")
     assert words.post({"say": "x", "stream": stream})[0] == 404  # as stock has it
+
+
+def test_an_error_with_a_code_stands_where_clients_look_for_it(words: WordsServer) -> None:
+    words.generator.error = RequestRefused("too long", code="context_length_exceeded")
+    status, _, body = words.post({"say": "x", "stream": True})
+    *_, failed = events(body)
+    assert (status, failed["type"], failed["code"]) == (200, "failed", "context_length_exceeded")
+    status, _, body = words.post({"say": "x", "stream": False})
+    assert (status, json.loads(body)["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -267,8 +118,8 @@ def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
 def test_headers_and_beats_while_nothing_comes(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_output, "HEADERS_AFTER_S", 0.1)
-    monkeypatch.setattr(chat_output, "BEAT_S", 0.2)
+    monkeypatch.setattr(completion_output, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(completion_output, "BEAT_S", 0.2)
     words.generator.wait_s = 0.8
     _, headers, body = words.post({"say": "x", "stream": True})
     kinds = [event["type"] for event in events(body)]
@@ -279,7 +130,7 @@ def test_headers_and_beats_while_nothing_comes(
     status, _, body = words.post({"say": "x", "stream": True})
     assert (status, events(body)[-1]) == (
         200,
-        {"type": "failed", "status": 400, "why": "no such agent"},
+        {"type": "failed", "status": 400, "why": "no such agent", "code": None},
     )
 
 

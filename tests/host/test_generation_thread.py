@@ -64,7 +64,7 @@ def test_a8_a_dead_generation_thread_ends_the_server(
         assert int(found[1]["retry-after"]) > 0
         assert "RuntimeError: ended by a test" in json.loads(found[2])["error"]
     assert health[0] == 503
-    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]
     assert status == 1
     assert server.log.splitlines()[-1] == (
         "mlx_lm.server --plugin echo --plugin failing: the server ends: its generation thread "
@@ -99,4 +99,4 @@ def test_a_server_that_is_stopped_answers_whoever_waits(
         streamed = InThread(lambda: list(events))
         assert server.terminate(25.0) == 0
         streamed.join(5)
-    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]

@@ -140,7 +140,7 @@ def train_tokenizer(
         "eos_token": eos_token,
         "pad_token": pad_token,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 1 << 20,
+        "model_max_length": int(1e30),  # as tokenizers state that they have no limit
     }
     if kind != "byte-level":
         config["unk_token"] = "<unk>"

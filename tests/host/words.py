@@ -1,0 +1,180 @@
+"""An API of words, and the server's own handler with a generator that says them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from threading import Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from mlx_lm_kvpersist.host import chat_api
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.routes import Route
+from tests.support.host import plugged
+
+
+class WordsReply:
+    """An API that has a word for everything."""
+
+    def __init__(self) -> None:
+        self.content = ""
+
+    def begin(self, n_prompt: int, n_cached: int) -> list[dict[str, Any]]:
+        return [{"type": "begin", "prompt": n_prompt}]
+
+    def add(self, delta: Any) -> list[dict[str, Any]]:
+        self.content += delta.get("content") or ""
+        return [{"type": "word", "word": delta["content"]}] if delta.get("content") else []
+
+    def end(self, finish_reason: str, stop_word: Any, usage: Any) -> list[dict[str, Any]]:
+        return [{"type": "end", "why": finish_reason, "tokens": usage["prompt_tokens"]}]
+
+    def beat(self) -> list[dict[str, Any]]:
+        return [{"type": "beat"}]
+
+    def fail(self, status: int, message: str, code: str | None) -> list[dict[str, Any]]:
+        return [{"type": "failed", "status": status, "why": message, "code": code}]
+
+    def whole(self) -> dict[str, Any]:
+        return {"words": self.content}
+
+
+class WordsAPI:
+    refuses_in_stream = True
+
+    def translate(self, body: dict[str, Any], headers: Any) -> Any:
+        chat = {"messages": [{"role": "user", "content": body["say"]}]}
+        return SimpleNamespace(
+            chat_body=chat, tools=[], stream=body.get("stream", False), reply=WordsReply()
+        )
+
+    def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
+        return {"oh": message, "status": status, "code": code}
+
+
+class WordsPlugin:
+    """Serves the API, and adds a header to every completion."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [Route("POST", "/words", lambda handler: chat_api.serve(handler, WordsAPI()))]
+
+    @hookimpl
+    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+        return [("X-Words", "yes")]
+
+    @hookimpl
+    def reply_sent(self, request: Any, content: str, reasoning: str, tool_calls: Any) -> None:
+        self.sent.append(content)
+
+
+class WordsGenerator:
+    """The part of the server's generator that its handler uses: says words, or fails."""
+
+    def __init__(self, server: ModuleType) -> None:
+        self.cli_args, self.is_healthy = ARGS, True
+        self.model_provider = SimpleNamespace(model_key=("m",), cli_args=ARGS)
+        self._states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
+        self.wait_s = self.pause_s = 0.0
+        self.progress: tuple[int, int] | None = None
+        self.error: Exception | None = None
+        self.breaks: Exception | None = None
+        self.n_said = 0
+
+    def stop_and_join(self) -> None: ...
+
+    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
+        time.sleep(self.wait_s)
+        if self.error is not None:
+            raise self.error
+        context = SimpleNamespace(
+            prompt=[1, 2, 3], prompt_cache_count=1, text_sm=self._states, tool_parser=None
+        )
+        context.has_tool_calling = context.has_thinking = False
+        context.initial_state, context.stop = "normal", lambda: None
+        return context, self._say(args.max_tokens, progress_callback)
+
+    def _say(self, n: int, progress_callback: Any) -> Iterator[Any]:
+        for i in range(n):
+            if self.progress is not None and i == 0:
+                time.sleep(self.pause_s)
+                progress_callback(*self.progress)
+            time.sleep(self.pause_s)
+            if self.breaks is not None and i == 1:
+                raise self.breaks
+            self.n_said += 1
+            said = SimpleNamespace(text=f"{i} ", token=i, logprob=0.0, finish_reason=None)
+            said.top_tokens, said.state, said.match = (), "normal", None
+            said.finish_reason = "length" if i == n - 1 else None
+            yield said
+
+
+class WordsServer:
+    """The server's own handler on a real socket pair, with a generator of ours."""
+
+    def __init__(self, server: ModuleType) -> None:
+        self.server = server
+        self.generator = WordsGenerator(server)
+        self.plugin = WordsPlugin()
+
+    def connect(self) -> tuple[socket.socket, Thread]:
+        theirs, ours = socket.socketpair()
+        theirs.settimeout(20)
+
+        class OneConnection:
+            def __init__(self, address: Any, make_handler: Any) -> None:
+                self.make_handler = make_handler
+
+            def serve_forever(self) -> None:
+                try:
+                    self.make_handler(ours, ("127.0.0.1", 0), self)
+                finally:
+                    ours.close()
+
+        def serve() -> None:
+            self.server._run_http_server("127.0.0.1", 0, self.generator, OneConnection)
+
+        thread = Thread(target=serve)
+        thread.start()
+        return theirs, thread
+
+    def ask(self, sent: bytes, *, end: bool = False) -> tuple[int, dict[str, str], str]:
+        """Return status, headers and body of the answer to what is sent."""
+        with plugged(self.plugin):
+            theirs, thread = self.connect()
+            with theirs:
+                theirs.sendall(sent)
+                if end:
+                    theirs.shutdown(socket.SHUT_WR)
+                answer = b""
+                while part := theirs.recv(1 << 16):
+                    answer += part
+            thread.join(20)
+        head, _, body = answer.decode().partition("\r\n\r\n")
+        status, *lines = head.split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        return int(status.split()[1]), headers, body
+
+    def post(self, body: Any, path: str = "/words?a=b") -> tuple[int, dict[str, str], str]:
+        return self.ask(request(json.dumps(body).encode(), path=path))
+
+
+def request(payload: bytes, length: Any = None, path: str = "/words?a=b") -> bytes:
+    n_bytes = len(payload) if length is None else length
+    return f"POST {path} HTTP/1.1\r\nContent-Length: {n_bytes}\r\n\r\n".encode() + payload
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    read = []
+    for event in body.removesuffix("\n\n").split("\n\n"):
+        *_, name, content = event.split("\n")  # comments stand before them
+        read.append(json.loads(content.removeprefix("data: ")))
+        assert name == f"event: {read[-1]['type']}"
+    return read
