@@ -52,21 +52,21 @@ TIMES_BASELINE = 5.0
 # Of tokenizers, one kind: with all four the tests of matching take a minute.
 _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
 _ONE_KIND = ["-k", "not sentencepiece and not bos"]
-_LOOKUP = ["tests/request/test_reuse_policy.py", "tests/request/test_lookup.py", *_ONE_KIND]
+_LOOKUP = ["tests/request/test_reuse_policy.py", "tests/request/test_lookup.py"]
 _FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
 _ALLOCATION = ["tests/cache/test_allocation.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
     "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
     "cache/divergence": _ALLOCATION,
-    "cache/kept_allocation": [*_ALLOCATION, "tests/request/test_loading.py"],
-    "cache/kept_file": [*_ALLOCATION, "tests/cache/test_calibration.py"],
-    "cache/observe": ["tests/cache/test_spec.py", "tests/cache/test_attention.py"],
+    "cache/kept_allocation": [*_ALLOCATION, "-k", "kept or taken or layouts or chosen"],
+    "cache/kept_file": ["tests/cache/test_calibration.py", *_ALLOCATION, "-k", "kept or file"],
+    "cache/observe": ["tests/cache/test_spec.py", "tests/cache/test_calibration.py"],
     "cache/packed": [
         *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),
         "tests/cache/test_precision.py",
     ],
-    "cache/probe": ["tests/cache/test_spec.py", "tests/cache/test_schedules.py"],
+    "cache/probe": ["tests/cache/test_spec.py", "tests/cache/test_precision.py"],
     "cache/quantized": ["tests/cache/test_quantized.py", "tests/cache/test_attention.py"],
     "cache/sample": _ALLOCATION,
     "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
@@ -74,11 +74,11 @@ TESTS = {
     "match/text": _MATCHING,
     "match/tree": _MATCHING,
     "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
-    "request/insert": ["tests/request/test_checkpoints.py", *_LOOKUP],
-    "request/lookup": ["tests/request/test_prefetch.py", *_LOOKUP],
+    "request/insert": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
+    "request/lookup": [*_LOOKUP, "tests/request/test_prefetch.py", *_ONE_KIND],
     "request/model": ["tests/request/test_loading.py"],
-    "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP],
-    "request/restore": ["tests/request/test_checkpoints.py", *_LOOKUP],
+    "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
+    "request/restore": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
     "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
     "store/files": [
         *("tests/store/test_files.py", "tests/store/test_part_files.py"),

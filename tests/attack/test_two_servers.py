@@ -225,7 +225,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
 @pytest.mark.parametrize(
     ("setting", "n_exchanges", "n_checked"),
     [
-        (SMALL, 80, 10),
+        (SMALL, 50, 8),
         pytest.param(SMALL, 400, 30, marks=pytest.mark.slow),
         pytest.param(LARGE, 200, 40, marks=pytest.mark.slow),
     ],

@@ -137,11 +137,16 @@ def spread(start: int, stop: int, n_positions: int = 60) -> list[int]:
     return sorted({start + last * n // (n_positions - 1) for n in range(n_positions)})
 
 
-def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine) -> None:
+FEW_OR_MANY = pytest.mark.parametrize("n", [25, pytest.param(120, marks=pytest.mark.slow)])
+"""How many places of a file are damaged, one after another."""
+
+
+@FEW_OR_MANY
+def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine, n: int) -> None:
     content = exported.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     bad = exported.with_name("bad.safetensors")
-    for position in [*range(8), *spread(8, header, 120), *spread(header, len(content))]:
+    for position in [*range(8), *spread(8, header, n), *spread(header, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
@@ -338,13 +343,14 @@ def test_a_damaged_part_is_not_exported(run: CommandLine, with_parts: Path) -> N
     assert not path.exists()
 
 
+@FEW_OR_MANY
 def test_flipped_bits_and_truncations_with_parts_are_refused(
-    exported_parts: Path, other: CommandLine
+    exported_parts: Path, other: CommandLine, n: int
 ) -> None:
     content = exported_parts.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     bad = exported_parts.with_name("bad.safetensors")
-    for position in [*spread(8, header, 80), *spread(len(content) - 90_000, len(content), 80)]:
+    for position in [*spread(8, header, n), *spread(len(content) - 90_000, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)

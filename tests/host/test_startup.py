@@ -32,6 +32,8 @@ def test_every_form_shows_the_plugins_options(
 ) -> None:
     done = environment.run(*form, "--plugin", "echo", "--help")
     assert done.returncode == 0, done.stderr
+    if form == FORMS["python -m mlx_lm.server"]:  # stock's own main block is run
+        assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprec")
     assert "\nplugins:\n  --plugin NAME" in done.stdout
     assert "Installed: echo, failing, kvpersist, misspelt, wrong" in " ".join(done.stdout.split())
     assert "\necho:\n  Records what it is asked.\n\n  --echo-file ECHO_FILE" in done.stdout
@@ -44,11 +46,6 @@ def test_a_symbolic_link_to_the_script_works_as_the_script_does(environment: Env
     done = environment.run(link, "--plugin", "echo", "--help")
     link.unlink()
     assert "--echo-file" in done.stdout, done.stderr
-
-
-def test_dash_m_keeps_stocks_own_main_block(environment: Environment) -> None:
-    done = environment.run("python", "-m", "mlx_lm.server", "--plugin=echo", "--help")
-    assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprecated.")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +100,20 @@ def test_c9_a_launcher_of_ones_own_installs_the_plugin(
     launcher.write_text(code, encoding="utf-8")
     done = without_pth.run("python", launcher, "--help")
     assert "--kvpersist-dir" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[] if name == "main first" else [pytest.mark.slow])
+        for name, code in LAUNCHERS.items()
+    ],
+)
+def test_c9_the_command_line_of_a_launcher_goes_first(
+    without_pth: Environment, tmp_path: Path, code: str
+) -> None:
+    launcher = tmp_path / "serve.py"
+    launcher.write_text(code, encoding="utf-8")
     other = without_pth.run("python", launcher, "--plugin", "echo", "--help")
     assert "--echo-file" in other.stdout and "--kvpersist-dir" not in other.stdout
 

@@ -4,10 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.match.text import TokenText
 from tests.support.synthetic import train_tokenizer
+
+EXAMPLES = settings(max_examples=40)
+"""Of a property, for each kind of tokenizer."""
 
 KINDS = ["byte-level", "byte-level-bos", "sentencepiece", "sentencepiece-legacy"]
 

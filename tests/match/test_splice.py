@@ -9,10 +9,12 @@ from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_text, splice
 
+from .conftest import EXAMPLES
 from .test_tree import sequences, token_text_id
 from .tree_in_memory import ROOT, MemoryTree
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, data: Any) -> None:
     """Whatever was sampled before, the spliced prompt decodes to what the client asked for."""
@@ -79,6 +81,7 @@ def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenTex
     assert result is not None and result.ids == prompt and result.n_stored == 7
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
     tokenizer: Any, token_text: TokenText, data: Any

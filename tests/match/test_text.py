@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_lm_kvpersist.match.text import REPLACEMENT, TokenText, _sentencepiece_piece
 
+from .conftest import EXAMPLES
+
 TEXTS = ["Hello world", "Grüße, 世界 🎉!\n\n  tabs\tand  spaces ", '{"a": [1, 2.5, "ü"]}', "é" * 9]
 
 
@@ -48,6 +50,7 @@ def with_holes(tokenizer: Any, ids: dict[str, int]) -> Any:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=changed))
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_a5_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
     tokenizer: Any, token_text: TokenText, data: Any
@@ -69,6 +72,7 @@ def test_a5_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
     assert not text.covers([*ids, hole])
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_feeding_in_parts_equals_decoding_the_whole(token_text: TokenText, data: Any) -> None:
     ids = data.draw(st.lists(st.integers(0, 599), max_size=40))

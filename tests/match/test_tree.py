@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 
+from .conftest import EXAMPLES
 from .tree_in_memory import ROOT, MemoryTree
 
 SENTENCES = ["Grüße, 世界 🎉", " and so on", "\n\n", "naïve café", "🎉🎊", "abc abd", " ", "  x"]
@@ -38,6 +39,7 @@ def longest_by_trying(stored: list[list[int]], text: str, tokens: TokenText) -> 
     return best
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: Any) -> None:
     tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
@@ -52,6 +54,7 @@ def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: A
     assert match.n_chars == longest_by_trying(stored, text, token_text)
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_finds_the_longest_prefix_of_ids(tokenizer: Any, token_text: TokenText, data: Any) -> None:
     tree = MemoryTree(token_text, block_tokens=4)
@@ -122,6 +125,7 @@ def test_common_prefix(equal: int) -> None:
     assert common_prefix(content, prompt, 2) == equal
 
 
+@EXAMPLES
 @given(data=st.data())
 def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: Any) -> None:
     """Neither the text around the unknown token nor what stands for it matches."""

@@ -17,6 +17,7 @@ import pytest
 from mlx_lm_kvpersist.match.block import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
+from mlx_lm_kvpersist.store import index as index_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.index import Index, Leaf, StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
@@ -260,15 +261,21 @@ def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
 # What a client may make of it.
 
 
-def test_no_more_than_10_000_replies_are_remembered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_d_no_more_than_10_000_replies_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    assert index_module._MAX_REPLIES == 10_000
+    monkeypatch.setattr(index_module, "_MAX_REPLIES", most)
     index = Index(tmp_path / "index.sqlite")
-    for n in range(10_050):
+    for n in range(most + 50):
         reply = StoredReply(n.to_bytes(4, "big"), b"ids")
         index.commit_turn(Turn(ROOT, (), replies=(reply,)))
     (n_replies,) = index._db.execute("SELECT count(*) FROM replies").fetchone()
-    assert n_replies == 10_000
-    assert index.reply_ids(ROOT.key, (0).to_bytes(4, "big")) is None
-    assert index.reply_ids(ROOT.key, (10_049).to_bytes(4, "big")) == b"ids"
+    assert n_replies == most
+    assert index.reply_ids(ROOT.key, (49).to_bytes(4, "big")) is None
+    assert index.reply_ids(ROOT.key, (50).to_bytes(4, "big")) == b"ids"
+    assert index.reply_ids(ROOT.key, (most + 49).to_bytes(4, "big")) == b"ids"
     index.close()
 
 
