@@ -86,7 +86,7 @@ class ReusePolicy:
             return 0, None  # a template's first words; nothing of the conversation is stored
         blocks = [block for block in match.path if block.start < n_tokens]
         reason = None
-        if spec.any_prefix and blocks and not self._worth_it(blocks[-1:], n_tokens, store, spec):
+        if spec.any_prefix and not self._worth_it(blocks[-1:], n_tokens, store, spec):
             # A whole block must be read for the few of its tokens that are of use.
             n_tokens, reason = blocks.pop().start, Reason.NOT_WORTH_IT
         if blocks and not self._worth_it(blocks, n_tokens, store, spec):
@@ -110,9 +110,9 @@ def _branch_chars(match: Match, store: BlockStore) -> int:
     """Return the characters of the branch that a match lies on, followed to one of its ends."""
     path = list(match.path)
     while path:
-        # Each begins where its parent ends; a damaged index may go round in circles.
+        # Each begins where its parent ends, so the circles of a damaged index are not followed.
         found = store.children(path[-1].key, limit=FEW)
-        children = [block for block in found if block.start == path[-1].stop > path[-1].start]
+        children = [block for block in found if block.start == path[-1].stop]
         if not children:
             break
         path.append(max(children, key=lambda block: len(block.text)))

@@ -60,11 +60,15 @@ def tokens_to_reuse(
     n_tokens: int,
     block_s: float,
     spec: ModelCacheSpec = PLAIN,
+    hot_s: float = 0.001,
 ) -> tuple[int, Reason | None]:
-    """Ask a policy that prefills 1,000 tokens a second, and reads a block in `block_s`."""
+    """Ask a policy that prefills 1,000 tokens a second, and reads a block in `block_s`.
+
+    From RAM a block takes `hot_s`.
+    """
     policy = ReusePolicy()
     policy.prefill.per_s = 1000.0
-    policy.from_ram.per_s = BLOCK_BYTES / 0.001
+    policy.from_ram.per_s = BLOCK_BYTES / hot_s
     policy.from_disk.per_s = BLOCK_BYTES / block_s
     match = Match(tuple(nodes), n_tokens, 0, False)
     return policy.tokens_to_reuse(match, n_tokens, store, spec)
@@ -101,6 +105,16 @@ def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
     assert tokens_to_reuse(store, nodes, 256 + 50, 0.2) == (306, None)
 
 
+def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    keep_hot(store, nodes)
+    assert tokens_to_reuse(store, nodes, 306, 0.1, hot_s=0.1) == (256, Reason.NOT_WORTH_IT)
+    assert tokens_to_reuse(store, nodes, 406, 0.1, hot_s=0.1) == (406, None)
+    # Two blocks and a window of as many bytes: 300 ms.
+    assert tokens_to_reuse(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
+    assert tokens_to_reuse(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
+
+
 def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
     assert WINDOWED.bytes_per_checkpoint == BLOCK_BYTES
@@ -108,7 +122,7 @@ def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
     assert tokens_to_reuse(store, nodes, 310, 0.1, WINDOWED) == (310, None)
     assert tokens_to_reuse(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
     keep_hot(store, nodes)
-    assert tokens_to_reuse(store, nodes, 290, 0.1, WINDOWED) == (290, None)
+    assert tokens_to_reuse(store, nodes, 290, 100.0, WINDOWED) == (290, None)
     assert tokens_to_reuse(store, nodes, 2, 0.1, WINDOWED) == (0, None)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from mlx_lm_kvpersist.store.budget import Space, StoreLimits, WriteMeter
+from mlx_lm_kvpersist.store.budget import Space, StoreLimits, WriteMeter, free_bytes
 
 
 def test_free_space_is_mentioned_once_it_is_below_the_floor() -> None:
@@ -16,6 +17,10 @@ def test_free_space_is_mentioned_once_it_is_below_the_floor() -> None:
         "/store (0 B of 2.0 GiB, 5.0 GiB free; "
         "less than the 5.0 GiB of --kvpersist-min-free, so nothing new is stored)"
     )
+
+
+def test_free_space_is_that_of_the_volume(tmp_path: Path) -> None:
+    assert 0 < free_bytes(tmp_path) <= shutil.disk_usage(tmp_path).total
 
 
 def test_no_floor_and_no_hourly_limit_unless_asked_for() -> None:
