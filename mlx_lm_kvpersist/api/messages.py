@@ -8,46 +8,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from email.message import Message as Headers
 from typing import Any
 
 from ..error_forms import anthropic_error
+from ..errors import RequestRefused
 from ..fields import refuse, require, require_object, require_objects, require_text
+from .chat_request import (
+    ChatRequest,
+    Message,
+    Part,
+    function,
+    image_part,
+    is_stream,
+    max_tokens,
+    readable,
+    text_part,
+)
 from .messages_reply import MessagesReply
 from .session_keys import is_kept
-
-Message = dict[str, Any]
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 HELLO_PATHS = ("/", "/api/hello")
 """Claude Code asks for the head of one of them to see whether a server is there."""
 
-_MAX_TOKENS = 2**31 - 1
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
-@dataclass(frozen=True)
-class MessagesRequest:
-    """A request as a chat completion, and the reply that it will get.
-
-    `tools` has those with `defer_loading`, too. They are not in the chat completion's list, which
-    stands in front of all messages: a tool that is loaded is rendered where its reference stands.
-    """
-
-    chat_body: dict[str, Any]
-    tools: list[dict[str, Any]]
-    stream: bool
-    reply: MessagesReply
-
-
 class MessagesAPI:
-    """Messages and chat completions, one in terms of the other."""
+    """Messages and chat completions, one in terms of the other.
+
+    Tools with `defer_loading` are not in the chat completion's list, which stands in front of all
+    messages: a tool that is loaded is rendered where its reference stands.
+    """
 
     refuses_in_stream = False
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> MessagesRequest:
+    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest[MessagesReply]:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
@@ -58,10 +56,7 @@ class MessagesAPI:
             if body.get(name) is not None:
                 chat[name] = body[name]
         if body.get("max_tokens") is not None:
-            n = body["max_tokens"]
-            is_number = isinstance(n, int) and not isinstance(n, bool)
-            require(is_number, "max_tokens", n, "an integer")
-            chat["max_tokens"] = min(max(n, 1), _MAX_TOKENS)
+            chat["max_tokens"] = max_tokens("max_tokens", body["max_tokens"])
         if body.get("stop_sequences"):
             words = body["stop_sequences"]
             require(isinstance(words, list), "stop_sequences", words, "a list of texts")
@@ -72,11 +67,12 @@ class MessagesAPI:
         thinking = body.get("thinking")
         if thinking is not None and require_object("thinking", thinking).get("type") == "disabled":
             chat["chat_template_kwargs"] = {"enable_thinking": False}
-        stream = body.get("stream") or False
-        require(isinstance(stream, bool), "stream", stream, "a boolean")
+        choice = body.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") == "none":
+            chat["tool_choice"] = "none"
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
-        return MessagesRequest(chat, [tool for tool, _ in tools.values()], stream, reply)
+        return ChatRequest(chat, [tool for tool, _ in tools.values()], is_stream(body), reply)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -98,13 +94,8 @@ def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
             continue
         name = require_text(f"tools[{i}].name", tool.get("name"))
-        function: dict[str, Any] = {"name": name}
-        if tool.get("description") is not None:
-            function["description"] = require_text(f"tools[{i}].description", tool["description"])
-        function["parameters"] = require_object(
-            f"tools[{i}].input_schema", tool.get("input_schema")
-        )
-        yield name, ({"type": "function", "function": function}, bool(tool.get("defer_loading")))
+        made = function(f"tools[{i}]", name, tool, "input_schema")
+        yield name, (made, bool(tool.get("defer_loading")))
 
 
 def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> Iterator[Message]:
@@ -140,35 +131,34 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
     blocks = _blocks(name, content)
     for i, block in enumerate(blocks):
         require(block.get("type") == "text", f"{name}[{i}].type", block.get("type"), '"text"')
-    return [_text_part(f"{name}[{i}]", block) for i, block in enumerate(blocks)]
-
-
-def _text_part(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "text", "text": require_text(f"{name}.text", block.get("text"))}
+    return [text_part(f"{name}[{i}].text", block.get("text")) for i, block in enumerate(blocks)]
 
 
 def _assistant(name: str, content: Any) -> Message:
-    """Return the message that a chat client would send back for the same reply."""
+    """Return the message that a chat client would send back for the same reply.
+
+    Of what other servers did by themselves, such as a search, the text is left.
+    """
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for i, block in enumerate(_blocks(name, content)):
+    for i, block in enumerate(_blocks(name, content if content is not None else [])):
         place, kind = f"{name}[{i}]", block.get("type")
         if kind == "text":
-            texts.append(require_text(f"{place}.text", block.get("text")))
+            texts.append(require_text(f"{place}.text", block.get("text") or ""))
         elif kind == "thinking":
-            thoughts.append(require_text(f"{place}.thinking", block.get("thinking", "")))
+            thoughts.append(require_text(f"{place}.thinking", block.get("thinking") or ""))
         elif kind == "tool_use":
-            function = {
+            given = block.get("input")
+            given = require_object(f"{place}.input", {} if given is None else given)
+            called = {
                 "name": require_text(f"{place}.name", block.get("name")),
-                "arguments": json.dumps(
-                    require_object(f"{place}.input", block.get("input")), ensure_ascii=False
-                ),
+                "arguments": json.dumps(given, ensure_ascii=False),
             }
             call_id = require_text(f"{place}.id", block.get("id"))
-            calls.append({"id": call_id, "type": "function", "function": function})
-        elif kind != "redacted_thinking":
-            refuse(f"{place}.type", kind, '"text", "thinking" or "tool_use"')
+            calls.append({"id": call_id, "type": "function", "function": called})
+        else:
+            texts.append(require_text(f"{place}.text", readable(block)))
     message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -185,13 +175,13 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
-    parts: list[dict[str, Any]] = []
-    images: list[dict[str, Any]] = []
+    parts: list[Part] = []
+    images: list[Part] = []
     blocks = _blocks(name, content)
     for i, block in enumerate(blocks):
         place = f"{name}[{i}]"
         if block.get("type") != "tool_result":
-            parts.append(_part(place, block))
+            parts += _parts(place, block)
             continue
         if parts:
             yield {"role": "user", "content": parts}
@@ -205,40 +195,79 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
         yield {"role": "user", "content": images + parts}
 
 
-def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the parts of a tool's result; a reference to a tool is the tool itself."""
-    parts: list[dict[str, Any]] = []
+def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a tool's result; a reference to a tool is the tool itself.
+
+    Nothing in it is refused that can be left out: it comes again with every turn.
+    """
+    parts: list[Part] = []
     for i, block in enumerate(_blocks(name, content if content is not None else [])):
-        if block.get("type") != "tool_reference":
-            parts.append(_part(f"{name}[{i}]", block))
+        if block.get("type") == "tool_reference":
+            tool_name = require_text(f"{name}[{i}].tool_name", block.get("tool_name"))
+            if tool_name in tools:  # else it was taken away since
+                tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
+                parts.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
             continue
-        tool_name = require_text(f"{name}[{i}].tool_name", block.get("tool_name"))
-        require(tool_name in tools, f"{name}[{i}].tool_name", tool_name, "the name of a tool")
-        tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
-        parts.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
+        try:
+            parts += _parts(f"{name}[{i}]", block)
+        except RequestRefused:
+            if block.get("type") in ("text", "image"):
+                raise
+            parts.append(text_part(f"{name}[{i}]", f"[{_kind(block)} that cannot be read]"))
     return parts
 
 
-def _part(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block of a user's message, or of a tool's result, as a part of a chat message."""
+def _kind(block: Mapping[str, Any]) -> str:
+    """Return what a block is, such as "document, application/pdf"."""
+    source = block.get("source")
+    media = source.get("media_type") if isinstance(source, dict) else None
+    return ", ".join(each for each in (block.get("type"), media) if isinstance(each, str))
+
+
+def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
+    """Return a block of a user's message, or of a tool's result, as parts of a chat message."""
     kind = block.get("type")
     if kind == "text":
-        return _text_part(name, block)
-    if kind in ("image", "document"):
-        source = require_object(f"{name}.source", block.get("source"))
-        form = source.get("type")
-        if kind == "document" and form == "text":
-            return {"type": "text", "text": require_text(f"{name}.source.data", source.get("data"))}
-        if kind == "image" and form == "url":
-            url = require_text(f"{name}.source.url", source.get("url"))
-            return {"type": "image_url", "image_url": {"url": url}}
-        if kind == "image" and form == "base64":
-            mime = require_text(f"{name}.source.media_type", source.get("media_type"))
-            content = require_text(f"{name}.source.data", source.get("data"))
-            return {"type": "image_url", "image_url": {"url": f"data:{mime};base64,{content}"}}
-        expected = '"base64" or "url"' if kind == "image" else '"text"'
-        refuse(f"{name}.source.type", form, expected)
-    refuse(f"{name}.type", kind, '"text", "image", "document" or "tool_result"')
+        return [text_part(f"{name}.text", block.get("text"))]
+    if kind == "image":
+        return [_image(f"{name}.source", block.get("source"))]
+    if kind == "document":
+        return _document(name, block)
+    if text := readable(block):
+        return [text_part(f"{name}.text", text)]
+    refuse(f"{name}.type", kind, 'text, or "image", "document" or "tool_result"')
+
+
+def _image(name: str, source: Any) -> Part:
+    form = require_object(name, source).get("type")
+    if form == "url":
+        return image_part(require_text(f"{name}.url", source.get("url")))
+    require(form == "base64", f"{name}.type", form, '"base64" or "url"')
+    mime = require_text(f"{name}.media_type", source.get("media_type"))
+    return image_part(f"data:{mime};base64,{require_text(f'{name}.data', source.get('data'))}")
+
+
+def _document(name: str, block: Mapping[str, Any]) -> list[Part]:
+    """Return a document's title, context and text, as far as it has them."""
+    source = require_object(f"{name}.source", block.get("source"))
+    form = source.get("type")
+    heads = [head for head in ("title", "context") if block.get(head) is not None]
+    parts = [
+        text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
+        for head in heads
+    ]
+    if form == "text":
+        return [*parts, text_part(f"{name}.source.data", source.get("data"))]
+    if form == "content":
+        place = f"{name}.source.content"
+        for i, inner in enumerate(_blocks(place, source.get("content"))):
+            require(inner.get("type") != "document", f"{place}[{i}].type", "document", '"text"')
+            parts += _parts(f"{place}[{i}]", inner)
+        return parts
+    if form == "base64":
+        media = source.get("media_type")
+        refuse(f"{name}.source.media_type", media, "a document as text: no other is read")
+    refuse(f"{name}.source.type", form, '"text" or "content"')
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:

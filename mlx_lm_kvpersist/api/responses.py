@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from email.message import Message as Headers
 from typing import Any
 
 from ..error_forms import openai_error
 from ..errors import RequestRefused
-from ..fields import refuse, require, require_object, require_objects, require_text
+from ..fields import refuse, require, require_objects, require_text
+from .chat_request import (
+    ChatRequest,
+    Message,
+    Part,
+    function,
+    image_part,
+    is_stream,
+    max_tokens,
+    readable,
+    text_part,
+)
 from .responses_reply import REASONING_PREFIX, ResponsesReply
 from .session_keys import is_kept
 
-Message = dict[str, Any]
-
 RESPONSES_PATH = "/v1/responses"
 
-_MAX_TOKENS = 2**31 - 1
 _USUAL_TOKENS = 32_768
 """For a request without a limit, as agents send them. Stock's 512 would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
@@ -31,22 +39,12 @@ _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-@dataclass(frozen=True)
-class ResponsesRequest:
-    """A request as a chat completion, and the reply that it will get."""
-
-    chat_body: dict[str, Any]
-    tools: list[dict[str, Any]]
-    stream: bool
-    reply: ResponsesReply
-
-
 class ResponsesAPI:
     """Responses and chat completions, one in terms of the other."""
 
     refuses_in_stream = True  # Codex compacts for a code in `response.failed` only
 
-    def translate(self, body: dict[str, Any], headers: Headers) -> ResponsesRequest:
+    def translate(self, body: dict[str, Any], headers: Headers) -> ChatRequest[ResponsesReply]:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         for name in _STATEFUL:
             if body.get(name):
@@ -60,14 +58,14 @@ class ResponsesAPI:
             chat["tools"] = tools
         chat |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         most = body.get("max_output_tokens")
-        is_number = most is None or (isinstance(most, int) and not isinstance(most, bool))
-        require(is_number, "max_output_tokens", most, "an integer")
-        chat["max_tokens"] = _USUAL_TOKENS if most is None else min(max(most, 1), _MAX_TOKENS)
-        stream = body.get("stream") or False
-        require(isinstance(stream, bool), "stream", stream, "a boolean")
+        chat["max_tokens"] = max_tokens(
+            "max_output_tokens", _USUAL_TOKENS if most is None else most
+        )
+        if body.get("tool_choice") == "none":
+            chat["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
-        return ResponsesRequest(chat, tools, stream, reply)
+        return ChatRequest(chat, tools, is_stream(body), reply)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return openai_error(status, message, code)
@@ -87,15 +85,11 @@ def _tools(
             yield from _tools(f"{name}.tools", tool.get("tools"), inner, names)
         elif tool.get("type") == "function":
             own = require_text(f"{name}.name", tool.get("name"))
-            function: dict[str, Any] = {"name": _full_name(namespace, own)}
-            names[function["name"]] = (namespace, own)
-            if tool.get("description") is not None:
-                function["description"] = require_text(f"{name}.description", tool["description"])
-            parameters = tool.get("parameters")
-            function["parameters"] = require_object(
-                f"{name}.parameters", {} if parameters is None else parameters
-            )
-            yield {"type": "function", "function": function}
+            full = _full_name(namespace, own)
+            names[full] = (namespace, own)
+            if tool.get("parameters") is None:
+                tool = {**tool, "parameters": {}}
+            yield function(name, full, tool, "parameters")
 
 
 def _full_name(namespace: str, name: str) -> str:
@@ -120,14 +114,15 @@ def _messages(body: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> 
     require(isinstance(given, list), "input", given, "text, or a list of items")
     for i, item in enumerate(require_objects("input", given)):
         place, kind = f"input[{i}]", item.get("type", "message")
+        is_call = isinstance(kind, str) and kind.endswith("_call") and "call_id" in item
         if kind == "message" and item.get("role") != "assistant":
             role = item.get("role")
             require(role in _ROLES, f"{place}.role", role, " or ".join(f'"{r}"' for r in _ROLES))
             content = _content(f"{place}.content", item.get("content"))
             messages.append({"role": role, "content": content})
-        elif kind == "function_call_output":
+        elif isinstance(kind, str) and kind.endswith("_call_output"):
             messages += _output(place, item)
-        elif kind in ("message", "reasoning", "function_call"):
+        elif is_call or kind in ("message", "reasoning", "function_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             _add_to_turn(messages[-1], place, item)
@@ -137,47 +132,73 @@ def _messages(body: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> 
     return messages
 
 
-def _content(place: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return content of a message, or a call's output, in a chat message's form."""
+def _content(place: str, content: Any) -> str | list[Part]:
+    """Return content of a message in a chat message's form."""
     if isinstance(content, str):
         return content
     require(isinstance(content, list), place, content, "text, or a list of parts")
-    parts: list[dict[str, Any]] = []
-    for i, part in enumerate(require_objects(place, content)):
-        name, kind = f"{place}[{i}]", part.get("type")
-        if kind in ("input_text", "output_text", "text"):
-            parts.append({"type": "text", "text": require_text(f"{name}.text", part.get("text"))})
-        elif kind == "refusal":
-            text = require_text(f"{name}.refusal", part.get("refusal"))
-            parts.append({"type": "text", "text": text})
-        elif kind == "input_image":
-            url = require_text(f"{name}.image_url", part.get("image_url"))
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            refuse(f"{name}.type", kind, '"input_text", "output_text" or "input_image"')
-    return parts
+    parts = enumerate(require_objects(place, content))
+    return [_part(f"{place}[{i}]", part) for i, part in parts]
+
+
+def _part(name: str, part: Mapping[str, Any]) -> Part:
+    kind = part.get("type")
+    if kind in ("input_text", "output_text", "text"):
+        return text_part(f"{name}.text", part.get("text"))
+    if kind == "refusal":
+        return text_part(f"{name}.refusal", part.get("refusal"))
+    if kind == "input_image":
+        return image_part(require_text(f"{name}.image_url", part.get("image_url")))
+    if kind == "input_file":
+        return text_part(f"{name}.file_data", _file_text(f"{name}.file_data", part))
+    if text := readable(part):
+        return text_part(f"{name}.text", text)
+    refuse(f"{name}.type", kind, '"input_text", "output_text", "input_image" or "input_file"')
+
+
+def _file_text(name: str, part: Mapping[str, Any]) -> str:
+    """Return the name and the text of a file that came as a data URL."""
+    head, _, encoded = require_text(name, part.get("file_data")).partition(",")
+    require(head.startswith("data:text/"), name, head, "a file of text, as a data URL")
+    try:
+        text = base64.b64decode(encoded, validate=True).decode()
+    except (binascii.Error, ValueError):
+        refuse(name, "data of another form", "base64 of UTF-8")
+    return f"{part.get('filename') or ''}\n{text}".removeprefix("\n")
 
 
 def _text(place: str, content: Any) -> str:
-    """Return content that has texts only, as one text."""
-    parts = _content(place, content)
-    if isinstance(parts, str):
-        return parts
-    for i, part in enumerate(parts):
-        require(part["type"] == "text", f"{place}[{i}].type", part["type"], '"output_text"')
-    return "".join(part["text"] for part in parts)
+    """Return the text of what the assistant said; other servers also send what is none."""
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("refusal") or readable(part) if isinstance(part, dict) else part
+             for part in parts)  # fmt: skip
+    return "".join(require_text(place, text) for text in texts if text is not None)
 
 
 def _output(place: str, item: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield the message of a call's output; images go into a user's message, as templates want."""
-    content = _content(f"{place}.output", item.get("output"))
+    """Yield the message of a call's output; images go into a user's message, as templates want.
+
+    Nothing in it is refused that can be left out: it comes again with every turn.
+    """
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
-    images = []
-    if not isinstance(content, str):
-        images = [part for part in content if part["type"] != "text"]
-        content = [part for part in content if part["type"] == "text"]
-    yield {"role": "tool", "tool_call_id": call_id, "content": content}
-    if images:
+    output, name = item.get("output"), f"{place}.output"
+    if not isinstance(output, list) or not all(isinstance(part, dict) for part in output):
+        text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+        content: Any = require_text(name, text if output is not None else "")
+        yield {"role": "tool", "tool_call_id": call_id, "content": content}
+        return
+    parts: list[Part] = []
+    for i, part in enumerate(output):
+        try:
+            parts.append(_part(f"{name}[{i}]", part))
+        except RequestRefused:
+            kind = part.get("type")
+            if kind in ("input_text", "input_image"):
+                raise
+            parts.append(text_part(f"{name}[{i}]", f"[{kind} that cannot be read]"))
+    texts = [part for part in parts if part["type"] == "text"]
+    yield {"role": "tool", "tool_call_id": call_id, "content": texts}
+    if images := [part for part in parts if part["type"] != "text"]:
         yield {"role": "user", "content": images}
 
 
@@ -190,14 +211,24 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
         if thought := _reasoning(place, item):
             message["reasoning"] = message.get("reasoning", "") + thought
     else:
-        name = require_text(f"{place}.name", item.get("name"))
+        name = require_text(f"{place}.name", item.get("name", kind.removesuffix("_call")))
         namespace = require_text(f"{place}.namespace", item.get("namespace") or "")
-        arguments = require_text(f"{place}.arguments", item.get("arguments"))
-        function = {"name": _full_name(namespace, name), "arguments": arguments}
+        called = {
+            "name": _full_name(namespace, name),
+            "arguments": _arguments(f"{place}.arguments", item),
+        }
         call_id = require_text(f"{place}.call_id", item.get("call_id"))
         message.setdefault("tool_calls", []).append(
-            {"id": call_id, "type": "function", "function": function}
+            {"id": call_id, "type": "function", "function": called}
         )
+
+
+def _arguments(name: str, item: Mapping[str, Any]) -> str:
+    """Return a call's arguments as JSON; other calls than functions have them elsewhere."""
+    if item.get("type") != "function_call":
+        given = {field: item[field] for field in ("input", "action") if field in item}
+        return require_text(name, json.dumps(given, ensure_ascii=False))
+    return require_text(name, item.get("arguments"))
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:

@@ -96,7 +96,8 @@ def serve(handler: Any, api: ChatAPI) -> None:
     """Answer a request to another API."""
     with _errors_to_client(handler, api) as connection:
         request = api.translate(read_json(handler), handler.headers)
-        tap = Tap(handler.response_generator, request.tools, connection)
+        tools = None if request.chat_body.get("tool_choice") == "none" else request.tools
+        tap = Tap(handler.response_generator, tools, connection)
         connection.request, connection.tap = request, tap
         try:
             _run_stock(handler, request.chat_body, tap, connection, beats=request.stream)

@@ -10,10 +10,13 @@ from .chat_output import ClientConnection
 
 
 class Tap:
-    """The server's response generator, as one request sees it: remembers how its prompt went."""
+    """The server's response generator, as one request sees it: remembers how its prompt went.
+
+    tools: those that may be called. None has every call told as the text that it is.
+    """
 
     def __init__(
-        self, generator: Any, tools: list[dict[str, Any]], connection: ClientConnection
+        self, generator: Any, tools: list[dict[str, Any]] | None, connection: ClientConnection
     ) -> None:
         self._generator, self._tools, self._connection = generator, tools, connection
         self._context: Any = None
@@ -57,6 +60,8 @@ class Tap:
 
         def read(text: str, tools: Any) -> Any:
             try:
+                if self._tools is None:
+                    raise ValueError("no call is wanted")
                 return parse(text, self._tools or None)
             except ValueError:
                 end = tokenizer.tool_call_end or ""

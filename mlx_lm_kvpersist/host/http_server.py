@@ -199,6 +199,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def handle_chat_completions(self) -> Any:
         check_messages(self.body.get("messages"))
+        if self.body.get("tool_choice") == "none":
+            self.body.pop("tools", None)
         return self._received(super().handle_chat_completions())
 
     def handle_text_completions(self) -> Any:

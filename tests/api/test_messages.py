@@ -139,25 +139,105 @@ def test_what_chat_has_no_word_for_is_left_out() -> None:
     [
         ({"type": "image", "source": {"type": "file"}}, 'source.type is "file", expected "base64"'),
         (
-            {"type": "document", "source": {"type": "base64"}},
-            'source.type is "base64", expected "text"',
+            {
+                "type": "document",
+                "source": {"type": "base64", "media_type": "application/pdf", "data": "QQ=="},
+            },
+            'source.media_type is "application/pdf", expected a document as text',
+        ),
+        (
+            {"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}},
+            'source.type is "url", expected "text" or "content"',
         ),
         ({"type": "tool_result"}, "tool_use_id is null, expected text"),
         ({"type": "container_upload"}, 'type is "container_upload", expected'),
-        (
-            {
-                "type": "tool_result",
-                "tool_use_id": "1",
-                "content": [{"type": "tool_reference", "tool_name": "gone"}],
-            },
-            'tool_name is "gone", expected the name of a tool',
-        ),
     ],
 )
 def test_blocks_that_cannot_be_told_a_model(block: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestRefused, match="content\\[0\\]") as refused:
         chat(messages=[{"role": "user", "content": [block]}])
     assert says in str(refused.value) and refused.value.status == 400
+
+
+SEARCHED: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "sea"}},
+    {
+        "type": "web_search_tool_result",
+        "tool_use_id": "s1",
+        "content": [
+            {
+                "type": "web_search_result",
+                "title": "The sea",
+                "url": "https://sea.example",
+                "encrypted_content": "x",
+            }
+        ],
+    },
+    {"type": "text", "text": "It is wide.", "citations": [{"cited_text": "wide"}]},
+    {"type": "thinking", "thinking": None, "signature": None},
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "text", "text": None},
+    {"type": "tool_use", "id": "1", "name": "look", "input": None},
+]
+
+
+def test_what_other_servers_said_ends_no_conversation() -> None:
+    """Text is kept; what has none is left out."""
+    given = [{"role": "user", "content": "How wide?"}, {"role": "assistant", "content": SEARCHED}]
+    message = chat(messages=given)["messages"][1]
+    assert message["content"] == "The sea\nhttps://sea.exampleIt is wide."
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+    assert message["reasoning"] == ""
+    empty: tuple[Any, ...] = (None, [], "")
+    for content in empty:
+        given[1] = {"role": "assistant", "content": content}
+        assert chat(messages=given)["messages"][1] == {"role": "assistant", "content": ""}
+
+
+FOUND: dict[str, Any] = {
+    "type": "search_result",
+    "source": "https://sea.example",
+    "title": "The sea",
+    "content": [{"type": "text", "text": "It is wide."}],
+    "citations": {"enabled": True},
+}
+PAPER: dict[str, Any] = {
+    "type": "document",
+    "title": "Waves",
+    "context": "A paper.",
+    "source": {"type": "content", "content": [{"type": "text", "text": "They rise."}]},
+}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+
+
+def test_documents_and_results_of_a_search_are_text() -> None:
+    content = [FOUND, PAPER, {"type": "document", "source": {"type": "content", "content": "S."}}]
+    (message,) = chat(messages=[{"role": "user", "content": content}])["messages"]
+    assert [part["text"] for part in message["content"]] == [
+        "The sea\nhttps://sea.example\nIt is wide.",
+        *("Waves\n", "A paper.\n", "They rise."),
+        "S.",
+    ]
+
+
+def test_nothing_in_a_tools_result_ends_a_conversation() -> None:
+    """It comes again with every turn. A tool may have been taken away since it was found."""
+    gone = {"type": "tool_reference", "tool_name": "gone"}
+    content = [gone, FOUND, PDF, {"type": "hologram"}, {"type": "text", "text": "There."}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+    (message,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    assert [part["text"] for part in message["content"]] == [
+        "The sea\nhttps://sea.example\nIt is wide.",
+        "[document, application/pdf that cannot be read]",
+        "[hologram that cannot be read]",
+        "There.",
+    ]
+
+
+def test_tools_that_must_not_be_called_are_not_shown() -> None:
+    assert chat(tool_choice={"type": "none"})["tool_choice"] == "none"
+    for choice in ({"type": "auto"}, {"type": "tool", "name": "look"}, None, "none"):
+        assert "tool_choice" not in chat(tool_choice=choice)
 
 
 @given(mutated(FULL))

@@ -110,6 +110,71 @@ def test_a_namespace_that_ends_as_its_tools_begin() -> None:
     assert [one["function"]["name"] for one in tools] == ["mcp__x__f"]
 
 
+ECHOED: list[dict[str, Any]] = [
+    {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+    {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
+    {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "local_shell_call_output", "call_id": "c2", "output": "a.txt"},
+    {"type": "function_call", "call_id": "c3", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c3", "output": {"content": "x", "ok": True}},
+    {"type": "function_call", "call_id": "c4", "name": "look", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c4", "output": None},
+    {"type": "function_call_output", "call_id": "c5", "output": ["a", 1]},
+    {"type": "function_call_output", "call_id": "c6", "output": [
+        {"type": "input_file", "file_id": "f"}, {"type": "input_text", "text": "T."}]},
+    {"type": "reasoning", "summary": [], "encrypted_content": "of another server"},
+    {"type": "web_search_call", "id": "w", "action": {"query": "sea"}},
+    {"type": "compaction", "encrypted_content": "x"},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "So "},
+        {"type": "refusal", "refusal": "no."}, {"type": "hologram"}]},
+]  # fmt: skip
+
+
+def test_what_other_servers_said_ends_no_conversation() -> None:
+    talk = chat(input=[{"role": "user", "content": "Go."}, *ECHOED])["messages"]
+    calls = [one["function"] for message in talk for one in message.get("tool_calls", ())]
+    assert calls == [
+        {"name": "apply_patch", "arguments": '{"input": "*** Begin"}'},
+        {"name": "local_shell", "arguments": '{"action": {"type": "exec", "command": ["ls"]}}'},
+        *[{"name": "look", "arguments": "{}"}] * 2,
+    ]
+    outputs = [message["content"] for message in talk if message["role"] == "tool"]
+    assert outputs[:5] == ["Done.", "a.txt", '{"content": "x", "ok": true}', "", '["a", 1]']
+    assert [part["text"] for part in outputs[5]] == ["[input_file that cannot be read]", "T."]
+    assert talk[-1] == {"role": "assistant", "content": "So no."}
+
+
+def test_a_file_of_text_is_read() -> None:
+    data = "data:text/plain;base64,SMOkZmVu"
+    file = {"type": "input_file", "filename": "a.txt", "file_data": data}
+    (message,) = chat(input=[{"role": "user", "content": [file]}])["messages"]
+    assert message["content"] == [{"type": "text", "text": "a.txt\nHäfen"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"type": "input_file", "file_id": "f"}, "file_data is null, expected text"),
+        (
+            {"type": "input_file", "file_data": "data:application/pdf;base64,QQ=="},
+            'file_data is "data:application/pdf;base64", expected a file of text',
+        ),
+        ({"type": "input_file", "file_data": "data:text/plain;base64,/w=="}, "expected base64"),
+        ({"type": "input_audio", "input_audio": {}}, 'type is "input_audio", expected'),
+    ],
+)
+def test_a_question_is_never_left_out(part: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestRefused, match="content\\[0\\]") as refused:
+        chat(input=[{"role": "user", "content": [part]}])
+    assert says in str(refused.value)
+
+
+def test_tools_that_must_not_be_called_are_not_shown() -> None:
+    assert chat(tool_choice="none")["tool_choice"] == "none"
+    for choice in ("auto", "required", {"type": "function", "name": "look"}, None):
+        assert "tool_choice" not in chat(tool_choice=choice)
+
+
 @given(mutated(FULL))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:

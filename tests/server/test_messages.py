@@ -155,6 +155,27 @@ def test_a_call_that_cannot_be_read_is_text(
     assert (chat.text, chat.tool_calls) == ("", [])
 
 
+def test_a_tool_that_must_not_be_called_is_not_there(
+    server: ScriptedServer, client: Anthropic
+) -> None:
+    """It is not in the prompt, and a call that the model writes all the same is text."""
+    given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say it."}]}
+    none: Any = {"type": "none"}
+    plain = client.messages.count_tokens(**given).input_tokens
+    given["tools"] = [TOOL]
+    assert client.messages.count_tokens(tool_choice=none, **given).input_tokens == plain
+    assert client.messages.count_tokens(tool_choice={"type": "any"}, **given).input_tokens > plain
+    written = call("look", where="there")
+    server.say(written)
+    reply = client.messages.create(max_tokens=90, tool_choice=none, **given)
+    assert reply.stop_reason == "end_turn"
+    assert [block.text for block in reply.content if block.type == "text"] == [written]
+    function = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    asked: Any = {"messages": given["messages"], "max_tokens": 1, "tools": [function]}
+    chats = [server.process.chat(**asked, tool_choice=choice) for choice in ("none", "auto")]
+    assert chats[0].prompt_tokens == plain < chats[1].prompt_tokens
+
+
 def test_a_deferred_tool_stands_where_its_reference_stands(
     server: ScriptedServer, client: Anthropic
 ) -> None:
