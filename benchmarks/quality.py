@@ -21,10 +21,9 @@ from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.allocation import allocated, measure
-from mlx_lm_kvpersist.cache.precision import PrecisionChoice, PrecisionRequest
+from mlx_lm_kvpersist.cache.precision import Estimate, PrecisionChoice, PrecisionRequest
 from mlx_lm_kvpersist.cache.sample import sample_ids
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cli.quality_advice import Estimate
 from mlx_lm_kvpersist.cli.quality_checks import score_text, windows_of
 from tests.support.synthetic.outliers import add_outliers
 from tests.support.synthetic.smollm2 import make_smollm2

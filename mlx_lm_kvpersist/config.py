@@ -149,7 +149,8 @@ def add_options(parser: ArgumentParser) -> None:
         type=parse_seconds,
         default=PrecisionRequest.measure_s,
         metavar="SECONDS",
-        help="Most time to measure what a model bears, once for each model; layers left over get "
+        help="Most time to measure what a model bears, once for each model; where it is too short, "
+        "neighbouring layers are measured together, and a model that is too slow for that gets "
         "8-bit keys and 4-bit values (default: 60)",
     )
     group.add_argument(

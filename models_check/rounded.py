@@ -47,7 +47,7 @@ def _round_before(cache: Any, precision: Any) -> None:
 
 
 def _round(x: mx.array, quantization: Any) -> mx.array:
-    if x.shape[-1] == 0:
+    if x.shape[-1] == 0 or quantization.is_own:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
     if quantization.rotated:

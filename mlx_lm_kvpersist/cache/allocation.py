@@ -21,8 +21,8 @@ from .divergence import Reference, logits_of
 from .precision import (
     OWN_BITS,
     Allocation,
+    Estimate,
     KVPrecision,
-    MeanDivergence,
     PrecisionRequest,
 )
 from .probe import position_limit, with_groups
@@ -144,17 +144,17 @@ class _Measuring:
                 found = self._choose_rotation(group, side, n_bits, rotated)
                 if found is not None and side == "values":
                     # They lose little; what they lose is taken for the same in all layers.
-                    share = found.mean / len(group.slots)
+                    share = found.value / len(group.slots)
                     at_four |= {(slot, side): share for slot in group.slots}
         if bits is not None:
             chosen = self._all(*bits, rotated)
             return self._made(chosen, self._run(chosen))
         self._read_more()
         for slots in self._bunches():
-            trial = {slot: _precision(self.group_of[slot], 4, 8, rotated) for slot in slots}
+            trial = {slot: _precision(self.group_of[slot], 4, OWN_BITS, rotated) for slot in slots}
             found = self._run({**self.own, **trial}, self.request.measure_s * _LAYERS_SHARE)
             if found is not None:
-                at_four |= {(slot, "keys"): found.mean / len(slots) for slot in slots}
+                at_four |= {(slot, "keys"): found.value / len(slots) for slot in slots}
         return self._within_target(at_four, rotated)
 
     def _caches(self, precisions: Precisions) -> list[Any]:
@@ -188,7 +188,7 @@ class _Measuring:
         self.reference = Reference(self.model, self.ids[:n_tokens], self._caches(self.own))
         self.run_s, self.n_read = time.perf_counter() - started_s, n_tokens
 
-    def _run(self, precisions: Precisions, within_s: float | None = None) -> MeanDivergence | None:
+    def _run(self, precisions: Precisions, within_s: float | None = None) -> Estimate | None:
         """Return the divergence of these precisions; None if no time is left for it.
 
         None also if it is no number: then the model's predictions are none either.
@@ -202,32 +202,30 @@ class _Measuring:
             return None
         found = self.reference.divergence(self._caches(precisions))
         self.run_s = time.perf_counter() - started
-        if found.mean > 0:
-            error = found.standard_error / found.mean
+        if found.value > 0:
+            error = found.error / found.value
             self.spread = max(self.spread, error**2 * self.n_read)
         self.n_done += 1
         self.told(self.n_done, max(self.n_done, self.n_runs))
-        return found if math.isfinite(found.mean) else None
+        return found if math.isfinite(found.value) else None
 
     def _choose_rotation(
         self, group: LayerGroup, side: Side, bits: int, rotated: Rotated
-    ) -> MeanDivergence | None:
+    ) -> Estimate | None:
         """Rotate a side if that brings it nearer to the model's own; return how near it is."""
         ways = {"auto": (False, True), "on": (True,), "off": (False,)}[self.request.rotate]
-        found: dict[bool, MeanDivergence] = {}
+        found: dict[bool, Estimate] = {}
         for turned in ways:
             rotated[group.name, side] = turned
-            # Values are tried with the keys' rotation, which is known by then.
-            both: Rotated = {(group.name, "keys"): turned, (group.name, "values"): turned}
-            both.update(rotated)
-            precision = _precision(group, *((bits, 8) if side == "keys" else (8, bits)), both)
+            key_bits, value_bits = (bits, OWN_BITS) if side == "keys" else (OWN_BITS, bits)
+            precision = _precision(group, key_bits, value_bits, rotated)
             measured = self._run({**self.own, **dict.fromkeys(group.slots, precision)})
             if measured is not None:
                 found[turned] = measured
         if len(found) < len(ways):
             rotated[group.name, side] = ways[-1]
             return found.get(ways[-1])
-        rotated[group.name, side] = min(found, key=lambda turned: found[turned].mean)
+        rotated[group.name, side] = min(found, key=lambda turned: found[turned].value)
         return found[rotated[group.name, side]]
 
     def _read_more(self) -> None:
@@ -276,7 +274,7 @@ class _Measuring:
             found = self._run(trial)
             if found is None:
                 return best or self._made(trial, None)
-            at_most = found.mean + found.standard_error
+            at_most = found.value + found.error
             if at_most > target and best is not None:
                 break
             # The next bits go by what these were predicted to have, not by what they might have.
@@ -290,7 +288,7 @@ class _Measuring:
             trial = self._all(key_bits, key_bits, rotated)
             found = self._run(trial)
             best = self._made(trial, found)
-            if found is None or found.mean + found.standard_error <= target:
+            if found is None or found.value + found.error <= target:
                 break
         assert best is not None
         return best
@@ -304,7 +302,7 @@ class _Measuring:
             for slot, group in self.group_of.items()
         }
 
-    def _made(self, precisions: Precisions, found: MeanDivergence | None) -> Allocation:
+    def _made(self, precisions: Precisions, found: Estimate | None) -> Allocation:
         measured_on = date.today().isoformat() if found else ""
         cut_at_s = self.request.measure_s if self.is_cut else None
         return Allocation(precisions, found, measured_on, cut_at_s)
@@ -314,9 +312,9 @@ def _precision(
     group: LayerGroup, key_bits: int, value_bits: int, rotated: Rotated
 ) -> KVPrecision | None:
     assert group.precision is not None
-    if OWN_BITS in (key_bits, value_bits):
+    if key_bits == value_bits == OWN_BITS:
         return None
-    turned = rotated[group.name, "keys"], rotated[group.name, "values"]
+    turned = rotated.get((group.name, "keys"), False), rotated.get((group.name, "values"), False)
     return KVPrecision.of(key_bits, group.precision.group_size, value_bits, rotated=turned)
 
 

@@ -288,8 +288,8 @@ class BatchQuantizedKVCache(PackedCache, _PaddedBatch):
         if isinstance(other, (BatchKVCache, FullPrecisionBatchKVCache)):
             batch = BatchQuantizedKVCache(_ints(other.left_padding), self.precision)
             if other.keys is not None:
-                batch.keys = pk.quantize(other.keys, self.precision.keys)
-                batch.values = pk.quantize(other.values, self.precision.values)
+                batch.keys = pk.hold(other.keys, self.precision.keys)
+                batch.values = pk.hold(other.values, self.precision.values)
             batch._end_at(other._idx)
             other = batch
         if not isinstance(other, BatchQuantizedKVCache):
@@ -325,5 +325,4 @@ def _packed_row(cache: Any, precision: KVPrecision) -> tuple[KeysAndValues, int]
     if is_ours:
         return (cache.keys, cache.values), cache.offset
     keys, values = (pk.view(x, 0, cache.offset) for x in (cache.keys, cache.values))
-    both = pk.quantize(keys, precision.keys), pk.quantize(values, precision.values)
-    return both, cache.offset
+    return (pk.hold(keys, precision.keys), pk.hold(values, precision.values)), cache.offset

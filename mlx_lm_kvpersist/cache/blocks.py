@@ -2,10 +2,10 @@
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked: "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
-[L, H, T, Dk / group size] in the model's dtype, and the same for "0.v"; in its own precision it is
-two, "0.k" and "0.v" [L, H, T, D]. A window holds a block's last tokens of the sliding groups that
-have this window, in the same form. A state holds the recurrent groups' states at the end of a
-block: "2.0" [L, ...] is the first array of group 2.
+[L, H, T, Dk / group size] in the model's dtype, and the same for "0.v". Keys, or values, in the
+model's own precision are one array, "0.k" or "0.v" [L, H, T, D]. A window holds a block's last
+tokens of the sliding groups that have this window, in the same form. A state holds the recurrent
+groups' states at the end of a block: "2.0" [L, ...] is the first array of group 2.
 
 What is read from disk is placed a few pieces at a time while later files are still being read.
 What is already in RAM is joined whole: the number of operations then depends on the number of

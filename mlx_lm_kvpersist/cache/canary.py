@@ -79,9 +79,7 @@ def canary_difference(
     differences = []
     for group, old in zip(spec.groups, stored, strict=True):
         new = _stacked(group, slots, start, stop)
-        precision = group.precision
-        sides = (precision.keys, precision.values) if precision else (None, None)
-        for side, *both in zip(sides, old, new, strict=True):
+        for side, *both in zip(group.sides.values(), old, new, strict=True):
             was, now = (
                 (fields[0] if side is None else pk.dequantize(fields, side)).astype(mx.float32)
                 for fields in both
@@ -94,8 +92,7 @@ def canary_difference(
     for group, old in zip(spec.groups, stored, strict=True):
         for place, number in enumerate(group.slots):
             for held, fields in zip((slots[number].keys, slots[number].values), old, strict=True):
-                buffers = [held] if isinstance(held, mx.array) else held
-                for buffer, values in zip(buffers, fields, strict=True):
+                for buffer, values in zip(pk.arrays_of(held), fields, strict=True):
                     buffer[:, :, start:stop] = values[place : place + 1]
     mx.eval([(slot.keys, slot.values) for slot in used])
     return worst

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .precision import MeanDivergence
+from .precision import Estimate
 
 _CHUNK = 256
 _MOST_BYTES = 256 << 20
@@ -52,7 +52,7 @@ class Reference:
         """Return how many tokens' predictions may be held at once."""
         return _MOST_BYTES // (mx.float16.size * vocabulary)
 
-    def divergence(self, caches: list[Any]) -> MeanDivergence:
+    def divergence(self, caches: list[Any]) -> Estimate:
         """Return the divergence of the model with these caches, which are empty."""
         nats: list[float] = []
         for expected, found in zip(self._expected, self._run(caches), strict=True):
@@ -61,7 +61,7 @@ class Reference:
             nats += each.tolist()
         mean = sum(nats) / len(nats)
         variance = sum((one - mean) ** 2 for one in nats) / max(1, len(nats) - 1)
-        return MeanDivergence(mean, math.sqrt(variance / len(nats)))
+        return Estimate(mean, math.sqrt(variance / len(nats)))
 
     def _run(self, caches: list[Any]) -> Iterator[mx.array]:
         """Yield log-probabilities [n, vocabulary] of the text, lazy, some rows at a time."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .kept_file import keep, read_kept
-from .precision import Allocation, MeanDivergence, PrecisionRequest, parse_precision
+from .precision import Allocation, Estimate, PrecisionRequest, parse_precision
 
 if TYPE_CHECKING:
     from .spec import ModelCacheSpec  # it needs mlx_lm, which takes seconds to import
@@ -63,7 +63,7 @@ def keep_allocation(
     slots = {str(slot): str(how or "own") for slot, how in allocation.precisions.items()}
     measured = {
         "slots": slots,
-        "divergence": None if found is None else [found.mean, found.standard_error],
+        "divergence": None if found is None else [found.value, found.error],
         "measured_on": allocation.measured_on,
         "cut_at_s": allocation.cut_at_s,
     }
@@ -100,7 +100,7 @@ def _allocation(kept: Any) -> Allocation:
     try:
         precisions = {int(slot): parse_precision(name) for slot, name in kept["slots"].items()}
         found = kept["divergence"]
-        divergence = None if found is None else MeanDivergence(float(found[0]), float(found[1]))
+        divergence = None if found is None else Estimate(float(found[0]), float(found[1]))
         cut_at_s = kept.get("cut_at_s")
         return Allocation(
             precisions,

@@ -3,7 +3,8 @@
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
 [B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
 dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding.
-Keys or values in full precision are one array; `each`, `view`, `share` and `append` take both.
+Keys or values in full precision are one array. `hold` makes the one or the other of what comes
+in, and what reads or moves it takes both.
 """
 
 from __future__ import annotations
@@ -82,6 +83,24 @@ def quantize(x: mx.array, quantization: Quantization) -> Packed:
     return weights, scales, biases
 
 
+def hold(x: mx.array, quantization: Quantization) -> Packed | mx.array:
+    """Return `x` [B, H, T, D] as a cache keeps it: packed, or as it is."""
+    return x if quantization.is_own else quantize(x, quantization)
+
+
+def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
+    """Return the array, or the three arrays, as a tuple."""
+    return (held,) if isinstance(held, mx.array) else held
+
+
+def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
+    """Return what `arrays_of` made this tuple of."""
+    if len(arrays) == 1:
+        return arrays[0]
+    weights, scales, biases = arrays
+    return weights, scales, biases
+
+
 def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
     """Return all tokens [B, H, T, D] in the dtype of the scales; if rotated, they stay so."""
     weights, scales, biases = packed
@@ -90,9 +109,11 @@ def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.a
     )
 
 
-def read(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
+def read(held: Packed | mx.array, quantization: Quantization) -> mx.array:
     """Return all tokens [B, H, T, D] as they came, but for rounding, in the dtype of the scales."""
-    x = dequantize(packed, quantization)
+    if isinstance(held, mx.array):
+        return held
+    x = dequantize(held, quantization)
     return rotate_back(x) if quantization.rotated else x
 
 
@@ -136,5 +157,4 @@ def _grown(parts: list[mx.array]) -> mx.array:
 
 def n_bytes(held: Packed | mx.array | None) -> int:
     """Bytes of the buffers, spare room included."""
-    arrays = [held] if isinstance(held, mx.array) else held or ()
-    return sum(int(x.nbytes) for x in arrays)
+    return 0 if held is None else sum(int(x.nbytes) for x in arrays_of(held))

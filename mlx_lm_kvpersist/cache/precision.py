@@ -24,10 +24,12 @@ class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
-    before: a channel far larger than the others would leave these few of the steps.
+    before: a channel far larger than the others would leave these few of the steps. `OWN_BITS`
+    leaves them as they are.
 
     Raises:
-        ValueError: MLX has no kernel for these bits or this group size.
+        ValueError: MLX has no kernel for these bits or this group size, or what is left as it is
+            would be rotated.
     """
 
     bits: int = 4
@@ -35,27 +37,36 @@ class Quantization:
     rotated: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS:
+        if self.bits not in (*_BITS, OWN_BITS):
             raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
+        if self.is_own and self.rotated:
+            raise ValueError("full precision is not rotated")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
             )
 
+    @property
+    def is_own(self) -> bool:
+        """Whether numbers stay in full precision: one array instead of three."""
+        return self.bits == OWN_BITS
+
     def __str__(self) -> str:
         return f"{self.bits}{'r' if self.rotated else ''}"
 
     def fits(self, dim: int) -> bool:
-        """Return whether a last dimension of `dim` numbers can be quantized."""
-        return dim > 0 and dim % self.group_size == 0
+        """Return whether a last dimension of `dim` numbers can be kept so."""
+        return self.is_own or (dim > 0 and dim % self.group_size == 0)
 
 
 @dataclass(frozen=True)
 class KVPrecision:
     """How the keys and the values of a layer are quantized; both in groups of the same size.
 
+    One of them may stay in full precision. A layer that is not quantized has no KVPrecision.
+
     Raises:
-        ValueError: the group sizes differ.
+        ValueError: the group sizes differ, or both are in full precision.
     """
 
     keys: Quantization = Quantization()
@@ -64,6 +75,8 @@ class KVPrecision:
     def __post_init__(self) -> None:
         if self.keys.group_size != self.values.group_size:
             raise ValueError("keys and values have different group sizes")
+        if self.keys.is_own and self.values.is_own:
+            raise ValueError("neither keys nor values are quantized")
 
     @classmethod
     def of(
@@ -74,14 +87,24 @@ class KVPrecision:
         *,
         rotated: tuple[bool, bool] = (False, False),
     ) -> KVPrecision:
-        """Return a precision; without `value_bits` values have the bits of keys."""
-        keys = Quantization(key_bits, group_size, rotated[0])
-        values = Quantization(value_bits or key_bits, group_size, rotated[1])
+        """Return a precision; without `value_bits` values have the bits of keys.
+
+        `rotated` says it of keys and of values; full precision never is.
+        """
+        keys, values = (
+            Quantization(bits, group_size, turned and bits != OWN_BITS)
+            for bits, turned in zip((key_bits, value_bits or key_bits), rotated, strict=True)
+        )
         return cls(keys, values)
 
     @property
     def group_size(self) -> int:
         return self.keys.group_size
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether both keys and values are quantized."""
+        return not (self.keys.is_own or self.values.is_own)
 
     def __str__(self) -> str:
         bits = str(self.keys)
@@ -94,13 +117,13 @@ def parse_precision(name: str) -> KVPrecision | None:
     """Return the precision of this name; None for "own". Raises ValueError for anything else."""
     if name == "own":
         return None
-    match = re.fullmatch(r"(?:k(\d)(r?)v(\d)(r?)|(\d)(r?))b(\d+)", name)
+    match = re.fullmatch(r"(?:k(\d+)(r?)v(\d+)(r?)|(\d)(r?))b(\d+)", name)
     if match is None:
         raise ValueError(f"{name!r} is not the name of a precision")
     key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
-    rotated = bool(keys_turned or turned), bool(values_turned or turned)
-    return KVPrecision.of(
-        int(key_bits or bits), int(size), int(value_bits or bits), rotated=rotated
+    return KVPrecision(
+        Quantization(int(key_bits or bits), int(size), bool(keys_turned or turned)),
+        Quantization(int(value_bits or bits), int(size), bool(values_turned or turned)),
     )
 
 
@@ -119,8 +142,8 @@ class PrecisionChoice:
 
     @property
     def is_own(self) -> bool:
-        """Whether full precision is requested."""
-        return OWN_BITS in (self.key_bits, self.value_bits)
+        """Whether full precision is requested of both."""
+        return self.key_bits == self.value_bits == OWN_BITS
 
     def candidates(self) -> list[KVPrecision]:
         """Return the precisions to try, in order; none for full precision."""
@@ -151,7 +174,7 @@ class PrecisionRequest:
     @property
     def is_own(self) -> bool:
         """Whether full precision is requested."""
-        return self.bits is not None and OWN_BITS in self.bits
+        return self.bits == (OWN_BITS, OWN_BITS)
 
     @property
     def is_measured(self) -> bool:
@@ -170,22 +193,23 @@ class PrecisionRequest:
 
 
 @dataclass(frozen=True)
-class MeanDivergence:
-    """A mean over the tokens of a text, and its standard error, in nats."""
+class Estimate:
+    """A mean over the tokens of a text, and its standard error."""
 
-    mean: float
-    standard_error: float
+    value: float
+    error: float
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The precision of each slot of the full groups, by its place in the prompt cache.
 
-    `divergence` is what the whole was measured to have, None where there was no time for it.
+    `divergence`, in nats, is what the whole was measured to have, None where there was no time for
+    it.
     """
 
     precisions: Mapping[int, KVPrecision | None]
-    divergence: MeanDivergence | None = None
+    divergence: Estimate | None = None
     measured_on: str = ""
     """The day, as YYYY-MM-DD."""
     cut_at_s: float | None = None
@@ -207,17 +231,22 @@ def bits_in_words(precisions: Sequence[KVPrecision | None]) -> str:
     quantized = [one for one in precisions if one is not None]
     if not quantized:
         return "full precision"
-    ranges = []
+    sides, unit = [], " bits"
     for side in ("keys", "values"):
         bits = sorted({getattr(one, side).bits for one in quantized})
-        ranges.append(f"{bits[0]} to {bits[-1]}" if len(bits) > 1 else f"{bits[0]}")
-    return f"keys {ranges[0]} bits, values {ranges[1]}"
+        own = ["in full precision"] if OWN_BITS in bits else []
+        few = bits[: len(bits) - len(own)]
+        if few:
+            own.insert(0, " to ".join(map(str, dict.fromkeys((few[0], few[-1])))) + unit)
+            unit = ""
+        sides.append(f"{side} {' or '.join(own)}")
+    return ", ".join(sides)
 
 
 def rotation_in_words(precisions: Sequence[KVPrecision | None]) -> str:
     """Return "rotated", "partly rotated" or ""."""
     sides = [side for one in precisions if one is not None for side in (one.keys, one.values)]
-    turned = {side.rotated for side in sides}
+    turned = {side.rotated for side in sides if not side.is_own}
     return {True: "rotated", False: "partly rotated"}[turned == {True}] if True in turned else ""
 
 

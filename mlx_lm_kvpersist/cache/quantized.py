@@ -12,12 +12,14 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from . import packed as pk
 from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
-from .packed import Packed
 from .precision import KVPrecision
 
 if TYPE_CHECKING:
     from .batch import BatchQuantizedKVCache
 
+
+Held = Any
+"""`Packed`, or an array in full precision."""
 
 PHASES = ("prefill", "decode", "batch_decode")
 _FEW_ROWS = 2
@@ -142,11 +144,9 @@ class PackedCache(Buffers):
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
     `group_size` exist only while the last fetch was packed. Without a plan every fetch is
-    dequantized: arrays work for every model.
+    dequantized: arrays work for every model. So is a layer with keys or values in full precision.
     """
 
-    keys: Packed | None
-    values: Packed | None
     precision: KVPrecision
     plan: AttentionPlan | None = None
     bits: int
@@ -160,8 +160,8 @@ class PackedCache(Buffers):
         """
         start, n_new = self.size(), keys.shape[2]
         precision = self.precision
-        self.keys = pk.append(self.keys, start, pk.quantize(keys, precision.keys))
-        self.values = pk.append(self.values, start, pk.quantize(values, precision.values))
+        self.keys = pk.append(self.keys, start, pk.hold(keys, precision.keys))
+        self.values = pk.append(self.values, start, pk.hold(values, precision.values))
         self._end_at(start + n_new)
         plan = self.plan or _NO_PLAN
         n_rows, n_heads, _, k_dim = keys.shape
@@ -169,7 +169,8 @@ class PackedCache(Buffers):
         strategy = plan.choose(n_new, start + n_new, n_rows, token_bytes)
         # Rotating a few queries costs less than rotating all keys back.
         is_rotated = precision.keys.rotated or precision.values.rotated
-        if strategy == "dequantize" and not (is_rotated and plan.can_take_packed):
+        as_arrays = strategy == "dequantize" and not (is_rotated and plan.can_take_packed)
+        if as_arrays or not precision.is_packed:
             self.__dict__.pop("bits", None)
             self.__dict__.pop("group_size", None)
             all_keys, all_values = self.keys_and_values()
@@ -190,10 +191,11 @@ class PackedCache(Buffers):
         keys, values = self.packed(0, self.size())
         return pk.read(keys, self.precision.keys), pk.read(values, self.precision.values)
 
-    def packed(self, start: int, stop: int) -> tuple[Packed, Packed]:
+    def packed(self, start: int, stop: int) -> tuple[Held, Held]:
         """Return keys and values of tokens [start, stop) as lazy views of the buffers.
 
-        Drop them before the next update: a live view makes it copy the whole buffer.
+        Each is `Packed`, or an array in full precision. Drop them before the next update: a live
+        view makes it copy the whole buffer.
 
         Raises:
             ValueError: the cache is empty or does not hold these tokens.
@@ -208,8 +210,8 @@ class PackedCache(Buffers):
 class SequenceQuantizedKVCache(PackedCache):
     """Keys and values of one layer and one sequence, `offset` tokens long.
 
-    `keys` and `values` are None or packed buffers [1, H, S, ...] (see `packed`), S >= `offset`.
-    Owned by the thread that runs the model.
+    `keys` and `values` are None or buffers [1, H, S, ...], S >= `offset` (see `packed.Packed`); an
+    array where the precision leaves one of them as it is. Owned by the thread that runs the model.
     """
 
     def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
@@ -221,8 +223,8 @@ class SequenceQuantizedKVCache(PackedCache):
     def from_packed(
         cls,
         precision: KVPrecision,
-        keys: Packed,
-        values: Packed,
+        keys: Held,
+        values: Held,
         offset: int,
         plan: AttentionPlan | None = None,
     ) -> SequenceQuantizedKVCache:

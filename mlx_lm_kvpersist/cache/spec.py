@@ -25,7 +25,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .precision import KVPrecision, PrecisionChoice
+from . import packed as pk
+from .precision import KVPrecision, PrecisionChoice, Quantization
 from .quantized import AttentionPlan, SequenceQuantizedKVCache
 
 Fields = tuple[mx.array, ...]
@@ -121,8 +122,19 @@ class LayerGroup:
     @cached_property
     def array_names(self) -> dict[str, list[str]]:
         """The names of the arrays of the keys ("k") and values ("v") of this group."""
-        fields = [""] if self.precision is None else [f".{field}" for field in _FIELDS]
-        return {part: [f"{self.name}.{part}{field}" for field in fields] for part in "kv"}
+        names = {}
+        for part, side in self.sides.items():
+            fields = [f".{field}" for field in _FIELDS] if side else [""]
+            names[part] = [f"{self.name}.{part}{field}" for field in fields]
+        return names
+
+    @property
+    def sides(self) -> dict[str, Quantization | None]:
+        """How keys ("k") and values ("v") are quantized; None for full precision."""
+        if self.precision is None:
+            return {"k": None, "v": None}
+        both = {"k": self.precision.keys, "v": self.precision.values}
+        return {part: None if side.is_own else side for part, side in both.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -263,10 +275,8 @@ class ModelCacheSpec:
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
     """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
     for group in groups:
-        precision = group.precision
-        for part, shape, quantization in (
-            ("k", group.keys, precision.keys if precision else None),
-            ("v", group.values, precision.values if precision else None),
+        for (part, quantization), shape in zip(
+            group.sides.items(), (group.keys, group.values), strict=True
         ):
             if shape is None:
                 continue
@@ -371,7 +381,8 @@ def tokens(cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
     if not first <= start <= stop <= end:
         raise ValueError(f"positions {start} to {stop} of a cache that holds {first} to {end}")
     if isinstance(cache, SequenceQuantizedKVCache):
-        return cache.packed(start, stop)
+        keys, values = cache.packed(start, stop)
+        return pk.arrays_of(keys), pk.arrays_of(values)
     keys, values = cache.keys, cache.values
     if isinstance(cache, RotatingKVCache):
         keys, values = cache._temporal_order(keys), cache._temporal_order(values)
@@ -386,11 +397,7 @@ def refill(cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> N
     The arrays become its own. Those of a full cache may have spare room; those of a sliding cache
     hold exactly these positions.
     """
-    if isinstance(cache, SequenceQuantizedKVCache):
-        assert len(keys) == len(values) == 3
-        cache.keys, cache.values = keys, values
-    else:
-        (cache.keys,), (cache.values,) = keys, values
+    cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
     cache.offset = stop
     if isinstance(cache, RotatingKVCache):
         cache._idx = stop - start

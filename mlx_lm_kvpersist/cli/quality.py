@@ -21,7 +21,7 @@ from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
 from .opening import check_exists, folder_of
 from .output import console, print_json, print_table, progress, tell
-from .quality_advice import REFERENCE, Estimate, Needles, Row, ToolCall, caveats, recommend
+from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
     SECRET,
     TOOL,
@@ -154,8 +154,7 @@ def _choose(args: argparse.Namespace) -> int:
     fingerprint = model_fingerprint(local_path(args.model), None, content_hash)
     file = folder / PRECISION_FILE
     keep_allocation(file, fingerprint, request, allocation)
-    found = allocation.divergence
-    nats = None if found is None else Estimate(found.mean, found.standard_error)
+    nats = allocation.divergence
     content = {
         "model": args.model,
         "layout": spec.layout,

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from .quality_advice import Estimate
+from ..cache.precision import Estimate
 
 Told = Callable[[], None]
 """Called when a piece of work is done."""

@@ -11,7 +11,7 @@ from mlx_lm.utils import load
 from ..cache.allocation import allocated, measure
 from ..cache.fingerprint import content_hash, local_path, model_fingerprint
 from ..cache.kept_allocation import PRECISION_FILE, known_allocation, suits
-from ..cache.precision import Allocation, PrecisionRequest
+from ..cache.precision import OWN_BITS, Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
@@ -159,9 +159,12 @@ def pictures(spec: ModelCacheSpec) -> dict[str, str]:
     by_slot = sorted(pairs, key=lambda pair: pair[0])
     if not any(precision for _, precision in by_slot):
         return {}
-    return {
-        side: "".join(str(getattr(how, side).bits) if how else "." for _, how in by_slot)
+    bits = {
+        side: [getattr(how, side).bits if how else OWN_BITS for _, how in by_slot]
         for side in ("keys", "values")
+    }
+    return {
+        side: "".join("." if n == OWN_BITS else f"{n}" for n in each) for side, each in bits.items()
     }
 
 

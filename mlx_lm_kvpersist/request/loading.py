@@ -116,7 +116,7 @@ def _allocation(
     if found.cut_at_s is not None:
         logger.warning(
             "kvpersist: %g s were not enough to measure every layer alone; with more "
-            "(--kvpersist-kv-measure-s) it is measured again, and takes fewer bits",
+            "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits",
             found.cut_at_s,
         )
     with store.disk.lock.held():

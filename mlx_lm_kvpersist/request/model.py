@@ -59,7 +59,7 @@ def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str
     found = f"{n_bytes} a token, {described_bits(spec)}"
     if allocation is not None and allocation.divergence is not None:
         found += (
-            f"; predicted divergence {allocation.divergence.mean:.2g} "
+            f"; predicted divergence {allocation.divergence.value:.2g} "
             f"(measured on {allocation.measured_on})"
         )
     return f"{found}; {_BATCHING[spec.batching]}, {attention}"

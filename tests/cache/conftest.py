@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
 
-from mlx_lm_kvpersist.cache.packed import Packed
+from mlx_lm_kvpersist.cache.packed import Packed, arrays_of
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 
 VOCAB = 97
@@ -143,8 +143,8 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
 
 
-def same_packed(a: Packed, b: Packed) -> bool:
-    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
+    return all(same_bits(x, y) for x, y in zip(arrays_of(a), arrays_of(b), strict=True))
 
 
 def address(array: mx.array) -> int:

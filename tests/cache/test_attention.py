@@ -460,6 +460,22 @@ def test_bits_show_only_after_a_packed_fetch() -> None:
     assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
 
 
+@pytest.mark.parametrize("bits", [(16, 4), (4, 16)])
+@pytest.mark.parametrize("way", ["packed", "tiled", "dequantize"])
+def test_a_plain_side_is_read_as_arrays(bits: tuple[int, int], way: Strategy) -> None:
+    """Whatever the plan says; a rotated side is rotated back, the other one is as it came."""
+    precision = KVPrecision.of(bits[0], 32, bits[1], rotated=(True, True))
+    cache = SequenceQuantizedKVCache(precision, forced_plan(way, can_take_packed=True))
+    given = random_kv(1, 5)
+    found = cache.update_and_fetch(*given)
+    assert not hasattr(cache, "bits")
+    for x, came, n_bits in zip(found, given, bits, strict=True):
+        if n_bits == 16:
+            assert same_bits(x, came)
+        else:
+            assert 0 < mx.abs(x - came).max() < 0.6
+
+
 def test_a_plan_goes_where_its_tokens_go() -> None:
     batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED)])
     assert batch.plan is PACKED
@@ -541,6 +557,11 @@ def test_models_whose_attention_takes_packed_keys(
         "deepseek_v2": AttentionShape(4, 4, 64, 32),
     }
     assert found == [shapes[architecture]] * 2
+    plain = KVPrecision.of(16, 32, 4)
+    assert probe_packed(model, lambda: [SequenceQuantizedKVCache(plain) for _ in model.layers]) == [
+        None,
+        None,
+    ]
     assert vars(base) == before
 
 

@@ -19,6 +19,9 @@ from .conftest import K_DIM, N_HEADS, address, random_kv, same_packed
 PRECISION = KVPrecision.of(4, 32)
 FINER_KEYS = KVPrecision.of(8, 32, 4)
 ROTATED = KVPrecision.of(6, 32, 4, rotated=(True, True))
+PLAIN_KEYS = KVPrecision.of(16, 32, 4, rotated=(False, True))
+PLAIN_VALUES = KVPrecision.of(4, 32, 16)
+PRECISIONS = (PRECISION, FINER_KEYS, ROTATED, PLAIN_KEYS, PLAIN_VALUES)
 MAX_SPARE = 1024
 
 
@@ -163,10 +166,10 @@ class Rows:
             assert batch.nbytes > 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(75))
 def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
     rng = random.Random(seed)
-    rows = Rows(rng, (PRECISION, FINER_KEYS, ROTATED)[seed % 3])
+    rows = Rows(rng, PRECISIONS[seed % len(PRECISIONS)])
     rows.check()
     steps = [
         rows.prefill,
@@ -475,8 +478,9 @@ def test_what_does_not_fit_is_named() -> None:
         BatchQuantizedKVCache.merge([])
     with pytest.raises(ValueError, match="4b32 by 8b32"):
         batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision.of(8, 32)))
-    with pytest.raises(ValueError, match="4b32 into k8v4b32"):
-        BatchQuantizedKVCache.merge([sequence(1)], FINER_KEYS)
+    for finer, name in ((FINER_KEYS, "k8v4b32"), (PLAIN_KEYS, "k16v4rb32")):
+        with pytest.raises(ValueError, match=f"4b32 into {name}"):
+            BatchQuantizedKVCache.merge([sequence(1)], finer)
     with pytest.raises(TypeError, match="list"):
         batch_of(1).extend([])
 

@@ -9,15 +9,26 @@ import pytest
 
 from mlx_lm_kvpersist.cache.blocks import Piece, Pieces, join, split_blocks
 from mlx_lm_kvpersist.cache.canary import CANARY_TOLERANCE, canary_difference
+from mlx_lm_kvpersist.cache.packed import arrays_of
+from mlx_lm_kvpersist.cache.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.request.round_trip import tiny_model
 
 IDS = [(i * 37 + i // 5) % 60 + 2 for i in range(300)]
 
 
-def stored(model: Any, ids: list[int]) -> tuple[ModelCacheSpec, list[tuple[Any, int]]]:
+CHOICES = {
+    "4": PrecisionChoice(),
+    "keys plain": PrecisionChoice(16, 4, None, (True, True)),
+    "values plain": PrecisionChoice(6, 16),
+}
+
+
+def stored(
+    model: Any, ids: list[int], choice: PrecisionChoice | None = None
+) -> tuple[ModelCacheSpec, list[tuple[Any, int]]]:
     """Return the blocks of ids, computed in one go."""
-    spec = ModelCacheSpec.probe(model)
+    spec = ModelCacheSpec.probe(model, choice)
     caches = spec.make_cache()
     mx.eval(model(mx.array([ids]), cache=caches))
     ranges = [(start, min(start + 256, len(ids))) for start in range(0, len(ids), 256)]
@@ -33,15 +44,24 @@ def sing(model: Any, spec: ModelCacheSpec, parts: Any, ids: list[int]) -> float:
     return canary_difference(model, spec, join(spec, pieces_of(parts), 64), ids)
 
 
+@pytest.mark.parametrize("choice", list(CHOICES))
 @pytest.mark.parametrize("n_tokens", [1, 5, 8, 256, 257, 260, 300])
-def test_quiet_over_what_the_model_computed(n_tokens: int) -> None:
+def test_quiet_over_what_the_model_computed(n_tokens: int, choice: str) -> None:
     model = tiny_model()
-    spec, parts = stored(model, IDS[:n_tokens])
+    spec, parts = stored(model, IDS[:n_tokens], CHOICES[choice])
+    # Noise that computing again does not repeat: the stored values are put back, not the new ones.
+    parts = [
+        ({k: v if v.dtype == mx.uint32 else 1.01 * v for k, v in b.items()}, n) for b, n in parts
+    ]
     caches = join(spec, pieces_of(parts), 64)
-    before = [mx.array(x) for c in caches for packed in c.packed(0, n_tokens) for x in packed]
+
+    def held() -> list[mx.array]:
+        sides = (side for cache in caches for side in cache.packed(0, n_tokens))
+        return [x for side in sides for x in arrays_of(side)]
+
+    before = [mx.array(x) for x in held()]
     assert canary_difference(model, spec, caches, IDS[:n_tokens]) < CANARY_TOLERANCE / 2
-    after = [x for c in caches for packed in c.packed(0, n_tokens) for x in packed]
-    assert all(mx.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(mx.array_equal(a, b) for a, b in zip(before, held(), strict=True))
     assert all(cache.size() == n_tokens for cache in caches)
 
 
@@ -61,10 +81,14 @@ def test_loud_over_another_models_blocks() -> None:
     assert sing(model, spec, parts, IDS) > CANARY_TOLERANCE
 
 
-def test_loud_where_one_layer_is_wrong() -> None:
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_loud_where_one_layer_is_wrong(choice: str) -> None:
     model = tiny_model()
-    spec, parts = stored(model, IDS)
-    for name in ("0.k.scales", "0.v.scales"):
+    spec, parts = stored(model, IDS, CHOICES[choice])
+    for name in {"4": ("k.scales", "v.scales"), "keys plain": ("k", "v.scales")}.get(
+        choice, ("k.scales", "v")
+    ):
+        name = f"0.{name}"
         arrays = dict(parts[-1][0])
         arrays[name] = mx.concatenate([arrays[name][:1], -arrays[name][1:]], axis=0)
         assert sing(model, spec, [parts[0], (arrays, parts[-1][1])], IDS) > CANARY_TOLERANCE

@@ -12,6 +12,7 @@ from mlx_lm_kvpersist.cache.precision import (
     Quantization,
     layout_in_words,
     parse_layout,
+    parse_precision,
 )
 from mlx_lm_kvpersist.cache.spec import (
     GroupKind,
@@ -66,6 +67,49 @@ def test_values_may_take_other_bits() -> None:
         KVPrecision.of(8, 64, 7)
 
 
+def test_one_side_alone_may_be_left_as_it_is() -> None:
+    precision = KVPrecision.of(OWN_BITS, 64, 4, rotated=(True, True))
+    assert str(precision) == "k16v4rb64" and not precision.is_packed
+    assert precision.keys == Quantization(16, 64) and precision.keys.fits(80)
+    assert str(KVPrecision.of(6, 32, OWN_BITS)) == "k6v16b32"
+    assert KVPrecision.of(6, 32, 4).is_packed
+    with pytest.raises(ValueError, match="neither"):
+        KVPrecision.of(OWN_BITS, 64)
+    with pytest.raises(ValueError, match="not rotated"):
+        Quantization(OWN_BITS, 64, rotated=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"]
+)
+def test_a_precision_is_read_by_its_name(name: str) -> None:
+    """Names are part of every stored conversation's root: they stay."""
+    precision = parse_precision(name)
+    assert precision is not None and str(precision) == name
+    assert str(KVPrecision.of(6, 128, 4, rotated=(True, True))) == "k6rv4rb128"
+
+
+@pytest.mark.parametrize("name", ["16b64", "k16v16b64", "k16rv4b64", "k4v4b0", "k77v4b64", "k4b64"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError):
+        parse_precision(name)
+
+
+def test_an_array_in_full_precision_takes_the_place_of_three() -> None:
+    shape = TensorShape(2, 64, "float16")
+    for precision, names in (
+        (KVPrecision.of(16, 64, 4), ["3.k", "3.v.weights", "3.v.scales", "3.v.biases"]),
+        (KVPrecision.of(4, 64, 16), ["3.k.weights", "3.k.scales", "3.k.biases", "3.v"]),
+    ):
+        group = LayerGroup("3", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
+        forms = list(token_arrays([group], 5))
+        assert [name for name, _, _ in forms] == names
+        assert ("3." + "kv"[not precision.keys.is_own], (2, 2, 5, 64), mx.float16) in forms
+        own = 2 * 2 * 64 * 2
+        assert group.bytes_per_token == own + own * 4 // 16 + 2 * 2 * 2 * 2
+        assert group.full_precision_bytes == 2 * own
+
+
 def test_rotation_is_part_of_the_name() -> None:
     names = {
         str(KVPrecision.of(4, 64, rotated=(k, v))) for k in (False, True) for v in (False, True)
@@ -105,6 +149,8 @@ def test_what_is_rotated_is_read_as_it_came() -> None:
 def test_what_is_asked_for_names_what_to_try() -> None:
     assert PrecisionChoice().candidates() == [KVPrecision.of(4, size) for size in GROUP_SIZES]
     assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision.of(8, 32, 4)]
+    plain_keys = PrecisionChoice(OWN_BITS, 4, 32, (True, True))
+    assert plain_keys.candidates() == [KVPrecision.of(OWN_BITS, 32, 4, rotated=(False, True))]
     own = PrecisionChoice(OWN_BITS, OWN_BITS)
     assert own.is_own and own.candidates() == []
 
@@ -117,6 +163,11 @@ def test_what_is_asked_for_names_what_to_try() -> None:
         ("k8v4b32", "keys 8 bits, values 4"),
         ("k6rv4b64", "keys 6 bits, values 4, partly rotated"),
         ("k4rv4rb64*12,k8rv4rb64*2", "keys 4 to 8 bits, values 4, rotated"),
+        ("k16v4rb64", "keys in full precision, values 4 bits, rotated"),
+        (
+            "k4v4b64*2,k16v4b64*1,k8v16b64*1",
+            "keys 4 to 8 bits or in full precision, values 4 or in full precision",
+        ),
         ("own*1,4b64*3", "keys 4 bits, values 4, some layers in full precision"),
         ("own", "full precision"),
         ("own,w128,state", "full precision"),
@@ -133,6 +184,10 @@ def test_layouts_can_be_read(layout: str, said: str) -> None:
 
 def test_the_layouts_of_specs_are_understood() -> None:
     model = tiny_llama()
-    for choice in (PrecisionChoice(4, 4), PrecisionChoice(8, 4, None, (True, False))):
+    for choice in (
+        PrecisionChoice(4, 4),
+        PrecisionChoice(8, 4, None, (True, False)),
+        PrecisionChoice(OWN_BITS, 4, None, (True, True)),
+    ):
         spec = ModelCacheSpec.probe(model, choice, evaluate=False)
         assert list(parse_layout(spec.layout)) == [group.precision for group in spec.full]

@@ -17,8 +17,8 @@ from mlx_lm_kvpersist.cache.kept_allocation import (
 )
 from mlx_lm_kvpersist.cache.precision import (
     Allocation,
+    Estimate,
     KVPrecision,
-    MeanDivergence,
     PrecisionRequest,
 )
 from mlx_lm_kvpersist.match.block import Block
@@ -444,7 +444,7 @@ def test_why_it_is_kept_in_its_precision_travels(
 ) -> None:
     """The precision that was measured is that of the other store, too, unless it has its own."""
     request, file = PrecisionRequest(), tmp_path / "with-choice.safetensors"
-    made = Allocation({0: KVPrecision.of(4, 64), 1: KVPrecision.of(4, 64)}, MeanDivergence(0.01, 0))
+    made = Allocation({0: KVPrecision.of(4, 64), 1: KVPrecision.of(4, 64)}, Estimate(0.01, 0))
     keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, request, made)
     unlike = Allocation({0: KVPrecision.of(8, 64)})
     keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, STRICT, unlike)

@@ -16,13 +16,12 @@ from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
 from mlx_lm_kvpersist.cache.kept_allocation import known_allocation
-from mlx_lm_kvpersist.cache.precision import PrecisionRequest
+from mlx_lm_kvpersist.cache.precision import Estimate, PrecisionRequest
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import output
 from mlx_lm_kvpersist.cli import quality_checks as checks
 from mlx_lm_kvpersist.cli.quality import OWN_TEXT, encode
 from mlx_lm_kvpersist.cli.quality_advice import (
-    Estimate,
     Needles,
     Row,
     ToolCall,

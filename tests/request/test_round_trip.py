@@ -22,6 +22,10 @@ PRECISIONS |= {
     f"4, rotated {rotated}": PrecisionChoice(4, 4, None, rotated)
     for rotated in ((True, False), (False, True), (True, True))
 }
+PRECISIONS |= {
+    "keys plain": PrecisionChoice(16, 4, None, (True, True)),
+    "values plain": PrecisionChoice(4, 16),
+}
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -174,6 +178,10 @@ OWN: dict[str, Fault] = {
     "layers swapped in blocks": after(blocks, "_split", layers_swapped),
 }
 FAULTS = [("4", name) for name in QUANTIZED] + [("16", name) for name in OWN]
+FAULTS += [
+    ("keys plain", name)
+    for name in ("filter takes wrong rows", "extract is one off", "restore is one off", "mask")
+]
 
 
 @pytest.mark.parametrize(("precision", "name"), FAULTS)

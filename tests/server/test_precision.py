@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.kept_allocation import PRECISION_FILE, keep_allocation
+from mlx_lm_kvpersist.cache.precision import Allocation, PrecisionRequest, parse_precision
 from tests.support import StartServer
 
 MESSAGES = [
@@ -51,3 +54,32 @@ def test_what_was_measured_stays(
     assert (reply.cached_tokens > first.prompt_tokens) is restored
     if not restored:
         assert reply.kvpersist["reason"] == "other-precision"
+
+
+def test_one_side_of_a_layer_alone_in_full_precision(
+    tiny_model: Path, start_server: StartServer
+) -> None:
+    """A restart changes no reply where one layer's keys, and another's values, are not quantized.
+
+    `auto` gives such layers to few models, so the store has that choice before the server starts.
+    """
+    names = {0: "k16v4rb64", 1: "k6v16b64"}
+    slots = {slot: parse_precision(name) for slot, name in names.items()}
+    made = Allocation(slots, measured_on="2026-01-02")
+    fingerprint = model_fingerprint(tiny_model, None, content_hash)
+    start_server.store.mkdir(mode=0o700)
+    keep_allocation(start_server.store / PRECISION_FILE, fingerprint, PrecisionRequest(), made)
+    options = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "auto")
+    server = start_server.with_plugin(tiny_model, *options)
+    first = server.chat(MESSAGES, session="s")
+    messages = [*MESSAGES, {"role": "assistant", "content": first.text}]
+    messages.append({"role": "user", "content": "And then?"})
+    uninterrupted = server.chat(messages, session="s")
+    said = "keys 6 bits or in full precision, values 4 or in full precision"
+    assert said in server.log and "measuring once" not in server.log
+    server.terminate()
+    server = start_server.with_plugin(tiny_model, *options)
+    restored = server.chat(messages, session="s")
+    assert restored.cached_tokens > first.prompt_tokens
+    assert restored.text == uninterrupted.text
+    assert chosen(start_server) == {str(slot): name for slot, name in names.items()}
