@@ -228,7 +228,7 @@ class Joiner:
         headroom: int,
         windows: Mapping[int, int] | None = None,
         *,
-        whole: bool = False,
+        whole: bool,
     ) -> None:
         self._spec = spec
         self._n_tokens = n_tokens
@@ -246,7 +246,6 @@ class Joiner:
                 name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
                 for name, (n_slots, *rest), dtype in forms
             }
-            mx.eval(arrays)
             self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
 

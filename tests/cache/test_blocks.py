@@ -12,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.blocks import (
     BLOCK_TOKENS,
+    Joiner,
     Piece,
     Pieces,
     copy_state,
@@ -19,6 +20,7 @@ from mlx_lm_kvpersist.cache.blocks import (
     n_bytes,
     n_cached_tokens,
     split_blocks,
+    split_windows,
 )
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.spec import (
@@ -27,7 +29,9 @@ from mlx_lm_kvpersist.cache.spec import (
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
+    cached_positions,
     token_arrays,
+    tokens,
 )
 
 from .conftest import VOCAB, address, random_kv, same_packed
@@ -439,3 +443,83 @@ def test_caches_without_values_are_joined(whole: bool) -> None:
     (joined,) = join_blocks(spec, used, 10, whole=whole)
     found = joined.state
     assert mx.array_equal(found[0][:, :, :300], keys) and found[1].shape[3] == 0
+
+
+MIXED = ModelCacheSpec(
+    (
+        LayerGroup("0", GroupKind.FULL, "KVCache", (0,), *2 * (TensorShape(1, 8, "float32"),)),
+        LayerGroup(
+            *("1", GroupKind.SLIDING, "RotatingKVCache", (1, 2)),
+            *2 * (TensorShape(1, 4, "float32"),),
+            window=16,
+        ),
+        LayerGroup(
+            "2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=(((3,), "float32"), None)
+        ),
+    ),
+    [KVCache(), RotatingKVCache(16), RotatingKVCache(16), ArraysCache(2), ArraysCache(2)],
+)
+
+
+def mixed_caches(n_tokens: int) -> list[Any]:
+    """Caches whose keys and values tell their slot and position, and whose states their slot."""
+    caches = MIXED.make_cache()
+    for slot, dim in ((0, 8), (1, 4), (2, 4)):
+        at = mx.arange(n_tokens, dtype=mx.float32)[None, None, :, None] + 1000 * slot
+        keys = mx.broadcast_to(at, (1, 1, n_tokens, dim))
+        for start, stop in (
+            (0, n_tokens - 10),
+            *((n, n + 1) for n in range(n_tokens - 10, n_tokens)),
+        ):
+            caches[slot].update_and_fetch(keys[:, :, start:stop], -keys[:, :, start:stop])
+    for slot in (3, 4):
+        caches[slot].cache = [mx.full((1, 3), float(slot)), None]
+    return caches
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("with_full", [True, False])
+def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: bool) -> None:
+    """Only full caches have room to spare; a window may begin within a piece."""
+    spec = MIXED if with_full else ModelCacheSpec(MIXED.groups[1:], MIXED.template)
+    caches = mixed_caches(40)
+    ranges = [(0, 25), (25, 40)] if with_full else []
+    early, late = split_windows(spec, 16, caches, [(24, 34), (34, 40)])
+    pieces = Pieces(
+        40,
+        [Piece(block, 0, block["0.k"].shape[2]) for block in split_blocks(spec, caches, ranges)],
+        {16: [Piece(early, 2, 10), Piece(late, 0, 6)]},
+        copy_state(spec, caches),
+    )
+    joined = join(spec, pieces, 9, whole=whole)
+    assert cached_positions(joined[0]) == ((0, 40) if with_full else (0, 0))
+    for slot in (0, 1, 2) if with_full else (1, 2):
+        start = 26 if slot else 0
+        assert cached_positions(joined[slot]) == (start, 40)
+        assert joined[slot].keys.shape[2] == (14 if slot else 49)
+        for (found,), (expected,) in zip(
+            tokens(joined[slot], start, 40), tokens(caches[slot], start, 40), strict=True
+        ):
+            assert mx.array_equal(found, expected)
+    for slot in (3, 4):
+        state, other = joined[slot].cache
+        assert state.tolist() == [[float(slot)] * 3] and other is None
+
+
+def test_a_join_has_all_its_tokens_and_no_more() -> None:
+    caches = mixed_caches(40)
+    (block,) = split_blocks(MIXED, caches, [(0, 40)])
+    (window,) = split_windows(MIXED, 16, caches, [(24, 40)])
+    for whole in (True, False):
+        joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
+        joiner.add(Piece(block, 0, 39))
+        joiner.add(Piece(window, 0, 16), 16)
+        with pytest.raises(ValueError, match="39 tokens where there should be 40"):
+            joiner.finish()
+        with pytest.raises(ValueError, match="41 tokens where there should be 40"):
+            joiner.add(Piece(block, 0, 2))
+        joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
+        with pytest.raises(ValueError, match="tokens 5 to 5 of a block of 16"):
+            joiner.add(Piece(window, 5, 5), 16)
+        with pytest.raises(ValueError, match="tokens -1 to 5 of a block of 16"):
+            joiner.add(Piece(window, -1, 5), 16)
