@@ -201,6 +201,8 @@ def _not_run(node: ast.AST) -> Iterator[ast.AST]:
         yield node.returns
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
         yield node.annotation
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        yield node.value  # of zip: an assertion
     if isinstance(node, ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom | ast.Assert):
         yield from ast.iter_child_nodes(node)
     if isinstance(node, ast.Assign) and any(

@@ -158,10 +158,11 @@ def test_blocks_share_no_memory_with_the_caches() -> None:
     assert_same(restored, caches_of(2000), 0, 300)
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("headroom", [0, 64])
-def test_every_layer_has_buffers_of_its_own(headroom: int) -> None:
+def test_every_layer_has_buffers_of_its_own(headroom: int, whole: bool) -> None:
     (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
-    restored = join_blocks(SPEC, [(block, 10)], headroom)
+    restored = join_blocks(SPEC, [(block, 10)], headroom, whole=whole)
     held = mx.get_active_memory()
     in_blocks = {(address(x), x.nbytes) for x in block.values()}
     for cache in restored:
@@ -194,17 +195,26 @@ def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
 def test_the_arrays_are_evaluated() -> None:
     """Another thread may only touch what needs no stream of the thread that made it."""
     (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
-    restored = join_blocks(SPEC, [(block, 10)], 5)
+    arrays = list(block.values())
+    for cache in join_blocks(SPEC, [(block, 10)], 5):
+        assert cache.keys is not None and cache.values is not None
+        arrays += [*cache.keys, *cache.values]
+    mixed = mixed_caches(40)
+    (block,) = split_blocks(MIXED, mixed, [(0, 40)])
+    (window,) = split_windows(MIXED, 16, mixed, [(24, 40)])
+    state = copy_state(MIXED, mixed)
+    arrays += [*block.values(), *window.values(), *state.values()]
+    for whole in (True, False):
+        pieces = Pieces(40, [Piece(block, 0, 40)], {16: [Piece(window, 0, 16)]}, state)
+        joined = join(MIXED, pieces, 5, whole=whole)
+        arrays += [x for cache in joined[:3] for x in (cache.keys, cache.values)]
+        arrays += [cache.cache[0] for cache in joined[3:]]
     faults: list[BaseException] = []
 
     def look() -> None:
         try:
-            for array in block.values():
+            for array in arrays:
                 np.array(array, copy=True)
-            for cache in restored:
-                assert cache.keys is not None and cache.values is not None
-                for array in (*cache.keys, *cache.values):
-                    np.array(array, copy=True)
         except BaseException as error:
             faults.append(error)
 
@@ -277,8 +287,10 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
         blocks = split_blocks(SPEC, caches, ranges)
         addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
         assert not addresses & {address(x) for block in blocks for x in block.values()}
-        restored = join_blocks(SPEC, [(block, 50) for block in blocks], 64)
-        assert_same(restored, caches, 0, 50 * n_blocks)
+        for whole in (True, False):
+            used = [(block, 50) for block in blocks]
+            restored = join_blocks(SPEC, used, 64, whole=whole)
+            assert_same(restored, caches, 0, 50 * n_blocks)
         found.append(blocks)
     for small, large in zip(*found, strict=True):
         assert all(mx.array_equal(small[name], large[name]) for name in small)
@@ -523,3 +535,12 @@ def test_a_join_has_all_its_tokens_and_no_more() -> None:
             joiner.add(Piece(window, 5, 5), 16)
         with pytest.raises(ValueError, match="tokens -1 to 5 of a block of 16"):
             joiner.add(Piece(window, -1, 5), 16)
+
+
+def test_kinds_that_are_left_out_stay_empty() -> None:
+    """As where the canary's kernels are compiled over a long cache of zeros."""
+    (block,) = split_blocks(MIXED, mixed_caches(40), [(0, 40)])
+    for whole in (True, False):
+        joined = join(MIXED, Pieces(40, [Piece(block, 0, 40)]), 0, whole=whole)
+        assert [cached_positions(cache) for cache in joined[:3]] == [(0, 40), (0, 0), (0, 0)]
+        assert [cache.cache for cache in joined[3:]] == [[None, None], [None, None]]

@@ -11,7 +11,7 @@ def f(a: int, b: "1 < 2") -> int:
     \"\"\"Not 1.\"\"\"
     if a < b and not b:
         return a + 1
-    for x in g(a, b):
+    for x in g(a, b, strict=True):
         continue
     drop(x)
     raise ValueError(f"{a + 1}")
@@ -47,7 +47,7 @@ def test_a_mutant_is_one_small_change_of_what_runs(tmp_path: Path) -> None:
         "return (a - 1)",
         "return a + (2)",
         "return None",
-        "for x in (g(b, a)):",
+        "for x in (g(b, a, strict=True)):",
         "pass",
     }
 
