@@ -329,6 +329,7 @@ class KVPersistPlugin:
         agents = AgentsAPI(
             chat_api,
             self._named_sessions,
+            self._history.forget,
             key=key,
             by_key=self._config.namespace_by_key,
             session_header=self._config.session_header,
@@ -337,7 +338,7 @@ class KVPersistPlugin:
             Route("GET", REQUESTS_PATH, operator_view(records, key)),
             Route("GET", STATS_PATH, operator_view(self._stats, key)),
             Route("GET", SPEC_PATH, operator_view(self._spec, key)),
-            Route("POST", SELFTEST_PATH, operator_view(SelfTest(), key)),
+            Route("POST", SELFTEST_PATH, operator_view(SelfTest(), key, costs=True)),
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, operator_view(self._describe_sessions, key)),

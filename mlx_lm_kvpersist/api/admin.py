@@ -29,18 +29,24 @@ _SELFTEST_TIMEOUT_S = 300.0
 
 
 def operator_view(
-    answer: Callable[[], Any], key: str | None = None, content_type: str = "application/json"
+    answer: Callable[[], Any],
+    key: str | None = None,
+    content_type: str = "application/json",
+    *,
+    costs: bool = False,
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 
     answer: returns an object for JSON, or bytes of the `content_type`; it may raise
     RequestRefused. The answers tell of private conversations. With a `key`, every request must
     carry it, and may come from anywhere. Without one, only programs of the server's own machine
-    may ask.
+    may ask; what `costs` much, not by a page of another site.
     """
 
     def checked(handler: Any) -> Any:
         check_operator(handler, key)
+        if costs:
+            check_site(handler.headers, key)
         return answer()
 
     return answering(checked, {"Content-Type": content_type})
@@ -59,8 +65,7 @@ def operator_change(
 
     def checked(handler: Any) -> Any:
         check_operator(handler, key)
-        if key is None and (refusal := why_foreign(handler.headers)):
-            raise RequestRefused(refusal, 403)
+        check_site(handler.headers, key)
         kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
         if kind != "application/json":
             raise RequestRefused(f"Content-Type is {kind}, expected application/json", 415)
@@ -72,6 +77,12 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Raise RequestRefused where `why_refused` says why."""
     if refusal := why_refused(handler.client_address[0], handler.headers, key):
+        raise RequestRefused(refusal, 403)
+
+
+def check_site(headers: Message, key: str | None) -> None:
+    """Refuse a browser that shows another page than this server's own: it knows no key."""
+    if key is None and (refusal := why_foreign(headers)):
         raise RequestRefused(refusal, 403)
 
 

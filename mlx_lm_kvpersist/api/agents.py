@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, quote, unquote
 from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import refuse, require, require_objects, require_text
-from .admin import send, why_refused
+from .admin import check_site, send, why_refused
 from .session_keys import names_namespace, namespace
 
 AGENTS_PATH = "/v1/agents"
@@ -86,7 +86,8 @@ Call = Callable[[Any, Body], Answer | None]
 class AgentsAPI:
     """Answers `/v1/agents`. Agents of one namespace are not seen from another.
 
-    key: the operator's, see `why_refused`. by_key: whether API keys have namespaces of their own.
+    forget: removes what is remembered of the requests of a session, given by its name. key: the
+    operator's, see `why_refused`. by_key: whether API keys have namespaces of their own.
     session_header: the header that is looked at first for a session's name, if any.
     """
 
@@ -94,12 +95,13 @@ class AgentsAPI:
         self,
         chat: Chat,
         sessions: Callable[[], AgentSessions],
+        forget: Callable[[str], None],
         *,
         key: str | None,
         by_key: bool,
         session_header: str | None,
     ) -> None:
-        self._chat, self._sessions = chat, sessions
+        self._chat, self._sessions, self._forget = chat, sessions, forget
         self._key, self._by_key, self._session_header = key, by_key, session_header
         self._agents: dict[tuple[str, str], Agent] = {}
         self._lock = Lock()
@@ -139,6 +141,7 @@ class AgentsAPI:
     # Agents.
 
     def _create(self, handler: Any, body: Body) -> Answer:
+        check_site(handler.headers, self._key)
         agent = Agent(
             body.get("id", f"agent-{uuid.uuid4().hex[:12]}"),
             namespace(handler.headers, by_key=self._by_key),
@@ -220,6 +223,7 @@ class AgentsAPI:
                 raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
             self._agents.pop((agent.namespace, agent.id), None)
         self._sessions().remove(agent.namespace, agent.session)
+        self._forget(agent.session)
         return 204, b""
 
     def _find(self, handler: Any) -> Agent:
@@ -240,6 +244,8 @@ class AgentsAPI:
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
         """Refuse what others would notice: everywhere, or where no namespace is named."""
+        if handler.command != "GET":
+            check_site(handler.headers, self._key)
         if not everywhere and names_namespace(handler.headers, by_key=self._by_key):
             return
         if refusal := why_refused(handler.client_address[0], handler.headers, self._key):

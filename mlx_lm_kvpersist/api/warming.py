@@ -11,13 +11,17 @@ import time
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from .admin import KEY_VARIABLE
+from .agents import OPENAPI_PATH
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_WAIT_S = 3600.0
+"""How long a server may load its model, which may have to come over a network."""
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 """Hosts that mean every address of this machine, and where such a server is asked."""
 
@@ -33,13 +37,9 @@ def warm_at_start(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run() -> None:
-        opener = build_opener(ProxyHandler({}))
-        while True:
-            try:
-                opener.open(f"{url}/health", timeout=10).close()
-                break
-            except (OSError, HTTPException):  # it does not listen yet, or its model is loading
-                time.sleep(_POLL_S)
+        if why_not := _wait_for(url):
+            logger.error("kvpersist: nothing is warmed: %s", why_not)
+            return
         options = ("--url", url, "--kvpersist-dir", str(folder))
         environment = {**os.environ, **({KEY_VARIABLE: key} if key else {})}
         for file in files:
@@ -52,3 +52,23 @@ def warm_at_start(
             logger.log(level, "kvpersist: %s: %s", file, said)
 
     threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
+
+
+def _wait_for(url: str) -> str:
+    """Wait until this server answers; return "", or why it is not waited for any longer."""
+    opener = build_opener(ProxyHandler({}))
+    until_s = time.monotonic() + _WAIT_S
+    asked = [OPENAPI_PATH, "/health"]
+    while asked and time.monotonic() < until_s:
+        try:
+            opener.open(url + asked[0], timeout=10).close()
+            del asked[0]
+            continue
+        except HTTPError as error:
+            error.close()
+            if (asked[0], error.code) != ("/health", 503):  # else its model is loading
+                return f"{url} answers {error.code} to {asked[0]}, so it is another server's port"
+        except (OSError, HTTPException):
+            pass  # it does not listen yet
+        time.sleep(_POLL_S)
+    return f"{url} was not ready within {_WAIT_S:,.0f} s" if asked else ""

@@ -203,7 +203,7 @@ def rm(args: argparse.Namespace) -> int:
         before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
         for session in chosen:
             disk.remove_session(session)
-        disk.index.forget_requests()
+        disk.index.forget_requests(None if args.all else [one.name for one in chosen])
         after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
     freed, n_blocks, n_checkpoints = (had - has for had, has in zip(before, after, strict=True))
     removed = [{"id": session.id, "name": session.name} for session in chosen]

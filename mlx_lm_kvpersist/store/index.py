@@ -269,10 +269,25 @@ class Index(IndexReader):
                 (KEPT,),
             )
 
-    def forget_requests(self) -> None:
-        """Remove all records: they name sessions and may quote prompts."""
+    def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
+        """Remove the records of sessions, by their names; those of others quote no more.
+
+        None stands for all. A record of another session may quote a session that is removed.
+        """
         with self.transaction() as db:
-            db.execute("DELETE FROM requests")
+            for number, about in db.execute("SELECT number, about FROM requests").fetchall():
+                try:
+                    record = json.loads(about)
+                    is_gone = sessions is None or record["session"] in sessions
+                    quotes = record["divergence"]
+                except (TypeError, ValueError, KeyError):
+                    is_gone, quotes = True, None
+                if is_gone:
+                    db.execute("DELETE FROM requests WHERE number = ?", (number,))
+                elif quotes:
+                    record["divergence"] = {**quotes, "stored": None, "asked": None}
+                    about = json.dumps(record)
+                    db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
 
     # The file as a whole.
 

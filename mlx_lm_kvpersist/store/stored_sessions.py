@@ -103,7 +103,8 @@ class StoredSessions:
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
         """Remove a session, and the blocks that no other one needs, from disk and RAM.
 
-        What the last requests reused is forgotten, too: it names sessions and may quote them.
+        What its last requests reused is forgotten, too. Other records may quote it, and quote no
+        more.
         """
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
@@ -111,7 +112,7 @@ class StoredSessions:
                 session, before = _session(disk, session_id), disk.index.n_bytes()
                 chain = [block.key for block, _ in disk.index.chain(session.leaf)]
                 disk.remove_session(session)
-                disk.index.forget_requests()
+                disk.index.forget_requests([session.name])
                 freed = before - disk.index.n_bytes()
                 gone = [key for key in chain if key not in disk.index]
             for key in reversed(gone):

@@ -177,6 +177,33 @@ def test_who_may_do_what(server: ServerProcess) -> None:
     assert call(server, "DELETE", "/near", headers=own)[0] == 204
 
 
+def test_no_page_of_another_site_changes_an_agent(server: ServerProcess) -> None:
+    assert call(server, "POST", "", {"id": "pages"})[0] == 201
+    foreign = {"Origin": "http://127.0.0.1:1", "X-KVPersist-Namespace": "mine"}
+    own = {"Origin": f"http://127.0.0.1:{server.port}", "Sec-Fetch-Site": "same-origin"}
+    assert call(server, "POST", "", {"id": "theirs"}, {"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert call(server, "GET", "/theirs")[0] == 404
+    for method, path in (("POST", "/pages/evict"), ("POST", "/pages/pin"), ("DELETE", "/pages")):
+        status, refused = call(server, method, path, headers={"Origin": "http://127.0.0.1:1"})
+        assert status == 403 and "only this server's own page" in refused["error"]["message"]
+    assert call(server, "POST", "", {"id": "theirs"}, foreign)[0] == 403
+    assert call(server, "DELETE", "/pages", headers=own)[0] == 204
+
+
+def test_the_records_of_an_agent_go_with_it(server: ServerProcess) -> None:
+    """And no others: whoever asks why a request was slow finds it."""
+
+    def named() -> list[str | None]:
+        records = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
+        return [record["session"] for record in records]
+
+    server.chat([ASK], "beside it", max_tokens=1)
+    call(server, "POST", "", {"id": "gone", "system": SYSTEM})
+    assert {"agent:gone", "beside it"} <= set(named())
+    assert call(server, "DELETE", "/gone")[0] == 204
+    assert "agent:gone" not in named() and "beside it" in named()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [

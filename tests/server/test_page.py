@@ -224,7 +224,8 @@ def test_a_deleted_session_is_gone(
     assert one["id"] not in listed(started, capsys)
     assert '"deleted"' not in server.request("GET", "/v1/kvpersist/requests")[2].decode()
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
-    assert "no request yet" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert '"deleted"' not in told and '"quotes it"' in told
     # What others begin with is still there, and no more than that.
     reply = server.chat(messages, "again", max_tokens=8)
     assert 0 < int(reply.kvpersist["reused"]) < reply.prompt_tokens // 2

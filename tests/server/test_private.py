@@ -117,6 +117,12 @@ def test_a15_operators_ask_from_this_machine_or_with_the_key(
             assert status == 403 and "only for programs" in json.loads(body)["error"]["message"]
         assert locked.request("GET", path)[0] == 403
         assert locked.request("GET", path, headers=right)[0] == 200
-    for page in ({"Origin": "http://evil.example"}, {"Via": "1.1 p"}):
+    own = f"http://127.0.0.1:{server.port}"
+    for page in (
+        {"Origin": "http://evil.example"},
+        {"Via": "1.1 p"},
+        {"Origin": "http://127.0.0.1:1"},  # another server's page on this machine
+        {"Origin": own, "Sec-Fetch-Site": "same-site"},
+    ):
         assert server.request("POST", SELFTEST, headers=page)[0] == 403
     assert locked.request("POST", SELFTEST)[0] == 403

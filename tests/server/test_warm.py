@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.api import warming
+from mlx_lm_kvpersist.api.warming import warm_at_start
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.warm import request_of
 from mlx_lm_kvpersist.errors import ConfigError
@@ -45,6 +50,37 @@ def test_at_the_start(
     assert first.kvpersist["outcome"] == "DIVERGE"
     # All of it but the words of the template that follow.
     assert first.cached_tokens > session["tokens"] - 12 > 256
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/", 404), ("/health", 500), ("/", 503)])
+def test_another_servers_port_is_not_asked_for_ever(
+    path: str, status: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path.startswith(path) else 200)
+            self.end_headers()
+
+    monkeypatch.setattr(warming, "_WAIT_S", 1.0)
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        port = other.server_port
+        warm_at_start([Path("never-read")], "127.0.0.1", port, Path("no-store"), None)
+        wait_until(lambda: "nothing is warmed" in caplog.text, "a line in the log")
+        other.shutdown()
+    assert f"127.0.0.1:{port} answers {status} to /" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_server_that_never_listens(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warming, "_WAIT_S", 0.5)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        where = "127.0.0.1", unused.getsockname()[1]
+        warm_at_start([Path("never-read")], *where, Path("no-store"), None)
+        wait_until(lambda: "was not ready within" in caplog.text, "a line in the log")
 
 
 def test_a_request_that_a_client_has_sent(
