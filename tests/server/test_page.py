@@ -296,10 +296,13 @@ def test_the_buttons(opened: Page, server: ServerProcess) -> None:
 def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
     """A poll that began before a button was pressed may be answered after it."""
     held: list[tuple[Route, APIResponse]] = []
-    opened.route("**/kvpersist/sessions", lambda route: held.append((route, route.fetch())))
+
+    def hold(route: Route) -> None:
+        held.append((route, route.fetch()))
+
+    opened.route("**/kvpersist/sessions", hold, times=1)
     while not held:
         opened.wait_for_timeout(50)
-    opened.unroute_all()
     opened.get_by_role("button", name="Pin first", exact=True).click()
     unpin = opened.get_by_role("button", name="Unpin first", exact=True)
     expect(unpin).to_be_visible()
