@@ -182,6 +182,16 @@ def test_a_file_that_cannot_be_written_costs_a_line(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.json"}
 
 
+def test_decoding_is_measured_with_one_query_and_from_little_to_much() -> None:
+    ladders = {
+        use: [(work.n_rows, work.n_queries, work.n_keys) for work in ladder]
+        for use, ladder in calibration._LADDERS.items()
+    }
+    assert {rung[:2] for rung in ladders["decode"]} == {(1, 1)}
+    assert {rung[:2] for rung in ladders["batch_decode"]} == {(8, 1)}
+    assert all(rungs == sorted(rungs) for rungs in ladders.values())
+
+
 def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()

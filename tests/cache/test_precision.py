@@ -9,6 +9,7 @@ from mlx_lm_kvpersist.cache.precision import (
     OWN_BITS,
     KVPrecision,
     PrecisionChoice,
+    PrecisionRequest,
     Quantization,
     layout_in_words,
     parse_layout,
@@ -42,6 +43,21 @@ def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
     ] * 2
     assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
     assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
+
+
+def test_what_is_asked_for_before_anything_is_measured() -> None:
+    choice = PrecisionRequest().choice()
+    assert choice == PrecisionChoice(4, 4, None, (True, True))
+    assert PrecisionRequest((6, 5), 32, "off").choice() == PrecisionChoice(6, 5, 32, (False, False))
+    assert str(PrecisionRequest()) == "0.01 nats, group auto, rotate auto"
+    assert str(PrecisionRequest((8, 4), 64, "on")) == "8 4, group 64, rotate on"
+    assert [request.is_measured for request in (
+        PrecisionRequest(),
+        PrecisionRequest((4, 4)),
+        PrecisionRequest(None, None, "off"),
+        PrecisionRequest((4, 4), None, "off"),
+        PrecisionRequest((16, 16)),
+    )] == [True, True, True, False, False]  # fmt: skip
 
 
 def test_a_dimension_fits_in_whole_groups_only() -> None:
