@@ -84,6 +84,7 @@ TESTS = {
     "request/model": ["tests/request/test_loading.py"],
     "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
     "request/restore": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
+    "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],
     "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
     "store/files": [
         *("tests/store/test_files.py", "tests/store/test_part_files.py"),

@@ -362,10 +362,8 @@ def cached_positions(cache: Any) -> tuple[int, int]:
         return 0, 0
     stop = int(cache.offset)
     if isinstance(cache, RotatingKVCache):
-        size = int(cache.keys.shape[2])
-        # Behind `_idx` a full ring holds its oldest tokens; one that still grows holds none.
-        n_tokens = size if cache._idx == size or cache._idx < stop else int(cache._idx)
-        return max(0, stop - n_tokens), stop
+        # One that still grows has room for more than the tokens that it has seen.
+        return max(0, stop - int(cache.keys.shape[2])), stop
     if isinstance(cache, ChunkedKVCache):
         return int(cache.start_position), stop
     return 0, stop

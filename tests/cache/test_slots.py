@@ -134,6 +134,11 @@ def test_what_a_window_has_dropped_is_not_given() -> None:
     feed(cache, [20, *[1] * 10])
     with pytest.raises(ValueError, match="positions 3 to 30 of a cache that holds 14 to 30"):
         tokens(cache, 3, 30)
+    for start, stop in ((14, 31), (20, 19)):
+        with pytest.raises(ValueError, match=f"positions {start} to {stop} of a cache"):
+            tokens(cache, start, stop)
+    (keys,), (values,) = tokens(cache, 20, 20)
+    assert keys.shape[2] == values.shape[2] == 0
 
 
 def test_composites_are_taken_apart_and_put_together() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.match.block import Block, pack_ids
+from mlx_lm_kvpersist.match.tree import FEW, MAX_ALIKE
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 
 from .conftest import ROOT, chain, state, window
@@ -206,3 +209,27 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     assert pool.release(keys) == 30
     assert [key in pool for key in (*keys, other, part.key)] == [True, False, False, True, False]
     assert pool.release([keys[0], other]) == 0
+
+
+def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
+    """The last before what lies ahead, the first after it, and all with the same text."""
+    pool = BlockPool(1 << 30)
+    nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
+    for node in nodes:
+        pool.put(KVBlock(node, None, 1))
+    for wanted, name in (("<195><7>", "text"), (pack_ids([195, 7]), "packed_ids")):
+        ordered = sorted(nodes, key=lambda node: getattr(node, name))
+        after = next(n for n, node in enumerate(ordered) if getattr(node, name) > wanted)
+        found = pool.children(ROOT.key, wanted)
+        assert {ordered[after - 1].key, ordered[after].key} <= {node.key for node in found}
+        assert len(found) < len(nodes)
+    assert nodes[0] in pool.children(ROOT.key, "<110><7> and so on")
+    assert len(pool.children(ROOT.key, limit=2)) == 2
+
+
+def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
+    pool = BlockPool(1 << 30)
+    nodes = [replace(chain([n])[0], text="alike") for n in range(2 * MAX_ALIKE)]
+    for node in nodes:
+        pool.put(KVBlock(node, None, 1))
+    assert len(pool.children(ROOT.key, "alike, and more")) == MAX_ALIKE
