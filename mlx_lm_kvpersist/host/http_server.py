@@ -163,7 +163,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             provider = self.response_generator.model_provider
             loaded = provider.model_key[0] if provider.model_key else self.requested_model
             self.requested_model = "default_model" if provider.cli_args.model else loaded
-        if self.stream_options is not None:
+        if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
 

@@ -121,9 +121,11 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
         require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
         is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
         require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
-    for name in ("stream_options", "chat_template_kwargs"):
-        value = body.get(name)
-        require(value is None or isinstance(value, dict), name, value, "an object")
+    # Stock reads the first only in a stream, and the second only if it is true.
+    options = body.get("stream_options") if given.stream else None
+    require(options is None or isinstance(options, dict), "stream_options", options, "an object")
+    kwargs = body.get("chat_template_kwargs") or {}
+    require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
     require(is_right, "stop", stop, "text, or a list of texts")

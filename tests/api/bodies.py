@@ -1,11 +1,121 @@
-"""Bodies of requests that are nearly right: valid JSON in places where something else belongs."""
+"""Bodies of requests, right and nearly right, and chunks of chat completions."""
 
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 from hypothesis import strategies as st
+
+SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look.", "input_schema": SCHEMA}
+LATER = {"name": "later", "input_schema": SCHEMA, "defer_loading": True}
+MESSAGES: dict[str, Any] = {
+    "model": "claude-x",
+    "max_tokens": 100,
+    "system": [{"type": "text", "text": "Be kind."}],
+    "stop_sequences": ["end"],
+    "thinking": {"type": "disabled"},
+    "temperature": 0.5,
+    "stream": True,
+    "tools": [LOOK, LATER, {"type": "web_search_20250305", "name": "web_search"}],
+    "messages": [
+        {"role": "user", "content": "Hi."},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm."},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "One"},
+                {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "hä", "n": 1}},
+                {"type": "text", "text": " two"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [
+                        {"type": "text", "text": "There."},
+                        {"type": "tool_reference", "tool_name": "later"},
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": "QQ=="},
+                        },
+                    ],
+                },
+                {"type": "text", "text": "And", "cache_control": {"type": "ephemeral"}},
+                {"type": "document", "source": {"type": "text", "data": " this"}},
+                {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}},
+            ],
+        },
+        {"role": "system", "content": "Be brief."},
+    ],
+}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "Be kind.",
+    "max_output_tokens": 100,
+    "prompt_cache_key": "s",
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "tools": [
+        {"type": "function", "name": "look", "description": "Look.", "parameters": SCHEMA},
+        {"type": "custom", "name": "apply_patch"},
+        {
+            "type": "namespace",
+            "name": "sea",
+            "tools": [{"type": "function", "name": "sail", "parameters": None}],
+        },
+    ],
+    "input": [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "No."}],
+         "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "One", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{\"n\": 1}"},
+        {"type": "function_call", "call_id": "2", "name": "sail", "namespace": "sea",
+         "arguments": "{}"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": "There."},
+        {"type": "function_call_output", "call_id": "2", "output": [
+            {"type": "input_text", "text": "Here."},
+            {"type": "input_image", "image_url": "data:image/png;base64,QQ=="}]},
+        {"role": "user", "content": "Go on."},
+    ],
+}  # fmt: skip
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": "1", "type": "function", "function": function}
+
+
+USAGE = {
+    "prompt_tokens": 10,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 7},
+}
+DELTAS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "content": st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
+            "reasoning": st.sampled_from(["", "\n", "r", " s"]),
+            "tool_calls": st.lists(
+                st.sampled_from([call("f", {"x": [1]}), call("g", {})]), max_size=2
+            ),
+        },
+    ),
+    max_size=8,
+)
 
 ODD: st.SearchStrategy[Any] = st.recursive(
     st.none()

@@ -8,61 +8,12 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.api.messages import MessagesAPI
 from mlx_lm_kvpersist.api.messages_reply import MessagesReply
 from mlx_lm_kvpersist.errors import RequestRefused
 
-from .bodies import mutated
-
-SCHEMA = {"type": "object", "properties": {"where": {"type": "string"}}}
-LOOK = {"name": "look", "description": "Look.", "input_schema": SCHEMA}
-LATER = {"name": "later", "input_schema": SCHEMA, "defer_loading": True}
-FULL: dict[str, Any] = {
-    "model": "claude-x",
-    "max_tokens": 100,
-    "system": [{"type": "text", "text": "Be kind."}],
-    "stop_sequences": ["end"],
-    "thinking": {"type": "disabled"},
-    "temperature": 0.5,
-    "stream": True,
-    "tools": [LOOK, LATER, {"type": "web_search_20250305", "name": "web_search"}],
-    "messages": [
-        {"role": "user", "content": "Hi."},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm."},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "One"},
-                {"type": "tool_use", "id": "1", "name": "look", "input": {"where": "hä", "n": 1}},
-                {"type": "text", "text": " two"},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "1",
-                    "content": [
-                        {"type": "text", "text": "There."},
-                        {"type": "tool_reference", "tool_name": "later"},
-                        {
-                            "type": "image",
-                            "source": {"type": "base64", "media_type": "image/png", "data": "QQ=="},
-                        },
-                    ],
-                },
-                {"type": "text", "text": "And", "cache_control": {"type": "ephemeral"}},
-                {"type": "document", "source": {"type": "text", "data": " this"}},
-                {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}},
-            ],
-        },
-        {"role": "system", "content": "Be brief."},
-    ],
-}
+from .bodies import DELTAS, MESSAGES, SCHEMA, USAGE, call, mutated
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -71,7 +22,7 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
-    request = MessagesAPI().translate(FULL, Headers())
+    request = MessagesAPI().translate(MESSAGES, Headers())
     look = {"type": "function", "function": {"name": "look", "description": "Look."}}
     look["function"] |= {"parameters": SCHEMA}  # type: ignore[operator]
     later = {"type": "function", "function": {"name": "later", "parameters": SCHEMA}}
@@ -240,7 +191,7 @@ def test_tools_that_must_not_be_called_are_not_shown() -> None:
         assert "tool_choice" not in chat(tool_choice=choice)
 
 
-@given(mutated(FULL))
+@given(mutated(MESSAGES))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:
         request = MessagesAPI().translate(body, Headers())
@@ -248,31 +199,6 @@ def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
         assert "expected" in str(error) or "not valid Unicode" in str(error)
     else:
         assert isinstance(request.chat_body["messages"], list)
-
-
-def call(name: str, arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": "1", "type": "function", "function": function}
-
-
-USAGE = {
-    "prompt_tokens": 10,
-    "completion_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 7},
-}
-DELTAS = st.lists(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "content": st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
-            "reasoning": st.sampled_from(["", "\n", "r", " s"]),
-            "tool_calls": st.lists(
-                st.sampled_from([call("f", {"x": [1]}), call("g", {})]), max_size=2
-            ),
-        },
-    ),
-    max_size=8,
-)
 
 
 @given(DELTAS)

@@ -14,46 +14,7 @@ from mlx_lm_kvpersist.api.responses import ResponsesAPI
 from mlx_lm_kvpersist.api.responses_reply import ResponsesReply
 from mlx_lm_kvpersist.errors import RequestRefused
 
-from .bodies import mutated
-from .test_messages import DELTAS, USAGE, call
-
-PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}}
-FULL: dict[str, Any] = {
-    "model": "m",
-    "instructions": "Be kind.",
-    "max_output_tokens": 100,
-    "prompt_cache_key": "s",
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "reasoning": {"effort": "high", "summary": "auto"},
-    "tools": [
-        {"type": "function", "name": "look", "description": "Look.", "parameters": PARAMETERS},
-        {"type": "custom", "name": "apply_patch"},
-        {
-            "type": "namespace",
-            "name": "sea",
-            "tools": [{"type": "function", "name": "sail", "parameters": None}],
-        },
-    ],
-    "input": [
-        {"role": "developer", "content": "Be brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi."}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "No."}],
-         "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "message", "role": "assistant",
-         "content": [{"type": "output_text", "text": "One", "annotations": []}]},
-        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{\"n\": 1}"},
-        {"type": "function_call", "call_id": "2", "name": "sail", "namespace": "sea",
-         "arguments": "{}"},
-        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {"type": "function_call_output", "call_id": "1", "output": "There."},
-        {"type": "function_call_output", "call_id": "2", "output": [
-            {"type": "input_text", "text": "Here."},
-            {"type": "input_image", "image_url": "data:image/png;base64,QQ=="}]},
-        {"role": "user", "content": "Go on."},
-    ],
-}  # fmt: skip
+from .bodies import DELTAS, RESPONSES, SCHEMA, USAGE, call, mutated
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -61,8 +22,8 @@ def chat(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
-    request = ResponsesAPI().translate(FULL, Headers())
-    look = {"name": "look", "description": "Look.", "parameters": PARAMETERS}
+    request = ResponsesAPI().translate(RESPONSES, Headers())
+    look = {"name": "look", "description": "Look.", "parameters": SCHEMA}
     sail = {"name": "sea__sail", "parameters": {}}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QQ=="}}
     look_call = {"name": "look", "arguments": '{"n": 1}'}
@@ -175,7 +136,7 @@ def test_tools_that_must_not_be_called_are_not_shown() -> None:
         assert "tool_choice" not in chat(tool_choice=choice)
 
 
-@given(mutated(FULL))
+@given(mutated(RESPONSES))
 def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
     try:
         request = ResponsesAPI().translate(body, Headers())
