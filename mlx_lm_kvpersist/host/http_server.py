@@ -251,6 +251,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         choice = response["choices"][0]
         message = choice.get("delta") or choice.get("message") or {}
         self._content.append(message.get("content") or choice.get("text") or "")
+        if "reasoning" in message:
+            message["reasoning_content"] = message["reasoning"]  # half of the clients read this
         self._reasoning.append(message.get("reasoning") or "")
         self._tool_calls += message.get("tool_calls") or []
         if choice["finish_reason"] is not None and self.tells_reply:

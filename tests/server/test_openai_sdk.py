@@ -9,6 +9,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support import StartServer, synthetic_text
+from tests.support.scripted import ScriptedServer
 
 TOOL: Any = {
     "type": "function",
@@ -60,4 +61,30 @@ def test_a_conversation(start_server: StartServer, tiny_model: Path) -> None:
     usage = chunks[-1].usage
     assert usage is not None and usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == before
+    client.close()
+
+
+def test_reasoning_has_both_names_and_comes_back_under_either(
+    scripted_server: ScriptedServer,
+) -> None:
+    """opencode, Cline and others read `reasoning_content`, as DeepSeek has it."""
+    client = OpenAI(base_url=f"{scripted_server.url}/v1", api_key="none", max_retries=0)
+    asked: Any = [{"role": "user", "content": "What do you think?"}]
+    given: Any = {"model": "default_model", "max_tokens": 60}
+    said = "<think>\nHm, ships.\n</think>\n\nShips."
+    scripted_server.say(said, said, "Yes.", "Yes.")
+    reply = client.chat.completions.create(messages=asked, **given)
+    message = reply.choices[0].message.to_dict()
+    assert message["reasoning"] == message["reasoning_content"] == "\nHm, ships.\n"
+    with client.chat.completions.create(messages=asked, stream=True, **given) as stream:
+        deltas = [chunk.choices[0].delta.to_dict() for chunk in stream]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(str(delta.get(name) or "") for delta in deltas) == "\nHm, ships.\n"
+    assert reply.usage is not None
+    for name in ("reasoning", "reasoning_content"):
+        back = {"role": "assistant", "content": message["content"], name: message[name]}
+        talk = [*asked, back, {"role": "user", "content": f"Sure, {name}?"}]
+        again = client.chat.completions.create(messages=talk, **given)
+        assert again.usage is not None and again.usage.prompt_tokens_details is not None
+        assert again.usage.prompt_tokens_details.cached_tokens >= reply.usage.total_tokens
     client.close()
