@@ -26,7 +26,7 @@ from .completion_output import CompletionOutput
 from .request_checks import (
     check_bias,
     check_body_length,
-    check_messages,
+    check_chat,
     check_parameters,
     discard_body,
 )
@@ -198,7 +198,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._answer_json(200, {"object": "list", "data": models, "has_more": False})
 
     def handle_chat_completions(self) -> Any:
-        check_messages(self.body.get("messages"))
+        check_chat(self.body)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
         return self._received(super().handle_chat_completions())

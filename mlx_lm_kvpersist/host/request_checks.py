@@ -121,11 +121,8 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
         require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
         is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
         require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
-    # Stock reads the first only in a stream, and the second only if it is true.
-    options = body.get("stream_options") if given.stream else None
+    options = body.get("stream_options") if given.stream else None  # read in a stream only
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
-    kwargs = body.get("chat_template_kwargs") or {}
-    require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
     require(is_right, "stop", stop, "text, or a list of texts")
@@ -133,8 +130,11 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
         require_text(f"stop[{i}]", word)
 
 
-def check_messages(messages: Any) -> None:
-    """Refuse messages of a wrong form. HTTP thread."""
+def check_chat(body: Mapping[str, Any]) -> None:
+    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
+    kwargs = body.get("chat_template_kwargs") or {}  # stock heeds none that is false
+    require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
+    messages: Any = body.get("messages")
     require(isinstance(messages, list), "messages", messages, "a list of messages")
     for i, message in enumerate(messages):
         require(isinstance(message, dict), f"messages[{i}]", message, "an object")
