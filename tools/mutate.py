@@ -72,7 +72,7 @@ TESTS = {
     "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
     "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
-    "match/tree": _MATCHING,
+    "match/tree": ["tests/store/test_pool.py", *_MATCHING],
     "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
     "request/insert": [
         "tests/request/test_pin_system.py",

@@ -3,7 +3,15 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.packed import quantize, read, rotate, rotate_back, rotation
+from mlx_lm_kvpersist.cache.packed import (
+    arrays_of,
+    held_of,
+    quantize,
+    read,
+    rotate,
+    rotate_back,
+    rotation,
+)
 from mlx_lm_kvpersist.cache.precision import (
     GROUP_SIZES,
     OWN_BITS,
@@ -58,6 +66,13 @@ def test_what_is_asked_for_before_anything_is_measured() -> None:
         PrecisionRequest((4, 4), None, "off"),
         PrecisionRequest((16, 16)),
     )] == [True, True, True, False, False]  # fmt: skip
+
+
+def test_what_a_cache_holds_is_arrays_and_back() -> None:
+    own = mx.ones((1, 1, 2, 32))
+    packed = quantize(own, Quantization(4, 32))
+    assert held_of(arrays_of(own)) is own
+    assert all(a is b for a, b in zip(held_of(arrays_of(packed)), packed, strict=True))
 
 
 def test_a_dimension_fits_in_whole_groups_only() -> None:

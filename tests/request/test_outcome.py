@@ -134,6 +134,11 @@ def test_the_message_that_a_character_falls_into(
     assert found == Divergence(char, message, role, message_char, "stored", asked)
 
 
+def test_a_message_at_the_very_beginning_is_found_untrimmed() -> None:
+    found = divergence_at("  Hi there", 1, "", [{"role": "user", "content": "  Hi"}])
+    assert (found.message, found.message_char) == (0, 1)
+
+
 ROOT = Root("fingerprint", "4b64")
 
 

@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.files import (
     block_path,
     checksum,
+    open_regular,
     read_file,
     read_record,
     write_block,
@@ -34,6 +35,7 @@ NODE = Block(
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
+    arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer keeps keys alone
     mx.eval(arrays)
     size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=True)
     path = block_path(tmp_path, NODE.key)
@@ -114,6 +116,21 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
     block_path(tmp_path, NODE.key).rename(path)
     with pytest.raises(BlockCorrupt, match="holds block"):
         read_file(block_path(tmp_path, other.key))
+
+
+def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
+    """A link or a pipe is no block; what it points to is not read, and it is not waited for."""
+    (real := tmp_path / "real").write_bytes(b"content")
+    (link := tmp_path / "link").symlink_to(real)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path in (link, pipe):
+        with pytest.raises(BlockCorrupt, match=f"{path.name}: is no regular file"):
+            open_regular(path)
+    for path, follow in ((real, False), (link, True)):
+        with open_regular(path, follow=follow) as file:
+            assert file.read() == b"content"
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "nothing")
 
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.store import index as index_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.files import checkpoint_path
 from mlx_lm_kvpersist.store.index import Index, Leaf, StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 
@@ -277,6 +278,16 @@ def test_d_no_more_than_10_000_replies_are_remembered(
     assert index.reply_ids(ROOT.key, (50).to_bytes(4, "big")) == b"ids"
     assert index.reply_ids(ROOT.key, (most + 49).to_bytes(4, "big")) == b"ids"
     index.close()
+
+
+def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node], "s")
+    before = store.index.n_bytes()
+    save_turn(store, [node], "s", [state(node)])
+    part = checkpoint_path(store.folder, state(node).key)
+    assert store.index.n_bytes() - before == part.stat().st_size
+    assert store.index.totals().n_bytes == store.index.n_bytes()
 
 
 def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 
@@ -55,6 +56,11 @@ def test_the_tree_branches_where_sessions_do(store: BlockStore) -> None:
     depths = [node["depth"] for node in answer["tree"]]
     assert depths in ([0, 1, 1, 0], [0, 0, 1, 1])
     sizes = {one["id"]: (one["blocks"], one["bytes"]) for one in answer["sessions"]}
+    assert {one["tier"] for one in answer["sessions"]} == {"warm"}
+    for block in trunk:
+        store.pool.put(KVBlock(block, None, 1))
+    tiers = {one["id"]: one["tier"] for one in StoredSessions(store).describe()["sessions"]}
+    assert tiers["trunk"] == "hot" and tiers["longer"] == "warm"
     assert sizes["longer"] == (4, 50) and sizes["twin"] == (3, 30) and sizes["apart"] == (1, 10)
 
 
