@@ -12,6 +12,7 @@ free buffers not counted, what is kept of other conversations counted. RSS is th
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -103,6 +104,8 @@ def _made_hot(run: Run, fleet: Fleet, context: int, n_prompts: int) -> list[list
     """Return prompts that every side has in memory."""
     prompts = [run.prompts.of_length(context, seed=7_000_000 + n) for n in range(n_prompts)]
     for n, messages in enumerate(prompts):
+        # On a CPU this takes minutes, before the first row.
+        print(f"computing prompt {n + 1} of {n_prompts} of {context:,} tokens", file=sys.stderr)
         for side in rotated(run.sides, n):
             run.costs.learn(fleet.ask(side, messages, 4))
             fleet.settle(side)

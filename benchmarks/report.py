@@ -100,9 +100,11 @@ def versions() -> dict[str, str]:
 
 @cache
 def device() -> dict[str, Any]:
-    """Return what MLX and the system say of the machine."""
+    """Return what MLX and the system say of the machine, and which BLAS takes MLX's place."""
+    preloaded = os.environ.get("LD_PRELOAD")
     return {
         **mx.device_info(),
+        **({"preloaded": preloaded} if preloaded else {}),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "kind": "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu",
