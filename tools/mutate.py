@@ -81,7 +81,7 @@ TESTS = {
         *_ONE_KIND,
     ],
     "request/lookup": [*_LOOKUP, "tests/request/test_prefetch.py", *_ONE_KIND],
-    "request/model": ["tests/request/test_loading.py"],
+    "request/model": ["tests/request/test_model.py", "tests/request/test_loading.py"],
     "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
     "request/restore": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
     "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],

@@ -1,0 +1,22 @@
+"""What the log says of a model that was loaded."""
+
+from __future__ import annotations
+
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.request.model import described, described_bits
+
+SHAPE = TensorShape(1, 64, "float32")
+FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)
+SLIDING = LayerGroup("1", GroupKind.SLIDING, "RotatingKVCache", (1,), SHAPE, SHAPE, window=256)
+
+
+def test_layers_in_their_own_precision_and_windows_are_told_apart() -> None:
+    full = ModelCacheSpec((FULL,), [KVCache()])
+    assert described_bits(full) == "in full precision"
+    assert described(full) == (
+        "512 B a token, in full precision; prompts and replies in batches, attention as in mlx-lm"
+    )
+    windows = ModelCacheSpec((SLIDING,), [RotatingKVCache(256)])
+    assert described_bits(windows) == "in windows and states alone"
