@@ -115,9 +115,9 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
     is_seed = given.seed is None or 0 <= given.seed < 2**64
     require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
     top = given.top_logprobs
-    require(not isinstance(top, bool), "top_logprobs", top, "an integer")
+    require(top is not True, "top_logprobs", top, "an integer")
     if given.temperature != 0:  # else mlx-lm asks no sampler
-        require(not isinstance(given.top_k, bool), "top_k", given.top_k, "an integer")
+        require(given.top_k is not True, "top_k", given.top_k, "an integer")
         require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
         is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
         require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")

@@ -176,6 +176,8 @@ ODD: dict[str, dict[str, Any]] = {
     "null template arguments": {"chat_template_kwargs": None},
     "template arguments of false": {"chat_template_kwargs": False},
     "template arguments of no parts": {"chat_template_kwargs": []},
+    "top_k of false": {"temperature": 0.1, "top_k": False, "logit_bias": {"5": 100}},
+    "top_logprobs of false": {"top_logprobs": False},
     "stream_options without a stream": {"stream_options": 5},
     "stream_options of an odd value": {"stream_options": {"include_usage": "x"}},
     "a template of one's own": {"chat_template_kwargs": {"chat_template": "say {{ messages }}"}},

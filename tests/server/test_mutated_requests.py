@@ -142,7 +142,7 @@ class Asked:
 
     def _compare(self, path: str, body: Any, answer: str) -> None:
         """Fail if stock serves what is refused for this reason. It may die of it, or hang."""
-        reason = re.sub(r"\d+", "0", answer)[:120]
+        reason = path + re.sub(r"\d+", "0", answer)[:120]
         if reason in self._compared:
             return
         stock = self._stock = self._stock or self._start(self._model, "--max-tokens", "2")
