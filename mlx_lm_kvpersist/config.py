@@ -23,6 +23,8 @@ from .units import parse_budget, parse_folder, parse_nats, parse_seconds, parse_
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 DEFAULT_MIN_FREE_BYTES = 10 * GIB
+MIN_PREFILL_BYTES = GIB // 2
+"""A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
 KV_BITS: dict[str, tuple[int, int] | None] = {
     "auto": None,
@@ -55,6 +57,8 @@ class Config:
     """Files of prompts that are computed at the start."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
+    max_stall_s: float = 0.25
+    max_prefill_bytes: int = GIB
 
 
 def parse_share(text: str) -> float:
@@ -66,6 +70,13 @@ def parse_share(text: str) -> float:
     if not 0 <= share <= 1:
         raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
     return share
+
+
+def parse_milliseconds(text: str) -> int:
+    """Return a number of milliseconds, at least 10: less than a token takes on most devices."""
+    if not text.isdecimal() or not 10 <= int(text) <= 60_000:
+        raise ArgumentTypeError(f"{text!r}: write milliseconds from 10 to 60000, such as 250")
+    return int(text)
 
 
 def parse_key(text: str) -> str:
@@ -152,6 +163,14 @@ def add_options(parser: ArgumentParser) -> None:
         help="Most time to measure what a model bears, once for each model; where it is too short, "
         "neighbouring layers are measured together, and a model that is too slow for that gets "
         "8-bit keys and 4-bit values (default: 60)",
+    )
+    group.add_argument(
+        "--kvpersist-max-stall-ms",
+        type=parse_milliseconds,
+        default=250,
+        metavar="MS",
+        help="Longest that running replies wait for a token while a prompt is computed or restored "
+        "(default: 250)",
     )
     group.add_argument(
         "--kvpersist-kv-rotate",
@@ -289,6 +308,8 @@ def from_args(args: Namespace) -> Config:
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,
         attention=args.kvpersist_attention,
+        max_stall_s=args.kvpersist_max_stall_ms / 1e3,
+        max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
     )
 
 

@@ -76,6 +76,10 @@ class GenerationStopped(KVPersistError):
     status = 503
 
 
+class ClientGone(KVPersistError, ConnectionError):
+    """The client closed its connection before its reply had ended."""
+
+
 class StoreError(KVPersistError):
     """The store on disk cannot be used."""
 

@@ -39,11 +39,13 @@ from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
 from .host import chat_api
+from .host.batch_generator import PrefillLimits
 from .host.hookspecs import hookimpl
 from .host.prompt import Prepared, Prompt
 from .host.request_checks import read_json
-from .host.response_generator import has_text_only
 from .host.routes import Route
+from .host.waiting import has_text_only
+from .request.computing import Computing
 from .request.costs import ReusePolicy
 from .request.insert import REPLY, insert, pin_system
 from .request.loading import places, prepare
@@ -77,6 +79,7 @@ class KVPersistPlugin:
         self._policy = ReusePolicy()
         self._history = History()
         self._metrics = Metrics(self._store_counts)
+        self._computing = Computing()
         self._asked: dict[bytes, int] = {}
         """For `pin_system`."""
 
@@ -124,7 +127,8 @@ class KVPersistPlugin:
         precision, attention = self._config.precision, self._config.attention
         with_text = self._config.store_text
         try:
-            self._loaded = prepare(provider, store, precision, attention, with_text=with_text)
+            most = self._config.max_prefill_bytes
+            self._loaded = prepare(provider, store, precision, attention, most, with_text=with_text)
             self._model_ref = weakref.ref(provider.model)
         except ModelNotSupported as error:
             self._refusal = str(error)
@@ -155,9 +159,11 @@ class KVPersistPlugin:
         return spec.batching is not Batching.NONE if spec else None
 
     @hookimpl
-    def joins_prompts(self, model: Any) -> bool | None:
-        spec = self._spec_of(model)
-        return spec.batching is Batching.ALL if spec else None
+    def prefill_limits(self, model: Any) -> PrefillLimits | None:
+        loaded = self._loaded
+        if loaded is None or loaded.memory is None or self._spec_of(model) is None:
+            return None
+        return PrefillLimits(self._config.max_stall_s, loaded.memory.most_tokens)
 
     # A request.
 
@@ -193,8 +199,11 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None:
             return None
         state = RequestState.of(request)
-        state.lookup = self._look_up(state, request, prompt)
-        return state.lookup.is_fetched if state.lookup.prefetch() else None
+        lookup = state.lookup = self._look_up(state, request, prompt)
+        awaited = partial(self._computing.awaited, lookup)
+        if not lookup.prefetch() and not awaited():
+            return None
+        return lambda: lookup.is_fetched() and not awaited()
 
     def _look_up(self, state: RequestState, request: Any, prompt: Prompt) -> Lookup:
         loaded, store = self._loaded, self._store
@@ -238,7 +247,10 @@ class KVPersistPlugin:
         sequence = Sequence(
             state, len(fed.ids), n_reused, reuse.chain, n_system, time.perf_counter()
         )
-        return Prepared(fed, reuse.caches, n_reused, sequence)
+        taken = Prepared(fed, reuse.caches, n_reused, sequence)
+        if state.is_kept:
+            self._computing.add(taken)
+        return taken
 
     @hookimpl
     def spell_prompt(
@@ -295,11 +307,14 @@ class KVPersistPlugin:
 
     @hookimpl
     def reply_timed(self, request: Any, times_s: ListLike[float]) -> None:
-        outcome = RequestState.of(request).outcome
+        state = RequestState.of(request)
+        if not times_s and state.lookup is not None:
+            state.lookup.close()
+        outcome = state.outcome
         # The server serves a prompt with images before anybody asks for its headers.
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         if times_s:
-            self._history.timed(RequestState.of(request).id, times_s[0])
+            self._history.timed(state.id, times_s[0])
 
     def _remember(self, state: RequestState) -> None:
         """Remember a reply once its ids and what the client was sent are both known. Any thread."""
@@ -373,27 +388,15 @@ class KVPersistPlugin:
         return {"model": model, "store": self._store_counts(), **self._stored_sessions().describe()}
 
     def _spec(self) -> dict[str, Any]:
-        """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
         loaded = self._loaded
         if loaded is None:
             why_not = self._refusal or "no model is loaded"
             return {"model": None, "kept": False, "why_not": why_not}
-        plans = {name: plan.describe() for name, plan in loaded.spec.plans.items()}
-        return {
-            "model": loaded.name,
-            "kept": True,
-            **loaded.spec.describe(),
-            "attention": plans,
-        }
+        return loaded.describe()
 
     def _stats(self) -> dict[str, Any]:
-        loaded, store, policy = self._loaded, self._store, self._policy
         return {
-            "model": loaded.name if loaded else None,
-            "prefill_tokens_per_s": policy.prefill.per_s,
-            "restore_bytes_per_s": {
-                "hot": policy.from_ram.per_s,
-                "warm": policy.from_disk.per_s,
-            },
-            "store": store.stats() if store else None,
+            "model": self._loaded.name if self._loaded else None,
+            **self._policy.describe(),
+            "store": self._store.stats() if self._store else None,
         }

@@ -1,58 +1,18 @@
-"""The server's caches: plugins merge them, give and save them, and attend to their keys."""
+"""The server's prompt cache, and attention: plugins give and save caches, and attend to keys."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import manager
 from .prompt import TakenTokens
 
 if TYPE_CHECKING:
-    from mlx_lm.generate import BatchGenerator as StockBatchGenerator
     from mlx_lm.models.cache import LRUPromptCache as StockPromptCache
 else:
-    StockBatchGenerator = StockPromptCache = object
-
-
-class PluginBatchGenerator(StockBatchGenerator):  # type: ignore[misc]
-    """Merges as stock does, after asking the plugins. Generation thread.
-
-    To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
-    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter while
-    the batch is made. `_make_batch` itself stays stock's.
-    """
-
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(model, *args, **kwargs)
-        if manager.ask_first("joins_prompts", model=model) is False:
-            # Stock pads the shorter prompts on the right, which some models read as tokens.
-            self.prefill_batch_size = 1
-
-    def _make_batch(self, n: int) -> Any:
-        if n > 0 and manager.is_implemented("merge_caches"):
-            queue = self._unprocessed_sequences
-            adapted = [MergeAdapter(cache) for cache in queue[0][3]]
-            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
-        return super()._make_batch(n)
-
-
-class MergeAdapter:
-    """One layer's cache of the first sequence of a batch, while the batch is made."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def merge(self, row_caches: Sequence[Any]) -> Any:
-        """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
-        caches = [self.cache, *row_caches[1:]]
-        merged = manager.ask_first("merge_caches", caches=caches)
-        if merged is not None:
-            return merged
-        if not hasattr(self.cache, "merge"):
-            raise ValueError(f"{type(self.cache)} does not yet support batching with history")
-        return self.cache.merge(caches)
+    StockPromptCache = object
 
 
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]

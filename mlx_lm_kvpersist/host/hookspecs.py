@@ -15,6 +15,7 @@ from typing import Any
 
 import pluggy
 
+from .batch_generator import PrefillLimits
 from .prompt import Prepared, Prompt
 from .routes import Route
 
@@ -59,8 +60,11 @@ def batches(model: Any) -> bool | None:
 
 
 @hookspec(firstresult=True)
-def joins_prompts(model: Any) -> bool | None:
-    """Say whether prompts of unequal length may be computed together. Generation thread."""
+def prefill_limits(model: Any) -> PrefillLimits | None:
+    """Say how prompts are computed, one at a time and in chunks; else stock computes them.
+
+    Generation thread.
+    """
 
 
 @hookspec
@@ -110,8 +114,8 @@ def spell_prompt(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Pro
 def insert_cache(handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str) -> None:
     """Save the caches of a request that this plugin took; `handle` is its `Prepared.handle`.
 
-    cache_type: "system" or "user" at the end of that part of the prompt, "assistant" at the end of
-    the reply. Generation thread.
+    cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or "user" at
+    the end of that part of the prompt, "assistant" at the end of the reply. Generation thread.
     """
 
 
@@ -129,7 +133,9 @@ def reply_sent(
 
 @hookspec
 def reply_timed(request: Any, times_s: Sequence[float]) -> None:
-    """A reply has ended, or was cut off: when each token came, in seconds since it was queued.
+    """A request has ended: when each token of its reply came, in seconds since it was queued.
+
+    The reply can have been cut off, or not have begun.
 
     HTTP thread.
     """

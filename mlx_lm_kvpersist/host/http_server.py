@@ -31,6 +31,7 @@ from .request_checks import (
     discard_body,
 )
 from .routes import Route
+from .run import finishing_replies
 
 if TYPE_CHECKING:
     from mlx_lm.server import APIHandler as Stock
@@ -210,6 +211,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def _received(self, request: Any) -> Any:
         self._begin_request()
         self._completion = request
+        request.connection = self.connection
         given = {"request": request, "headers": self.headers, "body": self.body}
         manager.ask_all("request_received", passed_on=(RequestRefused,), **given)
         return request
@@ -334,7 +336,8 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
             call.arguments["server_class"] = type(
                 server_class.__name__, (server_class,), {"request_queue_size": BACKLOG}
             )
-            stock(*call.args, **call.kwargs)
+            with finishing_replies(call.arguments["response_generator"]):
+                stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation
             # thread running, and the process would never end.

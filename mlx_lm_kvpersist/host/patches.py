@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import probes
-from .caches import PluginBatchGenerator, PluginPromptCache, plugin_quantized_attention
+from .batch_generator import PluginBatchGenerator
+from .caches import PluginPromptCache, plugin_quantized_attention
 from .hookspecs import hookimpl
 from .http_server import plugin_run_http_server
 from .model_provider import PluginModelProvider
@@ -56,10 +57,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="batch_generator",
         target="mlx_lm.server:BatchGenerator",
-        why="Plugins merge the caches of several sequences; stock asks the first cache only.",
+        why="Plugins merge caches, where stock asks the first only; prompts are computed in turns.",
         expect=(
             Signature("BatchGenerator._make_batch", "(self, n)"),
+            Signature("BatchGenerator._next", "(self)"),
+            Signature("BatchGenerator.extract_cache", "(self, uids)"),
+            Signature("BatchGenerator.remove", "(self, uids, return_prompt_caches=False)"),
             Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
+            Uses("BatchGenerator._make_batch", "_currently_processing"),
+            Uses("BatchGenerator.next", "_next"),
+            Uses("BatchGenerator._next", "_generation_batch"),
             Uses("ResponseGenerator._generate", "BatchGenerator"),  # which the next patch wraps
         ),
         replace=subclass(PluginBatchGenerator),

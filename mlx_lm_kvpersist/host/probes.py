@@ -21,6 +21,7 @@ from unittest import mock
 
 from ..errors import PatchNotEffective
 from . import manager
+from .batch_generator import PrefillLimits
 from .hookspecs import hookimpl
 from .prompt import Prepared, Prompt, TakenTokens
 from .routes import Route
@@ -48,15 +49,22 @@ GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
 
 
 class ProbeCache:
-    """A cache that mlx-lm treats as one that can be batched."""
+    """A cache that mlx-lm treats as one that can be batched; `by`: who merged it."""
 
     nbytes = 0
+    state = ()
+
+    def __init__(self, by: str = "") -> None:
+        self.by = by
 
     def is_trimmable(self) -> bool:
         return False
 
-    def merge(self, caches: Sequence[Any]) -> str:
-        return "merged by the cache"
+    def merge(self, caches: Sequence[Any]) -> ProbeCache:
+        return ProbeCache("merged by the cache")
+
+    def extend(self, other: ProbeCache) -> None:
+        """Take the rows of a batch that is empty."""
 
 
 def remembered(hook: str) -> Callable[[ProbePlugin], None]:
@@ -88,12 +96,12 @@ class ProbePlugin:
         return [ProbeCache()]
 
     @hookimpl
-    def merge_caches(self, caches: Sequence[Any]) -> str:
-        return f"{len(caches)} merged by the plugin"
+    def merge_caches(self, caches: Sequence[Any]) -> ProbeCache:
+        return ProbeCache(f"{len(caches)} merged by the plugin")
 
     @hookimpl
-    def joins_prompts(self) -> bool:
-        return False
+    def prefill_limits(self) -> PrefillLimits:
+        return PrefillLimits(1.0, lambda position: 2)
 
     @hookimpl
     def request_received(self, headers: Message, body: dict[str, Any]) -> None:
@@ -192,8 +200,14 @@ class ProbeModel:
 
     layers = (None, None)
 
+    def __init__(self) -> None:
+        self.computed: list[list[list[int]]] = []
+
     def make_cache(self) -> list[object]:
         return [object(), object()]
+
+    def __call__(self, ids: Any, cache: Any) -> None:
+        self.computed.append(ids.tolist())
 
 
 def encode(text: str) -> list[int]:
@@ -250,25 +264,32 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
 
 
 def batches_merge_through_plugins(server: ModuleType) -> None:
-    """A batch generator made as the server makes its own lets a plugin merge two sequences."""
+    """A batch generator made as the server makes its own lets a plugin merge two sequences.
+
+    Of two prompts it computes the shorter one first, and alone.
+    """
     core = importlib.import_module("mlx.core")
     with probing():
         generator = server.BatchGenerator(
-            ProbeModel(),
+            model := ProbeModel(),
             completion_batch_size=2,
             prefill_batch_size=4,
             prefill_step_size=8,
             stream=core.default_stream(core.default_device()),
         )
+        caches = [[ProbeCache()], [ProbeCache()]]
         try:
-            generator.insert_segments(
-                segments=[[[1, 2]], [[3, 4]]], caches=[[ProbeCache()], [ProbeCache()]]
-            )
+            generator.insert_segments(segments=[[[1, 2]], [[3, 4]]], caches=list(caches))
             batch = generator._make_batch(2)
+            merged = [getattr(cache, "by", cache) for cache in batch.prompt_cache]
+            expect("batch cache", merged, ["2 merged by the plugin"])
+            generator._currently_processing.clear()
+            generator.insert_segments(segments=[[[5, 6, 7, 8]], [[3, 4]]], caches=list(caches))
+            responses, _ = generator.next()
         finally:
             generator.close()
-    expect("batch cache", batch.prompt_cache, ["2 merged by the plugin"])
-    expect("prompts computed together", generator.prefill_batch_size, 1)
+    expect("tokens computed by the first step", model.computed, [[[3]]])
+    expect("what it says of them", [one.progress for one in responses], [(1, 2)])
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
+PREFILL = "prefill"
+"""The cache type of a prompt that is still being computed, for the hook `insert_cache`."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -34,6 +37,8 @@ class Prepared:
     handle: Any = None
     plugin: Any = None
     """The plugin that answered; set by the server."""
+    reply: Any = None
+    """Where its tokens go (`reply.ReplyQueue`); set by the server."""
 
 
 class TakenTokens(list[int]):

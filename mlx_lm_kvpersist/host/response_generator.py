@@ -14,16 +14,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ..errors import GenerationStopped, RequestRefused
+from ..errors import ClientGone, GenerationStopped, RequestRefused
 from . import manager
 from .context_length import check_length
 from .prompt import Prompt, TakenTokens
+from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .request_checks import check_ids, check_prompt_ids
+from .waiting import Rendered, Waiting, has_text_only
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -53,49 +54,21 @@ class RequestQueue(Queue[Any]):
                 self._reply_queues.add(item[0])
             super().put(item, block, timeout)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._error is not None
+
+    def refuse(self, error: Exception) -> None:
+        """Refuse new requests from now on."""
+        self._error = error
+
     def close(self, error: Exception) -> None:
         """Answer all requests that are queued or being served with `error`, and refuse new ones."""
         with self._closing:
             self._error = error
             for reply_queue in self._reply_queues:
                 reply_queue.put(error)
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
-
-    `prompt` is None if it has images: plugins must not change it.
-    """
-
-    tokenizer: Any
-    stock: tuple[Any, ...]
-    prompt: Prompt | None
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request that was taken from the server's queue and has not entered yet.
-
-    `rendered` is None until the request was tokenized, and the exception where that failed.
-    """
-
-    queued: Any
-    """As it stood in the queue: (where the reply goes, request, args)."""
-    rendered: Rendered | Exception | None = None
-    is_fetched: Callable[[], bool] | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
-        if self.rendered is None or self.is_fetched is None:
-            return self.rendered is not None
-        try:
-            return self.is_fetched()
-        except Exception:
-            logger.exception("a plugin's prefetch failed; the request enters without it")
-            self.is_fetched = None
-            return True
 
 
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
@@ -111,9 +84,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     _model: Any = None
     """The model of the request that entered last; while sequences are served, theirs."""
     _entering: Waiting | None = None
+    """The request that entered last."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._waiting: deque[Waiting] = deque()
+        self._replies: list[ReplyQueue] = []
+        """Those of the requests that have entered and not ended."""
+        self.open_requests = OpenRequests()
         super().__init__(*args, **kwargs)
 
     # Requests.
@@ -127,15 +104,16 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         requests stay in order. While nothing is served, the oldest request enters at once.
         """
         self._set_serving(timeout is None)
-        if self._is_distributed or not manager.is_implemented("prefetch"):
-            request = super()._next_request(timeout)
-        elif timeout is None:
+        if self._is_distributed:
+            return super()._next_request(timeout)
+        self._replies = [reply for reply in self._replies if not reply.is_over]
+        if timeout is None:
             request = self._enter(self._next_ready())
         elif self._waiting:
             request = self._enter(self._waiting.popleft())
         else:
             queued = super()._next_request(timeout)
-            request = self._enter(Waiting(queued) if queued is not None else None)
+            request = self._enter(Waiting.of(queued) if queued is not None else None)
         if request is not None:
             self._set_serving(True)
         return request
@@ -149,25 +127,38 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Hand a request on; stock tokenizes it next, or loads its model."""
         if waiting is None:
             return None
+        if waiting.reply.is_gone:
+            waiting.reply.fail(ClientGone())
+            return None
         self._entering = waiting
+        self._replies.append(waiting.reply)
         self._model = waiting.queued[2].model
         return waiting.queued
 
     def _next_ready(self) -> Waiting | None:
         while (queued := super()._next_request(None)) is not None:
-            self._waiting.append(Waiting(queued))
+            self._waiting.append(Waiting.of(queued))
+        prefetches = manager.is_implemented("prefetch")
         for waiting in list(self._waiting):
             joins = self._joins(waiting)
             if not joins and waiting is not self._waiting[0]:
                 break
-            if joins and waiting.rendered is None:
+            if joins and waiting.rendered is None and prefetches:
                 self._begin(waiting)
-            if not joins or waiting.is_ready:
+            if not joins or not prefetches or waiting.is_ready or waiting.reply.is_gone:
                 self._waiting.remove(waiting)
                 return waiting
-        if self._waiting and not isinstance(self._time_budget, UntilReady):
-            self._time_budget = UntilReady(self._time_budget, self._waiting)
+        if not isinstance(self._time_budget, UntilAsked):
+            self._time_budget = UntilAsked(self._time_budget, self._is_asked)
         return None
+
+    def _is_asked(self) -> bool:
+        """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        return (
+            not self.requests.empty()
+            or any(waiting.is_ready or waiting.reply.is_gone for waiting in self._waiting)
+            or any(reply.is_stopped for reply in self._replies)
+        )
 
     def _joins(self, waiting: Waiting) -> bool:
         """Say whether a request can enter the batch that is being served."""
@@ -196,10 +187,34 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def generate(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, Iterator[Any]]:
         """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
         queued_s = time.perf_counter()
-        context, tokens = super().generate(request, *args, **kwargs)
+        self.open_requests.begin(request)
+        try:
+            context, tokens = super().generate(request, *args, **kwargs)
+        except BaseException:
+            self._ended(request, [])
+            raise
         if context.tool_parser is not None:
             context.tool_parser = _checked(context.tool_parser)
-        return context, _timed(request, tokens, queued_s)
+        return context, self._timed(request, tokens, queued_s)
+
+    def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
+        """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
+        times_s: list[float] = []
+        try:
+            for token in tokens:
+                times_s.append(time.perf_counter() - queued_s)
+                yield token
+        finally:
+            self._ended(request, times_s)
+
+    def _ended(self, request: Any, times_s: list[float]) -> None:
+        self.open_requests.end(request)
+        manager.ask_all("reply_timed", request=request, times_s=times_s)
+
+    def _serve_single(self, request: Any, *args: Any) -> None:
+        if isinstance(request[0], ReplyQueue):
+            request[0].stops_by_raising = True
+        super()._serve_single(request, *args)
 
     # Tokenizing.
 
@@ -209,7 +224,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Stock reports what this raises to the client. So `prepare_messages`, which decides what
         the model is told, may refuse a request; `take_request` only makes it faster.
         """
-        rendered = self._rendered_before(request, tokenizer)
+        waiting, self._entering = self._entering, None
+        if waiting is not None and waiting.queued[1] is not request:
+            waiting = None
+        rendered = self._rendered_before(waiting, tokenizer)
         rendered = rendered or self._render(tokenizer, request, args)
         self._check_length(rendered)
         taken = None
@@ -217,6 +235,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             taken = manager.take_request(request, args, tokenizer, rendered.prompt)
         if taken is None:
             return rendered.stock
+        taken.reply = waiting.reply if waiting is not None else None
         return (
             TakenTokens(taken.prompt.ids, taken),
             list(taken.prompt.segments),  # stock pops from these two
@@ -248,10 +267,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         prompt: Prompt | None = manager.ask_first("spell_prompt", prompt=rendered.prompt, **given)
         return len(prompt.ids if prompt is not None else rendered.stock[0])
 
-    def _rendered_before(self, request: Any, tokenizer: Any) -> Rendered | None:
+    def _rendered_before(self, waiting: Waiting | None, tokenizer: Any) -> Rendered | None:
         """Return what was made of a request while it waited; raise what was raised then."""
-        waiting, self._entering = self._entering, None
-        if waiting is None or waiting.rendered is None or waiting.queued[1] is not request:
+        if waiting is None or waiting.rendered is None:
             return None
         if isinstance(waiting.rendered, Exception):
             raise waiting.rendered
@@ -297,7 +315,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     @property
     def is_healthy(self) -> bool:
         """Whether requests are served now: the default model is loaded and the thread runs."""
-        return bool(self.model_provider.is_ready and self._generation_thread.is_alive())
+        runs = self.model_provider.is_ready and self._generation_thread.is_alive()
+        return bool(runs and not self.requests.is_closed)
 
     def generation_available(self) -> bool:
         """Return True: stock asks before it queues a request, and the queue knows more."""
@@ -345,35 +364,3 @@ def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
         return calls
 
     return parse_calls
-
-
-def _timed(request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
-    """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
-    times_s: list[float] = []
-    try:
-        for token in tokens:
-            times_s.append(time.perf_counter() - queued_s)
-            yield token
-    finally:
-        manager.ask_all("reply_timed", request=request, times_s=times_s)
-
-
-class UntilReady:
-    """Stock's time budget for a batch, which ends earlier when a waiting request is ready."""
-
-    def __init__(self, budget: Iterable[None], waiting: Iterable[Waiting]) -> None:
-        self._budget = budget
-        self._waiting = waiting
-
-    def __iter__(self) -> Iterator[None]:
-        for _ in self._budget:
-            yield
-            if any(waiting.is_ready for waiting in self._waiting):
-                return
-
-
-def has_text_only(request: Any) -> bool:
-    """Tell whether no message of a request holds anything but text, such as an image."""
-    contents = (message.get("content") for message in request.messages or ())
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)

@@ -21,11 +21,16 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from .._startup import report, stop
-from ..errors import ConfigError
+from ..errors import ConfigError, GenerationStopped
 from . import manager
+
+DRAIN_S = 5.0
+"""How long replies may go on after SIGTERM."""
 
 GRACE_S = 30.0
 """How long a signalled server may take to end by itself."""
+
+logger = logging.getLogger(__name__)
 
 _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
 
@@ -180,6 +185,43 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
     finally:
         for number, former in previous.items():
             signal.signal(number, former)
+
+
+@contextmanager
+def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None]:
+    """On SIGTERM let the replies that have begun end, within `drain_s`, before the server does.
+
+    New requests get 503 meanwhile. A second SIGTERM ends the server as one did without this.
+    """
+    end: Any = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(end):
+        yield
+        return
+    ending = threading.Event()
+
+    def finish() -> None:
+        if not generator.open_requests.wait_for_none(drain_s):
+            logger.info("some replies have not ended within %g s; they are cut off", drain_s)
+        if not ending.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def at_second(number: int, frame: FrameType | None) -> None:
+        ending.set()
+        end(number, frame)
+
+    def at_first(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, at_second)
+        if not len(generator.open_requests):
+            at_second(number, frame)
+        generator.requests.refuse(GenerationStopped("the server ends; ask again when it runs"))
+        threading.Thread(target=finish, name="finishing", daemon=True).start()
+
+    signal.signal(signal.SIGTERM, at_first)
+    try:
+        yield
+    finally:
+        ending.set()
+        signal.signal(signal.SIGTERM, end)
 
 
 def end_now(number: int, reason: str) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..cache.spec import ModelCacheSpec
 from ..match.block import Block
@@ -64,6 +65,11 @@ class ReusePolicy:
     prefill: Rate = field(default_factory=lambda: Rate(MIN_PREFILL_TOKENS))
     from_ram: Rate = field(default_factory=lambda: Rate(MIN_RESTORE_BYTES))
     from_disk: Rate = field(default_factory=lambda: Rate(MIN_RESTORE_BYTES))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the rates as JSON values."""
+        restored = {"hot": self.from_ram.per_s, "warm": self.from_disk.per_s}
+        return {"prefill_tokens_per_s": self.prefill.per_s, "restore_bytes_per_s": restored}
 
     def worth_it(self, n_tokens: int, ram_bytes: int, disk_bytes: int) -> bool:
         """Say whether restoring so many bytes takes no longer than computing `n_tokens` again."""

@@ -7,12 +7,15 @@ out of the live cache, evaluate. Files and index are the writer's work.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from collections.abc import Sequence as ListLike
 from itertools import takewhile
 from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
+from ..cache.prefill_memory import PASSING_TOKENS
 from ..cache.spec import ModelCacheSpec, cached_positions, slots_of
+from ..host.prompt import PREFILL
 from ..match.block import Block, Root, block_key, checkpoint, pack_ids
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Turn
@@ -56,8 +59,11 @@ def insert(
     system prompt or of the user's message, full blocks are written and a partial one stays in RAM:
     if the client disconnects, the full blocks are kept. If the model can go on only from
     checkpoints, each of these places becomes one: the block ends there, and all of it is written.
+    After a chunk of a prompt only full blocks are stored, or a checkpoint where one is due.
     """
     spec = model.spec
+    if cache_type == PREFILL and not _part_is_due(sequence, len(tokens), spec):
+        return
     n_cached = n_cached_tokens(spec, caches)
     n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
     if n_tokens == 0:
@@ -65,6 +71,7 @@ def insert(
     if not spec.any_prefix and n_cached is not None and n_cached != n_tokens:
         return  # windows and states cannot be cut back to fewer tokens
     ended = cache_type == REPLY
+    sequence.is_computed = ended or n_tokens >= sequence.n_prompt - 1
     if ended and n_tokens > sequence.n_prompt:
         prompt, reply = tokens[: sequence.n_prompt], tokens[sequence.n_prompt : n_tokens]
         sequence.request.produced = (prompt, reply)
@@ -75,7 +82,11 @@ def insert(
     if not spec.any_prefix and before and not ended:
         if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
+    if cache_type == PREFILL and spec.any_prefix:
+        n_tokens -= n_tokens % BLOCK_TOKENS
     chain = sequence.chain = _chain(sequence.root, tokens[:n_tokens], before, model)
+    if cache_type == PREFILL and not spec.any_prefix:
+        sequence.passing.add(chain[-1].key)
     new = [block for block in chain if block.key not in store]
     arrays = split_blocks(spec, caches, [(block.start, block.stop) for block in new])
     blocks: list[tuple[Block, Arrays]] = list(zip(new, arrays, strict=True))
@@ -86,13 +97,20 @@ def insert(
         *chain, tail = chain
         store.put(one for one in blocks if one[0] is tail)
         blocks = [one for one in blocks if one[0] is not tail]
-    replaced = _replaced_tails(chain, sequence.n_reused, store)
     leaf = None
     if ended:
+        replaced = _replaced_tails(chain, sequence.n_reused, store)
         keys = tuple(block.key for block in chain)
         leaf = Leaf(sequence.request.session, keys[-1], n_tokens, keys, tuple(replaced))
     if chain:
         store.save_turn(Turn(sequence.root, tuple(chain), leaf), blocks)
+
+
+def _part_is_due(sequence: Sequence, n_tokens: int, spec: ModelCacheSpec) -> bool:
+    """Say whether so much of a prompt is worth storing while the rest is computed."""
+    if spec.any_prefix:
+        return n_tokens // BLOCK_TOKENS > sequence.n_saved // BLOCK_TOKENS
+    return n_tokens % PASSING_TOKENS == 0
 
 
 def pin_system(sequence: Sequence, store: BlockStore, asked: dict[bytes, int]) -> None:
@@ -136,7 +154,9 @@ def _insert_checkpoint(
     if ended:
         keys = tuple(block.key for block in chain)
         leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
-        superseded = superseded_checkpoints(chain, sequence.n_reused, stored, store, model.spec)
+        superseded = superseded_checkpoints(
+            chain, sequence.n_reused, stored, store, model.spec, sequence.passing
+        )
     # All that the checkpoint needs, windows that were stored before included: while the turn waits
     # to be written, none of it is evicted.
     at_end = needed_at(chain, chain[-1].stop, stored, model.spec) or ()
@@ -221,6 +241,7 @@ def superseded_checkpoints(
     stored: Stored,
     store: BlockStore,
     spec: ModelCacheSpec,
+    passing: Collection[bytes] = (),
 ) -> list[Block]:
     """Return the windows and states, of those `stored`, that can be deleted.
 
@@ -228,8 +249,10 @@ def superseded_checkpoints(
     (the end of the system prompt, which others share), the newest of those where conversations
     diverge, and those where another session ends. The chain went on from `n_reused` tokens. If an
     earlier reply began there, and was left out or repeated in other words, it loses its checkpoint.
+    So do the blocks in `passing`, which have one only since their prompt was computed.
     """
-    made = {block.key: state for block in chain if (state := stored_state(stored, block))}
+    kept = (block for block in chain if block.key not in passing)
+    made = {block.key: state for block in kept if (state := stored_state(stored, block))}
     keys = list(made)
     stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}
     branches = [key for key in keys if key not in stay and len(store.children(key, limit=2)) > 1]

@@ -20,6 +20,7 @@ from ..cache.canary import warm_up
 from ..cache.fingerprint import content_hash, local_path, model_fingerprint
 from ..cache.kept_allocation import PRECISION_FILE, keep_allocation, known_allocation, suits
 from ..cache.precision import Allocation, PrecisionRequest
+from ..cache.prefill_memory import measure_prefill
 from ..cache.sample import sample_ids
 from ..cache.spec import ModelCacheSpec
 from ..errors import ModelNotSupported
@@ -39,13 +40,15 @@ def prepare(
     store: BlockStore,
     request: PrecisionRequest,
     attention: Strategy | Literal["auto"],
+    max_prefill_bytes: int,
     *,
     with_text: bool,
 ) -> LoadedModel:
     """Return what is known of the model that the provider has loaded, and log it.
 
     What is measured of it is kept in the store's folder. with_text: whether its prompts may be
-    stored as text. Raises ModelNotSupported where its conversations cannot be kept.
+    stored as text. max_prefill_bytes: what a chunk of a prompt may take beside model and caches.
+    Raises ModelNotSupported where its conversations cannot be kept.
     """
     model_path, adapter_path, draft_path = provider.model_key
     if draft_path is not None:
@@ -62,6 +65,7 @@ def prepare(
         spec = allocated(provider.model, spec, allocation)
     spec = with_plans(provider.model, spec, store.folder / "attention.json", attention)
     warm_up(provider.model, spec)
+    memory = measure_prefill(provider.model, spec, max_prefill_bytes)
     text = TokenText.of(provider.tokenizer) if with_text else None
     if text is None and with_text:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
@@ -75,7 +79,7 @@ def prepare(
                 group.why,
             )
     model = weakref.proxy(provider.model)
-    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path))
+    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path), memory)
 
 
 def places(store: BlockStore) -> str:

@@ -80,7 +80,7 @@ class Lookup:
     ) -> None:
         self.prompt, self.rendered = prompt, rendered or prompt
         self.model = model
-        self._root, self._store, self._policy = root, store, policy or ReusePolicy()
+        self.root, self._store, self._policy = root, store, policy or ReusePolicy()
         self._session, self._messages = session, messages
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
@@ -95,12 +95,12 @@ class Lookup:
         store, prompt, tokens = self._store, self.prompt, self.model.text
         prefer: set[bytes] = set()
         if self._session is not None:
-            prefer = store.session_blocks(self._root, self._session)
+            prefer = store.session_blocks(self.root, self._session)
         packed = pack_ids(prompt.ids)
         match: Match | None = None
         if tokens is not None and self._text is not None:
-            source = store.hot_first(self._root.key, self._text)
-            match = match_text(source, self._root.key, self._text, tokens, prefer, packed)
+            source = store.hot_first(self.root.key, self._text)
+            match = match_text(source, self.root.key, self._text, tokens, prefer, packed)
             self._nearest = match
             if match.n_tokens == 0:
                 return
@@ -110,8 +110,8 @@ class Lookup:
                     prompt = with_ids(prompt, spliced.ids, spliced.boundaries)
                 match = replace(match, n_tokens=spliced.n_stored) if spliced is not None else None
         if match is None:
-            source = store.hot_first(self._root.key, packed)
-            match = match_ids(source, self._root.key, packed, prefer)
+            source = store.hot_first(self.root.key, packed)
+            match = match_ids(source, self.root.key, packed, prefer)
         if match.n_tokens == 0:
             return
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits
@@ -126,6 +126,11 @@ class Lookup:
     def fed(self) -> Prompt:
         """The prompt that `restore` would return, as far as nothing is stored or lost meanwhile."""
         return self._found.prompt if self._found is not None else self.prompt
+
+    @property
+    def n_found(self) -> int:
+        """How many of its tokens are worth restoring, as far as is known now."""
+        return self._found.n_tokens if self._found is not None else 0
 
     def prefetch(self) -> bool:
         """Start to read from disk the blocks that `restore` will need; False if they are few.
@@ -143,7 +148,7 @@ class Lookup:
         if n_bytes <= MIN_PREFETCH_BYTES:
             return False
         wanted = [(one.block, one.n_bytes) for one in needed]
-        self._prefetch = self._store.prefetch(wanted, self._root)
+        self._prefetch = self._store.prefetch(wanted, self.root)
         return True
 
     def is_fetched(self) -> bool:
@@ -179,7 +184,7 @@ class Lookup:
                     found.match,
                     found.n_tokens,
                     found.prompt.ids,
-                    self._root,
+                    self.root,
                     self._store,
                     self.model,
                     canary=self._policy.canary,
@@ -218,7 +223,7 @@ class Lookup:
         reason: Reason | None = None
         detail = ""
         if found is None or found.diverges:
-            reason, detail = why_not_stored(prompt.ids, self._text, match, self._root, self._store)
+            reason, detail = why_not_stored(prompt.ids, self._text, match, self.root, self._store)
             if found is not None and found.refusal and reason is Reason.DIVERGED:
                 reason = found.refusal
         if n_reused < n_wanted:
@@ -287,6 +292,15 @@ class Sequence:
     """Tokens of the prompt's system prompt."""
     entered_s: float | None = None
     """When it was handed on to be prefilled (perf_counter); None once that is measured."""
+    passing: set[bytes] = field(default_factory=set, repr=False)
+    """Blocks with a checkpoint that is of use only until the prompt is computed."""
+    is_computed: bool = False
+    """Whether all of its prompt was computed."""
+
+    @property
+    def n_saved(self) -> int:
+        """How many of its first tokens are in stored blocks."""
+        return self.chain[-1].stop if self.chain else 0
 
     @property
     def root(self) -> Root:

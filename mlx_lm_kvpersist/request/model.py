@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ..cache.precision import Allocation, bits_in_words, rotation_in_words
+from ..cache.prefill_memory import PrefillMemory
 from ..cache.spec import Batching, ModelCacheSpec
 from ..match.block import Root
 from ..match.text import TokenText
@@ -35,6 +36,7 @@ class LoadedModel:
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
     """What people call the model."""
+    memory: PrefillMemory | None = None
 
     @cached_property
     def root(self) -> Root:
@@ -46,6 +48,11 @@ class LoadedModel:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
+        plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
+        return {"model": self.name, "kept": True, **self.spec.describe(), "attention": plans}
 
 
 def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str:

@@ -6,10 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
-from mlx_lm_kvpersist.host.run import ending_cleanly
+from mlx_lm_kvpersist.errors import GenerationStopped
+from mlx_lm_kvpersist.host.reply import OpenRequests
+from mlx_lm_kvpersist.host.response_generator import RequestQueue
+from mlx_lm_kvpersist.host.run import ending_cleanly, finishing_replies
+from tests.support.waiting import wait_until
 
 STUBBORN = """
 import sys, threading, time
@@ -92,3 +98,56 @@ def test_handlers_are_restored_and_an_ignored_interrupt_stays_ignored(
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before[1])
+
+
+class Serving:
+    """What a server has: clients that wait, and a queue."""
+
+    def __init__(self) -> None:
+        self.open_requests = OpenRequests()
+        self.requests = RequestQueue()
+        self.request = SimpleNamespace()
+        self.open_requests.begin(self.request)
+
+
+@pytest.fixture
+def ended() -> Iterator[list[int]]:
+    """Signals that reach what ends the server."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
+    yield found
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_running_replies_end_before_the_server_does(ended: list[int]) -> None:
+    serving = Serving()
+    with finishing_replies(serving, 60):
+        signal.raise_signal(signal.SIGTERM)
+        assert not ended and serving.requests.is_closed
+        with pytest.raises(GenerationStopped, match="ask again"):
+            serving.requests.put((None, None, None))
+        serving.open_requests.end(serving.request)
+        wait_until(lambda: ended == [signal.SIGTERM], "the end")
+
+
+def test_the_time_for_replies_is_bounded_and_a_second_signal_ends_it(ended: list[int]) -> None:
+    with finishing_replies(Serving(), 0.05):
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: ended == [signal.SIGTERM], "the end")
+    ended.clear()
+    serving = Serving()
+    with finishing_replies(serving, 60):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [signal.SIGTERM]
+        serving.open_requests.end(serving.request)  # no third signal comes of it
+        time.sleep(0.2)
+        assert ended == [signal.SIGTERM]
+
+
+def test_without_running_replies_the_server_ends_at_once(ended: list[int]) -> None:
+    serving = Serving()
+    serving.open_requests.end(serving.request)
+    with finishing_replies(serving, 60):
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [signal.SIGTERM]

@@ -58,7 +58,7 @@ def patched() -> Iterator[None]:
 
 
 def prepare(provider: Any, store: BlockStore, request: PrecisionRequest) -> LoadedModel:
-    return loading.prepare(provider, store, request, "dequantize", with_text=True)
+    return loading.prepare(provider, store, request, "dequantize", 1 << 30, with_text=True)
 
 
 def kept(store: BlockStore, loaded: LoadedModel) -> Allocation | None:

@@ -56,15 +56,15 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
 
 
 def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
-    """Two prompts of different length are prefilled together, and speak together, in 4 bits."""
+    """Two prompts of different length are computed by themselves, and speak together, in 4 bits."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (90, 200)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
-    together, n_prompts, n_speaking, kinds = generate(patched, model, prompts)
+    together, rows, n_speaking, kinds = generate(patched, model, prompts)
     assert together == alone
-    assert (max(n_prompts), max(n_speaking)) == (2, 2)
+    assert (rows, max(n_speaking)) == ({1}, 2)
     assert n_speaking.count(2) >= 5
     assert kinds == {BatchQuantizedKVCache}
 
@@ -78,9 +78,9 @@ def test_d_a_model_that_reads_padding_computes_its_prompts_alone(
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (20, 60)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
-    together, n_prompts, n_speaking, _ = generate(patched, model, prompts)
+    together, rows, n_speaking, _ = generate(patched, model, prompts)
     assert together == alone
-    assert (max(n_prompts), max(n_speaking)) == (1, 2)
+    assert (rows, max(n_speaking)) == ({1}, 2)
 
 
 def test_d_a_model_that_is_wrong_in_a_batch_is_served_alone(
@@ -94,17 +94,23 @@ def test_d_a_model_that_is_wrong_in_a_batch_is_served_alone(
 
 def generate(
     patched: Patched, model: Any, prompts: list[list[int]]
-) -> tuple[list[list[int]], list[int], list[int], set[type]]:
-    """Return the replies, the sizes of all batches, and the types of their caches."""
+) -> tuple[list[list[int]], set[int], list[int], set[type]]:
+    """Return the replies, the rows of prompts and of replies in a batch, and types of caches."""
     stream = mx.default_stream(mx.default_device())
     generator = patched.server.BatchGenerator(model, stream=stream)
+    rows: set[int] = set()
+
+    def computed(ids: Any, cache: Any) -> Any:
+        rows.add(ids.shape[0])
+        return model(ids, cache=cache)
+
     uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
+    generator.model = computed
     replies: dict[int, list[int]] = {uid: [] for uid in uids}
-    n_prompts, n_speaking, kinds = [0], [0], set()
+    n_speaking, kinds = [0], set()
     n_open = len(prompts)
     while n_open:
-        prompt_responses, responses = generator.next()
-        n_prompts.append(len({response.uid for response in prompt_responses}))
+        _, responses = generator.next()
         batch = generator._generation_batch
         n_speaking.append(len(responses))
         kinds |= {type(cache) for cache in batch.prompt_cache}
@@ -112,7 +118,7 @@ def generate(
             replies[response.uid].append(response.token)
             n_open -= response.finish_reason is not None
     generator.close()
-    return [replies[uid] for uid in uids], n_prompts, n_speaking, kinds
+    return [replies[uid] for uid in uids], rows, n_speaking, kinds
 
 
 def test_a_models_weights_are_given_back_before_the_next_is_loaded(

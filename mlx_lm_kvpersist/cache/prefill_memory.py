@@ -1,0 +1,98 @@
+"""How much memory a chunk of a prompt takes while it is computed, known before it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .probe import position_limit
+from .spec import LayerGroup, ModelCacheSpec, slots_of
+
+MIN_CHUNK = 32
+"""Tokens that are computed at once however little memory there is."""
+
+PASSING_TOKENS = 2048
+"""While a prompt is computed, a model that goes on from checkpoints only has one this often."""
+
+_SHORTEST, _LONGEST = 16, 256
+_MEASURE_S = 1.0
+"""When a model is loaded, chunks are measured, each twice as long as the one before, until one has
+this length or took this long. Short ones show more than a token really takes."""
+
+_SCORE_BYTES = 256
+"""Those of 64 heads in float32, for a device that is too slow to measure two chunks."""
+
+
+@dataclass(frozen=True)
+class PrefillMemory:
+    """Bytes that a chunk takes beside the model and the caches, and how many it may take.
+
+    `token_bytes` a token are the activations of one layer. `score_bytes` a token and key are the
+    scores of attention that is not fused. `key_bytes` a key, cached or new, are one layer's keys
+    and values, dequantized for all of its heads.
+    """
+
+    token_bytes: float
+    score_bytes: float
+    key_bytes: float
+    limit_bytes: int
+    stops_every: int | None = None
+    """Chunks end at the multiples of this, where a checkpoint is made; None without checkpoints."""
+
+    def peak_bytes(self, n_tokens: int, position: int) -> int:
+        """Return what a chunk after `position` cached tokens takes at most."""
+        n_keys = position + n_tokens
+        a_token = self.token_bytes + self.score_bytes * n_keys
+        return int(n_tokens * a_token + n_keys * self.key_bytes)
+
+    def most_tokens(self, position: int) -> int:
+        """Return the longest chunk after `position` cached tokens that stays within the limit."""
+        most = MIN_CHUNK
+        while self.peak_bytes(2 * most, position) <= self.limit_bytes and most < 1 << 16:
+            most *= 2
+        step = most
+        while step := step // 2:
+            if self.peak_bytes(most + step, position) <= self.limit_bytes:
+                most += step
+        if self.stops_every is not None:
+            most = min(most, self.stops_every - position % self.stops_every)
+        return most
+
+
+def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
+    """Compute two short chunks, and tell from the memory they take what longer ones will."""
+    key_bytes = max(map(_dequantized_bytes, spec.full), default=0)
+    longest = min(position_limit(model) or _LONGEST, _LONGEST)
+    sizes, per_token = [0, 0], [0.0, 0.0]
+    n_tokens, seconds = min(_SHORTEST, longest), 0.0
+    while n_tokens <= longest and seconds < _MEASURE_S:
+        started = time.perf_counter()
+        peak = _peak(model, spec.make_cache, n_tokens)
+        seconds = time.perf_counter() - started
+        sizes = [sizes[1], n_tokens]
+        per_token = [per_token[1], max(0.0, peak / n_tokens - key_bytes)]
+        n_tokens *= 2
+    # peak = tokens * (activations + tokens * scores + a key)
+    score_bytes = max(0.0, (per_token[1] - per_token[0]) / (sizes[1] - sizes[0]))
+    if not sizes[0]:
+        score_bytes = _SCORE_BYTES
+    stops_every = None if spec.any_prefix else PASSING_TOKENS
+    return PrefillMemory(per_token[1], score_bytes, key_bytes, limit_bytes, stops_every)
+
+
+def _dequantized_bytes(group: LayerGroup) -> int:
+    """Return the bytes of a token in one layer of a group, quantized or not, in full precision."""
+    return group.full_precision_bytes // len(group.slots)
+
+
+def _peak(model: Any, make_cache: Callable[[], list[Any]], n_tokens: int) -> int:
+    """Return the most memory that a chunk takes beside what is there before and after it."""
+    caches = make_cache()
+    mx.reset_peak_memory()
+    model(mx.array([[1] * n_tokens]), cache=caches)
+    mx.eval([slot.state for slot in slots_of(caches) if not slot.empty()])
+    return max(0, mx.get_peak_memory() - mx.get_active_memory())

@@ -1,0 +1,328 @@
+"""The server's batch generator: who is computed next, and how much of it at once.
+
+Stock computes up to eight prompts as one padded batch, 2,048 tokens of each at a time, and all
+replies wait meanwhile. Here every prompt is computed by itself, in chunks. A chunk beside replies
+takes no longer than the plugin allows; where several prompts wait, the one with the least left
+goes first, and none is passed over for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..errors import ClientGone
+from . import manager
+from .prompt import PREFILL, TakenTokens
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import BatchGenerator as Stock
+else:
+    Stock = object
+
+CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Sizes of chunks: few, because devices compile or tune kernels for each."""
+
+IDLE_CHUNK_S = 1.0
+"""How long a chunk may take while nobody decodes. A prompt that arrives meanwhile waits for it."""
+
+IDLE_CHUNK = 512
+"""While nobody decodes, chunks have at least so many tokens: fewer are slower on any device."""
+
+MOST_PASSED_OVER = 3
+"""So many chunks of others a prompt lets pass, then it is its turn."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """A plugin's answer to `prefill_limits`.
+
+    `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
+    `most_tokens(position)` is how many tokens may be computed at once after so many cached ones.
+    """
+
+    max_stall_s: float
+    most_tokens: Callable[[int], int]
+
+
+class Pace:
+    """How long chunks take, learned from those that were computed.
+
+    A token takes longer the more keys it attends to, so the seconds a token are kept by the
+    power of two of its position. An unknown place is taken for twice as slow as the last known
+    one before it.
+    """
+
+    _WEIGHT = 0.5
+
+    def __init__(self) -> None:
+        self._token_s: dict[int, float] = {}
+
+    def learn(self, position: int, n_tokens: int, seconds: float) -> None:
+        """A chunk of `n_tokens` after `position` cached ones took so long."""
+        place, measured = position.bit_length(), seconds / n_tokens
+        known = self._token_s.setdefault(place, measured)
+        self._token_s[place] = known + self._WEIGHT * (measured - known)
+
+    def tokens(self, position: int, seconds: float) -> int:
+        """Return how many tokens can be computed in so many seconds; 0 while nothing is known."""
+        place = position.bit_length()
+        known = max((p for p in self._token_s if p <= place), default=min(self._token_s, default=0))
+        if known not in self._token_s:
+            return 0
+        factor = 2 if known < place else 1
+        return int(seconds / (self._token_s[known] * factor))
+
+
+@dataclass(eq=False)
+class Prefill:
+    """A prompt that is being computed: a batch of stock's with one row.
+
+    `tokens` are the ids that its caches hold; `segments` those that are left, as stock cut them.
+    The last segment has one.
+    """
+
+    uid: int
+    batch: Any
+    tokens: list[int]
+    segments: list[list[int]]
+    n_new: int
+    """Ids that were to be computed when it began."""
+    n_done: int = 0
+    passed_over: int = 0
+
+    @property
+    def n_left(self) -> int:
+        return self.n_new - self.n_done
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether only the last token is left, with which its reply begins."""
+        return len(self.segments) == 1 and len(self.segments[0]) == 1
+
+
+class PluginBatchGenerator(Stock):  # type: ignore[misc]
+    """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
+
+    To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
+    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter while
+    the batch is made. `_make_batch` itself stays stock's.
+    """
+
+    _generation_batch: Any
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self._limits: PrefillLimits | None = manager.ask_first("prefill_limits", model=model)
+        self._prefills: list[Prefill] = []
+        self._pace = Pace()
+
+    def _make_batch(self, n: int) -> Any:
+        if n > 0 and manager.is_implemented("merge_caches"):
+            queue = self._unprocessed_sequences
+            adapted = [MergeAdapter(cache) for cache in queue[0][3]]
+            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
+        return super()._make_batch(n)
+
+    # One step.
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        """Make one step of the replies, then compute one chunk of one prompt.
+
+        Returns stock's responses for prompts and for replies. A prompt's response says how far it
+        is, and whether a segment has ended: then stock asks for its caches, and saves them.
+        """
+        if self._limits is None:
+            stock: tuple[list[Any], list[Any]] = super()._next()
+            return stock
+        ended: list[Any] = []
+        generated, step_s = self._decode(ended)
+        if len(self._generation_batch) >= self.completion_batch_size:
+            return ended, generated
+        self._drop_stopped(ended)
+        self._admit()
+        for prefill in [one for one in self._prefills if one.is_ready]:
+            self._guarded(prefill, self._begin_reply, ended)
+        if self._prefills:
+            prefill = self._turn()
+            n_tokens = self._chunk(prefill, step_s)
+            self._guarded(prefill, lambda one: self._compute(one, n_tokens), ended)
+        return ended, generated
+
+    def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:
+        """Make one step of all replies. If it fails they end, because none can be computed on."""
+        batch = self._generation_batch
+        started = time.perf_counter()
+        if not len(batch):
+            return [], 0.0
+        try:
+            return batch.next(), time.perf_counter() - started
+        except Exception as error:
+            rows = list(zip(batch.uids, batch.tokens, strict=True))
+            if any(reply_of(tokens) is None for _, tokens in rows):
+                raise
+            logger.exception("%d replies failed", len(rows))
+            self._generation_batch = type(batch).empty(self.model, self.sampler)
+            for uid, tokens in rows:
+                reply_of(tokens).fail(error)
+                ended.append(self._response(uid, (0, 0)))
+            return [], 0.0
+
+    def _drop_stopped(self, ended: list[Any]) -> None:
+        """Give up the prompts whose clients went away."""
+        for sequence in list(self._unprocessed_sequences):
+            reply = reply_of(sequence[4])
+            if reply is not None and reply.is_stopped:
+                self._unprocessed_sequences.remove(sequence)
+                reply.fail(ClientGone())
+                ended.append(self._response(sequence[0], (0, 0)))
+        for prefill in list(self._prefills):
+            reply = reply_of(prefill.tokens)
+            if reply is not None and reply.is_stopped:
+                self._fail(prefill, ClientGone(), ended)
+
+    def _admit(self) -> None:
+        """Let prompts begin, as many at a time as the server's options allow."""
+        n_running = len(self._generation_batch) + len(self._prefills)
+        n_free = min(
+            self.prefill_batch_size - len(self._prefills), self.completion_batch_size - n_running
+        )
+        for _ in range(min(n_free, len(self._unprocessed_sequences))):
+            batch = self._make_batch(1)
+            segments, _, n_new = self._currently_processing.pop()
+            self._prefills.append(Prefill(batch.uids[0], batch, batch.tokens[0], segments, n_new))
+
+    def _turn(self) -> Prefill:
+        """Return the prompt to go on with: the one with the least left, or long passed over."""
+        longest = max(self._prefills, key=lambda one: one.passed_over)
+        turn = longest
+        if longest.passed_over < MOST_PASSED_OVER:
+            turn = min(self._prefills, key=lambda one: one.n_left)
+        for other in self._prefills:
+            other.passed_over = 0 if other is turn else other.passed_over + 1
+        return turn
+
+    def _chunk(self, prefill: Prefill, step_s: float) -> int:
+        """Return how many tokens of a prompt to compute now; `step_s`: what the replies took."""
+        assert self._limits is not None
+        position = len(prefill.tokens)
+        most = min(self.prefill_step_size, self._limits.most_tokens(position))
+        if len(self._generation_batch):
+            stall_s = self._limits.max_stall_s
+            in_time = self._pace.tokens(position, max(stall_s - step_s, stall_s / 4))
+        else:
+            in_time = max(IDLE_CHUNK, self._pace.tokens(position, IDLE_CHUNK_S))
+        most = min(most, in_time)
+        size = max((size for size in CHUNKS if size <= most), default=min(most, CHUNKS[0]))
+        return min(max(size, 1), len(prefill.segments[0]))
+
+    def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
+        """Compute the next tokens of a prompt. The logits are never evaluated."""
+        batch, segments = prefill.batch, prefill.segments
+        ids, segments[0] = segments[0][:n_tokens], segments[0][n_tokens:]
+        position = len(prefill.tokens)
+        prefill.tokens += ids
+        started = time.perf_counter()
+        self.model(mx.array([ids]), cache=batch.prompt_cache)
+        mx.eval([cache.state for cache in batch.prompt_cache])
+        self._pace.learn(position, len(ids), time.perf_counter() - started)
+        prefill.n_done += len(ids)
+        response = self._response(prefill.uid, (prefill.n_done, prefill.n_new))
+        if not segments[0]:
+            segments.pop(0)
+            response.end_of_segment = True
+        else:
+            self._save(prefill)
+        return response
+
+    def _save(self, prefill: Prefill) -> None:
+        """Let the plugin keep what was computed so far: the client may go, or the process die."""
+        tokens = prefill.tokens
+        if isinstance(tokens, TakenTokens):
+            taken = tokens.taken
+            given = {"tokens": tokens[:], "prompt_cache": prefill.batch.extract_cache(0)}
+            manager.ask_first(
+                "insert_cache", taken.plugin, handle=taken.handle, cache_type=PREFILL, **given
+            )
+
+    def _begin_reply(self, prefill: Prefill) -> Any:
+        """Let a prompt's last token join the replies."""
+        uid = prefill.uid
+        self._generation_batch.extend(prefill.batch.generate([prefill.segments[0]]))
+        self._prefills.remove(prefill)
+        mx.clear_cache()
+        response = self._response(uid, (prefill.n_new, prefill.n_new))
+        response.end_of_segment = response.end_of_prompt = True
+        return response
+
+    # Failures.
+
+    def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any], ended: list[Any]) -> None:
+        """Act on a prompt. What that raises ends this request alone."""
+        try:
+            ended.append(act(prefill))
+        except Exception as error:
+            if reply_of(prefill.tokens) is None:
+                raise
+            logger.exception("a prompt failed")
+            self._fail(prefill, error, ended)
+
+    def _fail(self, prefill: Prefill, error: Exception, ended: list[Any]) -> None:
+        """End a prompt's request. Stock forgets it when its context has been told to stop."""
+        self._prefills.remove(prefill)
+        ended.append(self._response(prefill.uid, (prefill.n_done, prefill.n_new)))
+        reply_of(prefill.tokens).fail(error)
+
+    def _response(self, uid: int, progress: tuple[int, int]) -> Any:
+        return type(self._prompt_batch).Response(uid, progress, False, False)
+
+    # What stock asks of its generator.
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, Any]:
+        found = {
+            one.uid: (one.batch.extract_cache(0), one.tokens)
+            for one in self._prefills
+            if one.uid in uids
+        }
+        others: dict[int, Any] = super().extract_cache([uid for uid in uids if uid not in found])
+        return {**others, **found}
+
+    def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
+        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        self._prefills = [one for one in self._prefills if one.uid not in uids]
+        super().remove(uids)
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        caches = [cache for one in self._prefills for cache in one.batch.prompt_cache]
+        return int(super().prompt_cache_nbytes) + sum(int(cache.nbytes) for cache in caches)
+
+
+class MergeAdapter:
+    """One layer's cache of the first sequence of a batch, while the batch is made."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def merge(self, row_caches: Sequence[Any]) -> Any:
+        """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
+        caches = [self.cache, *row_caches[1:]]
+        merged = manager.ask_first("merge_caches", caches=caches)
+        if merged is not None:
+            return merged
+        if not hasattr(self.cache, "merge"):
+            raise ValueError(f"{type(self.cache)} does not yet support batching with history")
+        return self.cache.merge(caches)
+
+
+def reply_of(tokens: Any) -> Any:
+    """Return where the tokens of a sequence go, None if no plugin took its request."""
+    return tokens.taken.reply if isinstance(tokens, TakenTokens) else None

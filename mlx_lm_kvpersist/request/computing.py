@@ -1,0 +1,58 @@
+"""Prompts that are being computed, and those that wait for what they have in common with them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as ListLike
+
+from ..cache.blocks import BLOCK_TOKENS
+from ..cache.prefill_memory import PASSING_TOKENS
+from ..host.prompt import Prepared
+from .lookup import Lookup, Sequence
+
+MIN_SHARED = 2 * BLOCK_TOKENS
+"""Fewer common tokens are computed twice: waiting for them would take as long."""
+
+
+class Computing:
+    """The requests whose prompts are being computed. Generation thread."""
+
+    def __init__(self) -> None:
+        self._taken: list[Prepared] = []
+
+    def add(self, taken: Prepared) -> None:
+        """A prompt begins to be computed; the handle is its `Sequence`."""
+        self._taken = [one for one in self._taken if is_computing(one)]
+        if len(taken.prompt.ids) - taken.n_cached >= MIN_SHARED:
+            self._taken.append(taken)
+
+    def awaited(self, lookup: Lookup) -> bool:
+        """Tell whether a prompt does better to wait for blocks that another is computing."""
+        prompt = lookup.fed.ids
+        return any(
+            is_computing(one)
+            and one.handle.root == lookup.root
+            and self._is_ahead(one.handle, common_length(one.prompt.ids, prompt), lookup)
+            for one in self._taken
+        )
+
+    def _is_ahead(self, sequence: Sequence, n_common: int, lookup: Lookup) -> bool:
+        if lookup.model.spec.any_prefix:
+            n_shared = n_common - n_common % BLOCK_TOKENS
+        else:
+            n_shared = n_common - n_common % PASSING_TOKENS
+            if sequence.n_system <= n_common:
+                n_shared = max(n_shared, sequence.n_system)
+        return sequence.n_saved < n_shared and n_shared - lookup.n_found >= MIN_SHARED
+
+
+def is_computing(taken: Prepared) -> bool:
+    """Tell whether more of a request's prompt will be stored."""
+    is_over = taken.reply is not None and taken.reply.is_over
+    return not (taken.handle.is_computed or is_over)
+
+
+def common_length(one: ListLike[int], other: ListLike[int]) -> int:
+    """Return how many first elements two lists have in common. Compares slices, which is quick."""
+    n_most = min(len(one), len(other))
+    return bisect_left(range(1, n_most + 1), True, key=lambda n: one[:n] != other[:n])

@@ -1,0 +1,290 @@
+"""Prompts beside replies: their order, their chunks, and what ends one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.batch_generator import Pace, PrefillLimits
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
+from mlx_lm_kvpersist.host.reply import ReplyQueue
+from tests.support.host import plugged
+
+VOCABULARY = 1 << 14
+POISON = VOCABULARY - 1
+
+
+class Counting:
+    """A model that answers every token with the next number; its keys are the ids it has read."""
+
+    layers = (None,)
+
+    def __init__(self) -> None:
+        self.computed: list[list[int]] = []
+        self.failing_step = False
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        read: Any = ids.tolist()
+        if any(POISON in row for row in read) or (self.failing_step and len(read) > 1):
+            raise RuntimeError("bad luck")
+        self.computed.append([len(row) for row in read])
+        keys = mx.broadcast_to(ids[:, None, :, None], (*ids.shape[:1], 1, ids.shape[1], 8))
+        cache[0].update_and_fetch(keys.astype(mx.float32), keys.astype(mx.float32))
+        follow = (ids[..., None] + 1) % VOCABULARY
+        return mx.where(mx.arange(VOCABULARY) == follow, 1.0, 0.0)
+
+
+class Plugin:
+    """Takes requests and sees what is saved of them."""
+
+    def __init__(self, limits: PrefillLimits) -> None:
+        self.limits = limits
+        self.saved: list[tuple[Any, str, list[int], list[int]]] = []
+
+    @hookimpl
+    def prefill_limits(self) -> PrefillLimits:
+        return self.limits
+
+    @hookimpl
+    def insert_cache(
+        self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
+    ) -> None:
+        keys: Any = prompt_cache[0].state[0][0, 0, :, 0].astype(mx.int32).tolist()
+        self.saved.append((handle, cache_type, list(tokens), keys))
+
+
+class Client:
+    """One request, from its prompt to the reply as stock would pass it on."""
+
+    def __init__(self, plugin: Any, first: int, n_prompt: int) -> None:
+        self.ids = list(range(first, first + n_prompt))
+        self.request = SimpleNamespace(client_gone=False)
+        self.queue: Queue[Any] = Queue()
+        self.reply = ReplyQueue(self.queue, self.request)
+        self.context = SimpleNamespace(stopped=False, _should_stop=False)
+        self.context.stop = lambda: setattr(self.context, "_should_stop", True)
+        self.reply.put(self.context)
+        prompt = Prompt(self.ids, [self.ids], ["user"])
+        taken = Prepared(prompt, handle=first, plugin=plugin, reply=self.reply)
+        self.tokens = TakenTokens(self.ids, taken)
+        self.answer: list[int] = []
+        self.uid = -1
+
+    @property
+    def error(self) -> Any:
+        items = [self.queue.get() for _ in range(self.queue.qsize())]
+        return next((item for item in items if isinstance(item, Exception)), None)
+
+
+class Serving:
+    """The server's batch generator, driven as the server's loop does."""
+
+    def __init__(self, generator: Any, plugin: Plugin, model: Counting) -> None:
+        self.generator, self.plugin, self.model = generator, plugin, model
+        self.clients: dict[int, Client] = {}
+        self.order: list[int] = []
+        """Whose prompt each step went on with, by its first id."""
+
+    def ask(self, first: int, n_prompt: int, max_tokens: int = 4) -> Client:
+        client = Client(self.plugin, first, n_prompt)
+        (client.uid,) = self.generator.insert_segments(
+            segments=[[client.ids[: n_prompt // 2], client.ids[n_prompt // 2 :]]],
+            max_tokens=[max_tokens],
+            caches=[[KVCache()]],
+            all_tokens=[client.tokens[:0]],
+        )
+        self.clients[client.uid] = client
+        return client
+
+    def step(self) -> None:
+        prompts, replies = self.generator.next()
+        gone = []
+        for response in prompts:
+            client = self.clients[response.uid]
+            self.order.append(client.ids[0])
+            client.reply.put(response.progress)
+            if client.context._should_stop:
+                gone.append(response.uid)
+        for response in replies:
+            client = self.clients[response.uid]
+            client.reply.put(response)
+            client.answer.append(response.token)
+            if client.context._should_stop:
+                gone.append(response.uid)
+        self.generator.remove(gone)
+
+    def run(self, *clients: Client, most: int = 500) -> None:
+        for _ in range(most):
+            self.step()
+            if all(len(client.answer) == 4 for client in clients):
+                return
+        raise AssertionError([len(client.answer) for client in clients])
+
+
+def right_answer(client: Client) -> list[int]:
+    return [client.ids[-1] + n for n in range(1, 5)]
+
+
+@pytest.fixture
+def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
+    made = []
+
+    def start(most: int = 64, max_stall_s: float = 1.0) -> Serving:
+        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most))
+        context = plugged(plugin)
+        context.__enter__()
+        model = Counting()
+        stream = mx.default_stream(mx.default_device())
+        generator = patched_server.BatchGenerator(model, stream=stream)
+        made.append((context, generator))
+        return Serving(generator, plugin, model)
+
+    yield start
+    for context, generator in reversed(made):
+        generator.close()
+        context.__exit__(None, None, None)
+
+
+def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=70)
+    clients = [serving.ask(1000 * i, n) for i, n in enumerate((400, 31, 200), 1)]
+    serving.run(*clients)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    prompts = [rows for rows in serving.model.computed if rows != [1] * len(rows)]
+    assert max(len(rows) for rows in prompts) == 1 and max(prompts) == [64]
+
+
+def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    long = serving.ask(1000, 2000)
+    serving.step()
+    short = serving.ask(5000, 60)
+    while not short.answer:
+        serving.step()
+    assert serving.order.count(1000) <= 3  # the chunk before it, and beside its last steps
+    n_short, begun = 0, len(serving.order)
+    while not long.answer:
+        n_short += 1
+        serving.ask(6000 + 40 * n_short, 30, max_tokens=1)
+        serving.step()
+        assert len(serving.order) < 2000
+    turns = serving.order[begun:]
+    others = [turn for turn in turns if turn != 1000]
+    n_chunks = len(turns) - len(others)
+    n_at_once = serving.generator.prefill_batch_size
+    assert n_chunks >= 2000 // 64 - 1 and n_short <= n_at_once * (n_chunks + 2)
+    assert long.answer[0] == 3000
+
+
+def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    client = serving.ask(1000, 300)
+    serving.run(client)
+    saved = [(kind, len(tokens)) for _, kind, tokens, _ in serving.plugin.saved]
+    # Where a segment ends the server saves; the last chunk of each is not saved twice.
+    assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 214), ("prefill", 278)]
+    for handle, _, tokens, keys in serving.plugin.saved:
+        assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
+
+
+def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 2
+    decoding, stays = serving.ask(1000, 20, 4000), serving.ask(2000, 500)
+    while not decoding.answer:
+        serving.step()
+    prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 30)
+    serving.step()
+    assert prefilling.uid in [one.uid for one in serving.generator._prefills]
+    for client in (decoding, prefilling, waiting):
+        client.request.client_gone = True
+    serving.step()
+    gone = decoding, prefilling, waiting
+    assert all(isinstance(client.error, ClientGone) for client in gone)
+    assert not serving.generator.extract_cache([client.uid for client in gone])
+    n_computed = len(serving.model.computed)
+    serving.run(stays)
+    assert stays.answer == right_answer(stays) and len(serving.model.computed) - n_computed < 20
+
+
+def test_an_error_in_a_prompt_ends_this_request_alone(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    good = serving.ask(1000, 200)
+    bad = serving.ask(POISON - 150, 151)
+    serving.run(good)
+    assert good.answer == right_answer(good)
+    assert "bad luck" in str(bad.error) and bad.context._should_stop and not bad.answer
+    assert not serving.generator.extract_cache([bad.uid])
+    serving.run(again := serving.ask(2000, 70))
+    assert again.answer == right_answer(again)
+
+
+def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
+    while not all(client.answer for client in pair):
+        serving.step()
+    serving.model.failing_step = True
+    serving.step()
+    assert all("bad luck" in str(client.error) for client in pair)
+    serving.model.failing_step = False
+    serving.run(again := serving.ask(3000, 70))
+    assert again.answer == right_answer(again)
+
+
+def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that goes on by 1 ms a token stands for a device."""
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("mlx_lm_kvpersist.host.batch_generator.time", clock)
+    serving = serve(most=4096, max_stall_s=0.2)
+    counted = serving.model.__call__
+
+    class Slow(Counting):
+        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+            nonlocal now_s
+            now_s += 1e-3 * ids.shape[1]
+            return counted(ids, cache)
+
+    serving.generator.model = Slow()
+    alone = serving.ask(1000, 9000, 500)
+    serving.step()
+    while not alone.answer:
+        serving.step()
+    longest = max(max(rows) for rows in serving.model.computed)
+    assert longest == 768  # what less than a second takes
+    serving.model.computed.clear()
+    beside = serving.ask(11_000, 3000)
+    while not beside.answer:
+        serving.step()
+    chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
+    assert chunks[0] <= 192 and max(chunks) <= 192 and sum(chunks) == 2999
+    assert sorted(chunks)[len(chunks) // 2] == 192
+
+
+def test_pace_is_careful_where_nothing_is_known() -> None:
+    pace = Pace()
+    assert pace.tokens(0, 1.0) == 0
+    pace.learn(0, 100, 0.1)
+    assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+    assert pace.tokens(5000, 1.0) == pytest.approx(500, abs=1)
+    pace.learn(5000, 100, 0.4)
+    assert pace.tokens(5000, 1.0) == pytest.approx(250, abs=1)
+    assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+    for _ in range(8):
+        pace.learn(5000, 100, 0.1)
+    assert pace.tokens(5000, 1.0) == pytest.approx(1000, rel=0.02)

@@ -1,0 +1,168 @@
+"""Long prompts behind the real server: clients that leave, beginnings that several share, kills."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    make_zoo_model,
+    synthetic_text,
+)
+from tests.support.openblas import openblas_env
+from tests.support.waiting import wait_until
+
+from .stored import wait_for_reply, wait_for_writer
+
+LONG = 4500
+"""Words of a prompt that takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    return started.with_plugin(tiny_model, env=openblas_env())
+
+
+class Leaving:
+    """A client that asks, reads how far its prompt is, and goes away."""
+
+    def __init__(self, server: ServerProcess, messages: list[Message], **params: Any) -> None:
+        body = {"messages": messages, "max_tokens": 4, "temperature": 0.0, **params}
+        payload = json.dumps(body).encode()
+        self._socket = socket.create_connection(("127.0.0.1", server.port or 0), timeout=120)
+        self.lines = self._socket.makefile("rb")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
+        self._socket.sendall(head.encode() + payload)
+
+    def read_until(self, share: float) -> int:
+        """Return how many tokens were computed when at least this share of the prompt was."""
+        for line in self.lines:
+            if found := re.match(rb": .*?([\d,]+)(?:/| of )([\d,]+)", line):
+                done, total = (int(number.replace(b",", b"")) for number in found.groups())
+                if done >= share * total:
+                    return done
+        raise AssertionError("the reply came first")
+
+    def leave(self) -> None:
+        self.lines.close()
+        self._socket.close()
+
+
+def talk(seed: int, n_words: int = LONG, question: str = "What?") -> list[Message]:
+    system: Message = {"role": "system", "content": synthetic_text(n_words, seed=seed)}
+    return [system, {"role": "user", "content": question}]
+
+
+def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
+    leaving = Leaving(server, talk(1), stream=True)
+    n_done = leaving.read_until(0.6)
+    leaving.leave()
+    reply = server.chat(talk(1), max_tokens=4, temperature=0.0)
+    assert reply.cached_tokens >= 0.9 * n_done, (reply.cached_tokens, n_done)
+    assert reply.cached_tokens < 0.95 * reply.prompt_tokens  # it was not computed to its end
+    wait_for_reply(server)
+
+
+def test_after_kill_9_in_a_prompt_it_goes_on(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    plugin = "--plugin", "kvpersist", "--kvpersist-kv-bits", "8"
+    folder, env = str(tmp_path / "store"), openblas_env()
+    server = start_server(tiny_model, *plugin, "--kvpersist-dir", folder, env=env)
+    leaving = Leaving(server, talk(2), stream=True)
+    leaving.read_until(0.6)
+    server.restart(kill=True)
+    leaving.leave()
+    cut = server.chat(talk(2), max_tokens=8, temperature=0.0)
+    assert cut.cached_tokens >= 0.3 * cut.prompt_tokens, (cut.cached_tokens, cut.prompt_tokens)
+    server.terminate()
+    other = str(tmp_path / "other")
+    whole = start_server(tiny_model, *plugin, "--kvpersist-dir", other, env=env)
+    assert whole.chat(talk(2), max_tokens=8, temperature=0.0).text == cut.text
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
+def test_models_with_windows_and_states_go_on_from_a_checkpoint_on_the_way(
+    family: str, start_server: StartServer, tmp_path: Path
+) -> None:
+    model = make_zoo_model(tmp_path / "model", family)
+    server = start_server.with_plugin(model, env=openblas_env())
+    leaving = Leaving(server, talk(3), stream=True)
+    n_done = leaving.read_until(0.6)
+    leaving.leave()
+    reply = server.chat(talk(3), max_tokens=4, temperature=0.0)
+    assert reply.cached_tokens >= n_done - 2048 > 0, (reply.cached_tokens, n_done)
+    wait_for_reply(server)
+    again = server.chat([*talk(3)[:1], *talk(3, question="Other?")[1:]], max_tokens=4)
+    assert again.cached_tokens > 0.9 * again.prompt_tokens
+    wait_for_writer(server)
+    stored = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["disk"]
+    # Of the checkpoints on the way none is left: the first, the prompt's and the reply's are.
+    assert stored["checkpoints"] <= 24, stored
+
+
+@pytest.mark.parametrize("params", [{}, {"seed": 7}])
+def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
+    server: ServerProcess, params: dict[str, Any]
+) -> None:
+    """Also one with a seed, whose reply would be computed alone while all others wait."""
+    before = served_tokens(server)
+    leaving = Leaving(server, talk(4, 40), max_tokens=30_000, **params)
+    time.sleep(1.0)
+    leaving.leave()
+    server.chat(talk(5, 40), max_tokens=4)
+    wait_until(lambda: served_tokens(server) > before + 3, "the reply that was cut off")
+    assert served_tokens(server) < before + 15_000
+
+
+def served_tokens(server: ServerProcess) -> int:
+    """Return how many tokens clients were given, after the first of each reply."""
+    text = server.request("GET", "/metrics")[2].decode()
+    counts = [
+        line.split()[-1]
+        for line in text.splitlines()
+        if line.startswith("kvpersist_inter_token_seconds_count")
+    ]
+    return int(sum(map(float, counts)))
+
+
+def test_agents_with_one_system_prompt_compute_it_once(server: ServerProcess) -> None:
+    agents = [talk(6, 3000, question=f"I am agent {n}.") for n in range(6)]
+    with ThreadPoolExecutor(len(agents)) as pool:
+        replies = list(pool.map(lambda messages: server.chat(messages, max_tokens=8), agents))
+    computed = [reply.prompt_tokens - reply.cached_tokens for reply in replies]
+    assert sum(computed) <= 1.5 * max(reply.prompt_tokens for reply in replies), computed
+    alone = [server.chat(messages, max_tokens=8, temperature=0.0).text for messages in agents]
+    together = [reply.text for reply in replies]
+    assert [len(text) > 0 for text in together] == [True] * len(agents) and len(alone) == 6
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(server: ServerProcess) -> None:
+    first = threading.Event()
+    long = Leaving(server, talk(7), stream=True, max_tokens=2)
+
+    def read() -> None:
+        for line in long.lines:
+            if line.startswith(b"data: "):
+                first.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    server.chat(talk(8, 10), max_tokens=1)
+    assert not first.is_set()
+    reader.join()
+    long.leave()
+    assert first.is_set()
