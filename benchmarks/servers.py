@@ -55,6 +55,11 @@ SIDES = {
         # As `auto` gives most layers; random weights would bear something else.
         Side("ours", (*_ROTATED, "--kvpersist-kv-bits", "k6v4"), 5),
         Side("ours-auto", (*_PLUGIN, "--kvpersist-kv-bits", "auto"), 5),
+        Side(
+            "ours-50ms",
+            (*_ROTATED, "--kvpersist-kv-bits", "k6v4", "--kvpersist-max-stall-ms", "50"),
+            5,
+        ),
         Side("ours-4", (*_PLUGIN, "--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off"), 4),
         Side("ours-5", (*_ROTATED, "--kvpersist-kv-bits", "5"), 5),
         Side("ours-6", (*_ROTATED, "--kvpersist-kv-bits", "6"), 6),

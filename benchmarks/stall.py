@@ -1,16 +1,19 @@
-"""How long a client that is being served waits for its next token while others want something.
+"""How long clients that are being served wait for their next token while others want something.
 
-    python -m benchmarks.stall [--context 8192]
+    python -m benchmarks.stall [--context 8192] [--long 32768]
 
-One client decodes all the time. The gaps between its tokens are measured while it is alone, while
-another sends a long prompt that nobody has seen, while the writer saves what was computed for
-that and in the whole second after it (there stock is the control: it writes nothing), and, after a
-restart with the page cache dropped, while the same prompt comes again (ours restores it from disk,
-stock computes it). When the writer was at work is read off the times of the block files, so
-nothing asks the server meanwhile.
+Two clients decode all the time. The gaps between their tokens are measured while they are alone,
+while another sends a long prompt that nobody has seen, while the writer saves what was computed for
+that and in the whole second after it (there stock is the control: it writes nothing), while eight
+agents with one new system prompt arrive, and, after a restart with the page cache dropped, while
+the long prompt comes again (ours restores it from disk, stock computes it). When the writer was at
+work is read off the times of the block files, so nothing asks the server meanwhile.
 
-A slowdown is the mean gap over the mean gap of the same client alone, less one. Over fewer than
+A slowdown is the mean gap over the mean gap of the same clients alone, less one. Over fewer than
 20 gaps none is given.
+
+A second table has times to the first token: of a short prompt beside a long one over that of the
+short one alone, and of the last of the eight agents over that of one, with nobody decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,15 +32,20 @@ from typing import Any
 from tests.support.synthetic import Message
 
 from .report import Result
-from .runs import Run, parser, percentile, run_of
+from .runs import Run, median, parser, percentile, ratio, run_of
 from .servers import Fleet, rotated
 
 CONTEXT = 8192
-SIDES = ("ours", "stock")
+LONG = 32768
+SYSTEM = 4096
+N_AGENTS = 8
+N_DECODING = 2
+SIDES = ("ours", "ours-50ms", "stock")
 """Stock's --kv-bits is left out: it does not batch, the other client would wait for ever."""
 
 QUIET, COLD, RESTORED = "alone", "cold prompt", "same after restart"
 WRITING, AFTER = "turn being written", "the second after a cold prompt"
+BURST = "eight agents"
 _QUIET_S = 2.0
 _AFTER_S = 1.0
 _MIN_GAPS = 20
@@ -52,10 +62,16 @@ class Gaps:
     n_windows: int = 0
 
     def add(
-        self, client: DecodingClient, start: float, stop: float, *, overlapping: bool = False
+        self,
+        clients: Sequence[DecodingClient],
+        start: float,
+        stop: float,
+        *,
+        overlapping: bool = False,
     ) -> None:
         """Add all gaps that begin between `start` and `stop`, or that overlap that time."""
-        self.seconds += client.gaps(start, stop, overlapping=overlapping)
+        for client in clients:
+            self.seconds += client.gaps(start, stop, overlapping=overlapping)
         self.window_s += stop - start
         self.n_windows += 1
 
@@ -110,9 +126,12 @@ class DecodingClient:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--context", type=int, default=CONTEXT)
+    options.add_argument("--long", type=int, default=LONG)
     options.add_argument("--repeats", type=int, default=3)
     args = options.parse_args()
-    measure(run_of(args), args.context, args.repeats).show()
+    run = run_of(args)
+    measure(run, args.context, args.repeats).show()
+    measure_prompts(run, args.long, args.repeats).show()
 
 
 def measure(run: Run, context: int, n_repeats: int) -> Result:
@@ -141,8 +160,10 @@ def measure(run: Run, context: int, n_repeats: int) -> Result:
                 for side in rotated(sides, repeat):
                     started = time.monotonic()
                     _serve(run, fleet, side, context, repeat, situation, found)
+                    if situation == COLD:
+                        _serve_burst(run, fleet, side, repeat, found)
                     longest_s = max(longest_s, time.monotonic() - started)
-        for situation in (QUIET, COLD, WRITING, AFTER, RESTORED):
+        for situation in (QUIET, COLD, WRITING, AFTER, BURST, RESTORED):
             for side in sides:
                 if found[side, situation].seconds:
                     result.add(_row(context, side, situation, found))
@@ -158,26 +179,116 @@ def _serve(
     situation: str,
     found: dict[tuple[str, str], Gaps],
 ) -> None:
-    short = run.prompts.of_length(64, seed=8_000_000 + repeat)
     long = run.prompts.of_length(context, seed=9_000_000 + repeat)
-    with DecodingClient(fleet, side, short) as client:
+    with _decoding(run, fleet, side, repeat) as clients:
         began = time.time()
         time.sleep(_QUIET_S)
         sent = time.time()
-        found[side, QUIET].add(client, began, sent)
+        found[side, QUIET].add(clients, began, sent)
         reply = fleet.ask(side, long, 1)
         answered = sent + reply.ttft_s
         written = _wait_for_files(fleet.store(side), sent)
         time.sleep(max(0.0, answered + _AFTER_S - time.time()))
-        found[side, situation].add(client, sent, answered, overlapping=True)
+        found[side, situation].add(clients, sent, answered, overlapping=True)
         if situation == COLD:
-            found[side, AFTER].add(client, answered, answered + _AFTER_S)
+            found[side, AFTER].add(clients, answered, answered + _AFTER_S)
             if fleet.sides[side].keeps and written > answered:
-                found[side, WRITING].add(client, answered, written)
+                found[side, WRITING].add(clients, answered, written)
         quiet_again = time.time()
         time.sleep(_QUIET_S)
-        found[side, QUIET].add(client, quiet_again, time.time())
+        found[side, QUIET].add(clients, quiet_again, time.time())
     fleet.settle(side)
+
+
+@contextmanager
+def _decoding(
+    run: Run, fleet: Fleet, side: str, repeat: int
+) -> Iterator[tuple[DecodingClient, ...]]:
+    """Keep some clients decoding while the block runs."""
+    with ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(
+                DecodingClient(
+                    fleet, side, run.prompts.of_length(64, seed=8_000_000 + 100 * n + repeat)
+                )
+            )
+            for n in range(N_DECODING)
+        )
+
+
+def _serve_burst(
+    run: Run,
+    fleet: Fleet,
+    side: str,
+    repeat: int,
+    found: dict[tuple[str, str], Gaps],
+) -> None:
+    with _decoding(run, fleet, side, repeat) as clients:
+        sent = time.time()
+        _ask_together(fleet, side, _agents(run, 7_000_000 + repeat))
+        found[side, BURST].add(clients, sent, time.time(), overlapping=True)
+    fleet.settle(side)
+
+
+def _agents(run: Run, seed: int) -> list[list[Message]]:
+    """Return the first prompts of agents that share a system prompt."""
+    content = run.prompts.of_length(SYSTEM, seed)[0]["content"]
+    system: Message = {"role": "system", "content": content}
+    return [
+        [system, {"role": "user", "content": f"You are agent {n}. What do you do first?"}]
+        for n in range(N_AGENTS)
+    ]
+
+
+def _ask_together(fleet: Fleet, side: str, prompts: Sequence[list[Message]]) -> float:
+    """Send prompts at once; return the seconds until the last has its first token."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        replies = list(pool.map(lambda messages: fleet.ask(side, messages, 1), prompts))
+    return max(reply.ttft_s for reply in replies)
+
+
+def measure_prompts(run: Run, long: int, n_repeats: int) -> Result:
+    """Measure times to the first token of prompts that arrive together, nobody decoding."""
+    sides = [side for side in run.sides if side in SIDES]
+    with run.fleet(sides) as fleet:
+        result = run.result(
+            "stall-prompts",
+            "Seconds to the first token of prompts that arrive together.",
+            {"sides": fleet.flags, "long prompt": long, "agents": N_AGENTS},
+        )
+        times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for repeat in range(n_repeats):
+            for side in rotated(sides, repeat):
+                if not run.deadline.allows(2 * run.costs.of(long)):
+                    result.leave_out(f"repeat {repeat} of {side}")
+                    continue
+                shorts = [
+                    run.prompts.of_length(64, seed=6_000_000 + 2 * repeat + n) for n in (0, 1)
+                ]
+                alone_s = fleet.ask(side, shorts[0], 1).ttft_s
+                behind = run.prompts.of_length(long, seed=5_000_000 + repeat)
+                with ThreadPoolExecutor(1) as pool:
+                    other = pool.submit(fleet.ask, side, behind, 1)
+                    time.sleep(alone_s + 0.5)
+                    beside_s = fleet.ask(side, shorts[1], 1).ttft_s
+                    other.result()
+                times["a short prompt beside a long one", side].append((alone_s, beside_s))
+                alone_s = fleet.ask(side, _agents(run, 4_000_000 + repeat)[0], 1).ttft_s
+                together_s = _ask_together(fleet, side, _agents(run, 3_000_000 + repeat))
+                times["the last of eight agents", side].append((alone_s, together_s))
+                fleet.settle(side)
+        for (what, side), pairs in times.items():
+            alone, beside = ([pair[i] for pair in pairs] for i in (0, 1))
+            result.add(
+                {
+                    "what": what,
+                    "side": side,
+                    "alone s": median(alone),
+                    "together s": median(beside),
+                    "over alone": ratio(beside, alone),
+                }
+            )
+    return result
 
 
 def _wait_for_files(store: Path, since: float, quiet_s: float = 0.5) -> float:
@@ -207,6 +318,7 @@ def _row(
         "gaps": len(gaps.seconds),
         "p50 ms": ms(percentile(gaps.seconds, 0.5)),
         "p95 ms": ms(percentile(gaps.seconds, 0.95)),
+        "p99 ms": ms(percentile(gaps.seconds, 0.99)),
         "max ms": ms(max(gaps.seconds)),
         "lasted s": gaps.window_s / gaps.n_windows,
         "slowdown": _mean(gaps.seconds) / _mean(quiet.seconds) - 1

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import (
+    UNMEASURED,
     Message,
     ServerProcess,
     StartServer,
@@ -25,8 +26,8 @@ from tests.support.waiting import wait_until
 
 from .stored import wait_for_reply, wait_for_writer
 
-LONG = 4500
-"""Words of a prompt that takes seconds."""
+LONG = 8000
+"""Characters of a prompt that takes seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,8 @@ class Leaving:
         self._socket.close()
 
 
-def talk(seed: int, n_words: int = LONG, question: str = "What?") -> list[Message]:
-    system: Message = {"role": "system", "content": synthetic_text(n_words, seed=seed)}
+def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Message]:
+    system: Message = {"role": "system", "content": synthetic_text(n_chars, seed=seed)}
     return [system, {"role": "user", "content": question}]
 
 
@@ -77,7 +78,7 @@ def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -
 def test_after_kill_9_in_a_prompt_it_goes_on(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    plugin = "--plugin", "kvpersist", "--kvpersist-kv-bits", "8"
+    plugin = "--plugin", "kvpersist", *UNMEASURED
     folder, env = str(tmp_path / "store"), openblas_env()
     server = start_server(tiny_model, *plugin, "--kvpersist-dir", folder, env=env)
     leaving = Leaving(server, talk(2), stream=True)
