@@ -53,32 +53,42 @@ class PrefillLimits:
 
 
 class Pace:
-    """How long chunks take, learned from those that were computed.
+    """How long chunks take: seconds = overhead + tokens * seconds a token, by least squares.
 
-    A token takes longer the more keys it attends to, so the seconds a token are kept by the
-    power of two of its position. An unknown place is taken for twice as slow as the last known
-    one before it.
+    A token takes longer the more keys it attends to, so there is a line for each power of two of
+    the position. An unknown place is taken for twice as slow as the last known one before it.
     """
 
-    _WEIGHT = 0.5
+    _KEEP = 0.7
+    """What an older measurement counts for after each newer one."""
 
     def __init__(self) -> None:
-        self._token_s: dict[int, float] = {}
+        self._sums: dict[int, tuple[float, ...]] = {}
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """A chunk of `n_tokens` after `position` cached ones took so long."""
-        place, measured = position.bit_length(), seconds / n_tokens
-        known = self._token_s.setdefault(place, measured)
-        self._token_s[place] = known + self._WEIGHT * (measured - known)
+        place = position.bit_length()
+        new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
+        old = self._sums.get(place, (0.0,) * len(new))
+        self._sums[place] = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
 
     def tokens(self, position: int, seconds: float) -> int:
-        """Return how many tokens can be computed in so many seconds; 0 while nothing is known."""
+        """Return how many tokens can be computed in so many seconds; 0 while nothing is known.
+
+        At most four times as many as lately.
+        """
         place = position.bit_length()
-        known = max((p for p in self._token_s if p <= place), default=min(self._token_s, default=0))
-        if known not in self._token_s:
+        known = max((p for p in self._sums if p <= place), default=min(self._sums, default=0))
+        if known not in self._sums:
             return 0
-        factor = 2 if known < place else 1
-        return int(seconds / (self._token_s[known] * factor))
+        weight, *sums = self._sums[known]
+        n, s, n_squared, n_s = (one / weight for one in sums)
+        token_s = s / n
+        if (variance := n_squared - n * n) > (n / 16) ** 2:
+            token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
+        if known < place:
+            s, token_s = 2 * s, 2 * token_s
+        return int(max(0.0, min(n + (seconds - s) / token_s, 4 * n)))
 
 
 @dataclass(eq=False)
@@ -219,9 +229,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             in_time = self._pace.tokens(position, max(stall_s - step_s, stall_s / 4))
         else:
             in_time = max(IDLE_CHUNK, self._pace.tokens(position, IDLE_CHUNK_S))
-        most = min(most, in_time)
-        size = max((size for size in CHUNKS if size <= most), default=min(most, CHUNKS[0]))
-        return min(max(size, 1), len(prefill.segments[0]))
+        most = min(most, max(in_time, CHUNKS[0]))
+        size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
+        return min(size, len(prefill.segments[0]))
 
     def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
         """Compute the next tokens of a prompt. The logits are never evaluated."""

@@ -279,12 +279,27 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
 def test_pace_is_careful_where_nothing_is_known() -> None:
     pace = Pace()
     assert pace.tokens(0, 1.0) == 0
-    pace.learn(0, 100, 0.1)
+    pace.learn(0, 500, 0.5)
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+    assert pace.tokens(0, 9.0) == pytest.approx(2000, abs=1)  # four times as many at once
     assert pace.tokens(5000, 1.0) == pytest.approx(500, abs=1)
-    pace.learn(5000, 100, 0.4)
+    for n in (300, 500):
+        pace.learn(5000, n, n * 4e-3)
     assert pace.tokens(5000, 1.0) == pytest.approx(250, abs=1)
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
-    for _ in range(8):
-        pace.learn(5000, 100, 0.1)
-    assert pace.tokens(5000, 1.0) == pytest.approx(1000, rel=0.02)
+
+
+@pytest.mark.parametrize(("overhead_s", "expected"), [(0.025, 150), (0.2, 32)])
+def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
+    overhead_s: float, expected: int
+) -> None:
+    """Small chunks are mostly overhead; taken for the cost of tokens, they would stay small."""
+    pace, n_tokens = Pace(), 32
+    for _ in range(20):
+        pace.learn(5000, n_tokens, overhead_s + n_tokens * 1e-4)
+        n_tokens = max(32, pace.tokens(5000, 0.04))
+    assert n_tokens == pytest.approx(expected, abs=2)
+    for _ in range(12):  # the device slows down
+        pace.learn(5000, n_tokens, overhead_s + n_tokens * 4e-4)
+        n_tokens = max(32, pace.tokens(5000, 0.04))
+    assert n_tokens <= 44
