@@ -163,7 +163,8 @@ class KVPersistPlugin:
         loaded = self._loaded
         if loaded is None or loaded.memory is None or self._spec_of(model) is None:
             return None
-        return PrefillLimits(self._config.max_stall_s, loaded.memory.most_tokens)
+        memory = loaded.memory
+        return PrefillLimits(self._config.max_stall_s, memory.most_tokens, memory.limit_bytes)
 
     # A request.
 

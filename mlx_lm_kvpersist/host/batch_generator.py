@@ -28,6 +28,9 @@ else:
 CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Sizes of chunks: few, because devices compile or tune kernels for each."""
 
+ROUND = 64
+"""Long chunks end at multiples of this."""
+
 IDLE_CHUNK_S = 1.0
 """How long a chunk may take while nobody decodes. A prompt that arrives meanwhile waits for it."""
 
@@ -46,10 +49,12 @@ class PrefillLimits:
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after so many cached ones.
+    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
     """
 
     max_stall_s: float
     most_tokens: Callable[[int], int]
+    max_unused_bytes: int = 1 << 30
 
 
 class Pace:
@@ -75,7 +80,8 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in so many seconds; 0 while nothing is known.
 
-        At most four times as many as lately.
+        At most four times as many as lately. Where a chunk's overhead alone takes that time, as many
+        as take as long as the overhead: fewer would hardly be quicker.
         """
         place = position.bit_length()
         known = max((p for p in self._sums if p <= place), default=min(self._sums, default=0))
@@ -86,9 +92,13 @@ class Pace:
         token_s = s / n
         if (variance := n_squared - n * n) > (n / 16) ** 2:
             token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
+        elif n <= CHUNKS[1] and s > seconds:
+            return int(2 * n)  # perhaps all overhead: one longer chunk will tell
+        overhead_s = s - n * token_s
+        worth_it = min(overhead_s / token_s, CHUNKS[5]) if overhead_s > 0.75 * seconds else 0.0
         if known < place:
             s, token_s = 2 * s, 2 * token_s
-        return int(max(0.0, min(n + (seconds - s) / token_s, 4 * n)))
+        return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
 
 
 @dataclass(eq=False)
@@ -231,10 +241,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             in_time = max(IDLE_CHUNK, self._pace.tokens(position, IDLE_CHUNK_S))
         most = min(most, max(in_time, CHUNKS[0]))
         size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
-        return min(size, len(prefill.segments[0]))
+        # Chunks that end at round places have the shapes of those before them.
+        over = (position + size) % min(ROUND, 1 << size.bit_length() - 1)
+        return min(size - over if over < size else size, len(prefill.segments[0]))
 
     def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
         """Compute the next tokens of a prompt. The logits are never evaluated."""
+        assert self._limits is not None
         batch, segments = prefill.batch, prefill.segments
         ids, segments[0] = segments[0][:n_tokens], segments[0][n_tokens:]
         position = len(prefill.tokens)
@@ -243,6 +256,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self.model(mx.array([ids]), cache=batch.prompt_cache)
         mx.eval([cache.state for cache in batch.prompt_cache])
         self._pace.learn(position, len(ids), time.perf_counter() - started)
+        if mx.get_cache_memory() > self._limits.max_unused_bytes:
+            mx.clear_cache()
         prefill.n_done += len(ids)
         response = self._response(prefill.uid, (prefill.n_done, prefill.n_new))
         if not segments[0]:

@@ -192,7 +192,7 @@ def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Servi
     serving.run(client)
     saved = [(kind, len(tokens)) for _, kind, tokens, _ in serving.plugin.saved]
     # Where a segment ends the server saves; the last chunk of each is not saved twice.
-    assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 214), ("prefill", 278)]
+    assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 192), ("prefill", 256)]
     for handle, _, tokens, keys in serving.plugin.saved:
         assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
 
@@ -289,17 +289,19 @@ def test_pace_is_careful_where_nothing_is_known() -> None:
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
 
 
-@pytest.mark.parametrize(("overhead_s", "expected"), [(0.025, 150), (0.2, 32)])
+@pytest.mark.parametrize(
+    ("overhead_s", "quick", "slow"), [(0.025, 150, 37), (0.045, 256, 150), (0.2, 256, 256)]
+)
 def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
-    overhead_s: float, expected: int
+    overhead_s: float, quick: int, slow: int
 ) -> None:
     """Small chunks are mostly overhead; taken for the cost of tokens, they would stay small."""
     pace, n_tokens = Pace(), 32
     for _ in range(20):
         pace.learn(5000, n_tokens, overhead_s + n_tokens * 1e-4)
         n_tokens = max(32, pace.tokens(5000, 0.04))
-    assert n_tokens == pytest.approx(expected, abs=2)
-    for _ in range(12):  # the device slows down
+    assert n_tokens == pytest.approx(quick, abs=2)
+    for _ in range(40):  # the device slows down
         pace.learn(5000, n_tokens, overhead_s + n_tokens * 4e-4)
         n_tokens = max(32, pace.tokens(5000, 0.04))
-    assert n_tokens <= 44
+    assert 32 <= n_tokens <= slow + 2
