@@ -39,9 +39,8 @@ from .cache.quantized import SequenceQuantizedKVCache
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
 from .host import chat_api
-from .host.batch_generator import PrefillLimits
 from .host.hookspecs import hookimpl
-from .host.prompt import Prepared, Prompt
+from .host.prompt import PrefillLimits, Prepared, Prompt
 from .host.request_checks import read_json
 from .host.routes import Route
 from .host.waiting import has_text_only

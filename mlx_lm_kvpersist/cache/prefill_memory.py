@@ -18,13 +18,14 @@ MIN_CHUNK = 32
 PASSING_TOKENS = 2048
 """While a prompt is computed, a model that goes on from checkpoints only has one this often."""
 
-_SHORTEST, _LONGEST = 16, 256
-_MEASURE_S = 1.0
+_SHORTEST, _LONGEST = 16, 1024
+_MEASURE_S = 0.1
 """When a model is loaded, chunks are measured, each twice as long as the one before, until one has
-this length or took this long. Short ones show more than a token really takes."""
+this length or took this long."""
 
-_SCORE_BYTES = 256
-"""Those of 64 heads in float32, for a device that is too slow to measure two chunks."""
+_MIN_MEASURED = 512
+_SCORE_BYTES = 128
+"""Short chunks do not tell scores from other memory; these are those of 32 heads in float32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
         n_tokens *= 2
     # peak = tokens * (activations + tokens * scores + a key)
     score_bytes = max(0.0, (per_token[1] - per_token[0]) / (sizes[1] - sizes[0]))
-    if not sizes[0]:
+    if sizes[1] < _MIN_MEASURED:
         score_bytes = _SCORE_BYTES
     stops_every = None if spec.any_prefix else PASSING_TOKENS
     return PrefillMemory(per_token[1], score_bytes, key_bytes, limit_bytes, stops_every)

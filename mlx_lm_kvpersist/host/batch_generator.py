@@ -18,14 +18,14 @@ import mlx.core as mx
 
 from ..errors import ClientGone
 from . import manager
-from .prompt import PREFILL, TakenTokens
+from .prompt import PREFILL, PrefillLimits, TakenTokens
 
 if TYPE_CHECKING:
     from mlx_lm.generate import BatchGenerator as Stock
 else:
     Stock = object
 
-CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 """Sizes of chunks: few, because devices compile or tune kernels for each."""
 
 ROUND = 64
@@ -43,20 +43,6 @@ MOST_PASSED_OVER = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PrefillLimits:
-    """A plugin's answer to `prefill_limits`.
-
-    `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
-    `most_tokens(position)` is how many tokens may be computed at once after so many cached ones.
-    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
-    """
-
-    max_stall_s: float
-    most_tokens: Callable[[int], int]
-    max_unused_bytes: int = 1 << 30
-
-
 class Pace:
     """How long chunks take: seconds = overhead + tokens * seconds a token, by least squares.
 
@@ -69,10 +55,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
+        self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
-        """A chunk of `n_tokens` after `position` cached ones took so long."""
+        """A chunk of `n_tokens` after `position` cached ones took so long.
+
+        The first chunk of a size may be slow because kernels are compiled for it.
+        """
         place = position.bit_length()
+        is_first = n_tokens not in self._sizes
+        self._sizes.add(n_tokens)
+        if is_first and self.tokens(position, seconds / 2) > n_tokens:
+            return
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
         old = self._sums.get(place, (0.0,) * len(new))
         self._sums[place] = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
@@ -80,8 +74,8 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in so many seconds; 0 while nothing is known.
 
-        At most four times as many as lately. Where a chunk's overhead alone takes that time, as many
-        as take as long as the overhead: fewer would hardly be quicker.
+        At most four times as many as lately. Where a chunk's overhead alone takes that time, as
+        many as take as long as the overhead: fewer would hardly be quicker.
         """
         place = position.bit_length()
         known = max((p for p in self._sums if p <= place), default=min(self._sums, default=0))
@@ -95,7 +89,7 @@ class Pace:
         elif n <= CHUNKS[1] and s > seconds:
             return int(2 * n)  # perhaps all overhead: one longer chunk will tell
         overhead_s = s - n * token_s
-        worth_it = min(overhead_s / token_s, CHUNKS[5]) if overhead_s > 0.75 * seconds else 0.0
+        worth_it = min(overhead_s / token_s, CHUNKS[4]) if overhead_s > 0.75 * seconds else 0.0
         if known < place:
             s, token_s = 2 * s, 2 * token_s
         return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))

@@ -15,8 +15,7 @@ from typing import Any
 
 import pluggy
 
-from .batch_generator import PrefillLimits
-from .prompt import Prepared, Prompt
+from .prompt import PrefillLimits, Prepared, Prompt
 from .routes import Route
 
 PROJECT = "mlx_lm.server"

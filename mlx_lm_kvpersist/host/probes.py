@@ -21,9 +21,8 @@ from unittest import mock
 
 from ..errors import PatchNotEffective
 from . import manager
-from .batch_generator import PrefillLimits
 from .hookspecs import hookimpl
-from .prompt import Prepared, Prompt, TakenTokens
+from .prompt import PrefillLimits, Prepared, Prompt, TakenTokens
 from .routes import Route
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, overload
 
 PREFILL = "prefill"
 """The cache type of a prompt that is still being computed, for the hook `insert_cache`."""
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """A plugin's answer to `prefill_limits`.
+
+    `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
+    `most_tokens(position)` is how many tokens may be computed at once after so many cached ones.
+    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
+    """
+
+    max_stall_s: float
+    most_tokens: Callable[[int], int]
+    max_unused_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.batch_generator import Pace, PrefillLimits
+from mlx_lm_kvpersist.host.batch_generator import Pace
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
+from mlx_lm_kvpersist.host.prompt import PrefillLimits, Prepared, Prompt, TakenTokens
 from mlx_lm_kvpersist.host.reply import ReplyQueue
 from tests.support.host import plugged
 
@@ -305,3 +305,14 @@ def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
         pace.learn(5000, n_tokens, overhead_s + n_tokens * 4e-4)
         n_tokens = max(32, pace.tokens(5000, 0.04))
     assert 32 <= n_tokens <= slow + 2
+
+
+def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
+    pace = Pace()
+    for n_tokens in (256, 512):
+        pace.learn(5000, n_tokens, 0.02 + n_tokens * 1e-4)
+    before = pace.tokens(5000, 0.1)
+    pace.learn(5000, 384, 3.0)
+    assert pace.tokens(5000, 0.1) == before
+    pace.learn(5000, 384, 3.0)
+    assert pace.tokens(5000, 0.1) < before / 2
