@@ -252,7 +252,7 @@ def measure_prompts(run: Run, long: int, n_repeats: int) -> Result:
     sides = [side for side in run.sides if side in SIDES]
     with run.fleet(sides) as fleet:
         result = run.result(
-            "stall-prompts",
+            "together",
             "Seconds to the first token of prompts that arrive together.",
             {"sides": fleet.flags, "long prompt": long, "agents": N_AGENTS},
         )
