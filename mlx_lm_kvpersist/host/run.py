@@ -27,6 +27,9 @@ from . import manager
 DRAIN_S = 5.0
 """How long replies may go on after SIGTERM."""
 
+LAST_ANSWERS_S = 1.0
+"""How long the process waits until those whose replies were cut off have been told."""
+
 GRACE_S = 30.0
 """How long a signalled server may take to end by itself."""
 
@@ -197,7 +200,7 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
     if threading.current_thread() is not threading.main_thread() or not callable(end):
         yield
         return
-    ending = threading.Event()
+    asked, ending = threading.Event(), threading.Event()
 
     def finish() -> None:
         if not generator.open_requests.wait_for_none(drain_s):
@@ -210,6 +213,7 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
         end(number, frame)
 
     def at_first(number: int, frame: FrameType | None) -> None:
+        asked.set()
         signal.signal(signal.SIGTERM, at_second)
         if not len(generator.open_requests):
             at_second(number, frame)
@@ -222,6 +226,8 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
     finally:
         ending.set()
         signal.signal(signal.SIGTERM, end)
+        if asked.is_set():
+            generator.open_requests.wait_for_none(LAST_ANSWERS_S)
 
 
 def end_now(number: int, reason: str) -> NoReturn:

@@ -338,5 +338,7 @@ def _shared_boundaries(
     """Align the boundaries of `tail` with those of `prompt`, counting from the end."""
     prompt_ends, tail_ends = ([0, *_ends(ids, text, tokens)] for ids in (prompt, tail))
     n_before = ceil(prompt_ends[-1]) - ceil(tail_ends[-1])
-    place = {n_before + end: len(stored) + i for i, end in enumerate(tail_ends)}
+    # The stored ids may end within a character.
+    first = 0 if float(_ends(stored, text, tokens)[-1]).is_integer() else 1
+    place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
     return {i: place[n] for i, n in enumerate(prompt_ends) if n in place and n == int(n)}

@@ -107,7 +107,14 @@ def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
 
 
 TOKENS = TokenText(
-    dict(enumerate([b"H", b"i", b"Hi", b"\n", b"\xf0", b"x", "\ufffd".encode(), b"i\n"]))
+    dict(
+        enumerate(
+            [
+                *(b"H", b"i", b"Hi", b"\n", b"\xf0", b"x", "\ufffd".encode(), b"i\n"),
+                *(b"\xc2", b"\xb8", b"\xb8\xd1"),
+            ]
+        )
+    )
 )
 
 
@@ -136,6 +143,13 @@ def test_boundaries_before_an_incomplete_character_are_found() -> None:
     result = spliced_in([2], [0, 7, 4, 5], rest=[3, 6, 5])
     assert (result.ids, result.n_stored) == ([2, 3, 6, 5], 1)
     assert result.boundaries == {2: 2, 4: 4}
+
+
+def test_a_cut_within_a_character_is_no_boundary() -> None:
+    """What is stored begins with half of a character, and goes on with other bytes."""
+    result = spliced_in([8, 10, 5], [8, 9, 6])
+    assert (result.ids, result.n_stored) == ([8, 9, 6], 1)
+    assert result.boundaries == {2: 2, 3: 3}
 
 
 def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
