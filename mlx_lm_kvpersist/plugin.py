@@ -40,7 +40,7 @@ from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
 from .host import chat_api
 from .host.hookspecs import hookimpl
-from .host.prompt import PrefillLimits, Prepared, Prompt
+from .host.prompt import PREFILL, PrefillLimits, Prepared, Prompt
 from .host.request_checks import read_json
 from .host.routes import Route
 from .host.waiting import has_text_only
@@ -162,8 +162,8 @@ class KVPersistPlugin:
         loaded = self._loaded
         if loaded is None or loaded.memory is None or self._spec_of(model) is None:
             return None
-        memory = loaded.memory
-        return PrefillLimits(self._config.max_stall_s, memory.most_tokens, memory.limit_bytes)
+        stall_s, memory = self._config.max_stall_s, loaded.memory
+        return PrefillLimits(stall_s, memory.most_tokens, memory.limit_bytes)
 
     # A request.
 
@@ -281,7 +281,7 @@ class KVPersistPlugin:
         if self._loaded is None or self._store is None:
             return
         sequence: Sequence = handle
-        if sequence.entered_s is not None:
+        if sequence.entered_s is not None and cache_type != PREFILL:
             n_computed = len(tokens) - sequence.n_reused
             self._policy.prefill.learn(n_computed, time.perf_counter() - sequence.entered_s)
             sequence.entered_s = None
@@ -388,11 +388,10 @@ class KVPersistPlugin:
         return {"model": model, "store": self._store_counts(), **self._stored_sessions().describe()}
 
     def _spec(self) -> dict[str, Any]:
-        loaded = self._loaded
-        if loaded is None:
-            why_not = self._refusal or "no model is loaded"
-            return {"model": None, "kept": False, "why_not": why_not}
-        return loaded.describe()
+        if self._loaded is not None:
+            return self._loaded.describe()
+        why_not = self._refusal or "no model is loaded"
+        return {"model": None, "kept": False, "why_not": why_not}
 
     def _stats(self) -> dict[str, Any]:
         return {

@@ -19,13 +19,13 @@ PASSING_TOKENS = 2048
 """While a prompt is computed, a model that goes on from checkpoints only has one this often."""
 
 _SHORTEST, _LONGEST = 16, 1024
-_MEASURE_S = 0.1
+_MEASURE_S = 0.6
 """When a model is loaded, chunks are measured, each twice as long as the one before, until one has
 this length or took this long."""
 
 _MIN_MEASURED = 512
-_SCORE_BYTES = 128
-"""Short chunks do not tell scores from other memory; these are those of 32 heads in float32."""
+_SCORE_BYTES = 64
+"""Short chunks do not tell scores from other memory; these are those of 32 heads in 16 bits."""
 
 
 @dataclass(frozen=True)

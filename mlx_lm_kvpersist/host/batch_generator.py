@@ -158,9 +158,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return stock
         ended: list[Any] = []
         generated, step_s = self._decode(ended)
+        self._drop_stopped(ended)
         if len(self._generation_batch) >= self.completion_batch_size:
             return ended, generated
-        self._drop_stopped(ended)
         self._admit()
         for prefill in [one for one in self._prefills if one.is_ready]:
             self._guarded(prefill, self._begin_reply, ended)
@@ -179,7 +179,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         try:
             return batch.next(), time.perf_counter() - started
         except Exception as error:
-            rows = list(zip(batch.uids, batch.tokens, strict=True))
+            rows = list(zip(batch.uids, batch.tokens, strict=False))
             if any(reply_of(tokens) is None for _, tokens in rows):
                 raise
             logger.exception("%d replies failed", len(rows))

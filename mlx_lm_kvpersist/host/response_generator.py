@@ -106,7 +106,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         self._set_serving(timeout is None)
         if self._is_distributed:
             return super()._next_request(timeout)
-        self._replies = [reply for reply in self._replies if not reply.is_over]
         if timeout is None:
             request = self._enter(self._next_ready())
         elif self._waiting:
@@ -154,10 +153,13 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _is_asked(self) -> bool:
         """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        # Each reply that was stopped is told once: then stock removes it.
+        n_stopped = sum(reply.is_stopped for reply in self._replies)
+        self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]
         return (
-            not self.requests.empty()
+            n_stopped > 0
+            or not self.requests.empty()
             or any(waiting.is_ready or waiting.reply.is_gone for waiting in self._waiting)
-            or any(reply.is_stopped for reply in self._replies)
         )
 
     def _joins(self, waiting: Waiting) -> bool:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +27,9 @@ from . import manager
 
 DRAIN_S = 5.0
 """How long replies may go on after SIGTERM."""
+
+LAST_BYTES_S = 0.2
+"""How long after its last token a reply may take to be written."""
 
 LAST_ANSWERS_S = 1.0
 """How long the process waits until those whose replies were cut off have been told."""
@@ -205,6 +209,7 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
     def finish() -> None:
         if not generator.open_requests.wait_for_none(drain_s):
             logger.info("some replies have not ended within %g s; they are cut off", drain_s)
+        time.sleep(LAST_BYTES_S)
         if not ending.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
 

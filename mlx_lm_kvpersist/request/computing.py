@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListLike
 from ..cache.blocks import BLOCK_TOKENS
 from ..cache.prefill_memory import PASSING_TOKENS
 from ..host.prompt import Prepared
+from .insert import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Sequence
 
 MIN_SHARED = 2 * BLOCK_TOKENS
@@ -28,27 +29,36 @@ class Computing:
 
     def awaited(self, lookup: Lookup) -> bool:
         """Tell whether a prompt does better to wait for blocks that another is computing."""
-        prompt = lookup.fed.ids
         return any(
             is_computing(one)
             and one.handle.root == lookup.root
-            and self._is_ahead(one.handle, common_length(one.prompt.ids, prompt), lookup)
+            and self._is_ahead(one.handle, self._shared(one, lookup), lookup)
             for one in self._taken
         )
 
-    def _is_ahead(self, sequence: Sequence, n_common: int, lookup: Lookup) -> bool:
-        if lookup.model.spec.any_prefix:
-            n_shared = n_common - n_common % BLOCK_TOKENS
-        else:
-            n_shared = n_common - n_common % PASSING_TOKENS
-            if sequence.n_system <= n_common:
-                n_shared = max(n_shared, sequence.n_system)
-        return sequence.n_saved < n_shared and n_shared - lookup.n_found >= MIN_SHARED
+    def _shared(self, taken: Prepared, lookup: Lookup) -> int:
+        """Return how many of a prompt's tokens will be stored for both; compared only once."""
+        sequence: Sequence = taken.handle
+        known, n_shared = lookup.n_shared.get(id(sequence), (None, 0))
+        if known is not sequence:
+            n_common = common_length(taken.prompt.ids, lookup.fed.ids)
+            if lookup.model.spec.any_prefix:
+                n_shared = n_common - n_common % BLOCK_TOKENS
+            else:
+                n_shared = n_common - n_common % PASSING_TOKENS
+                if sequence.n_system <= n_common:
+                    n_shared = max(n_shared, sequence.n_system)
+            lookup.n_shared[id(sequence)] = sequence, n_shared
+        return n_shared
+
+    def _is_ahead(self, sequence: Sequence, n_shared: int, lookup: Lookup) -> bool:
+        is_saved = sequence.n_saved > n_shared - MIN_TOKENS_BETWEEN
+        return not is_saved and n_shared - lookup.n_found >= MIN_SHARED
 
 
 def is_computing(taken: Prepared) -> bool:
     """Tell whether more of a request's prompt will be stored."""
-    is_over = taken.reply is not None and taken.reply.is_over
+    is_over = taken.reply is not None and (taken.reply.is_over or taken.reply.is_stopped)
     return not (taken.handle.is_computed or is_over)
 
 

@@ -81,6 +81,8 @@ def insert(
         before = list(takewhile(lambda block: block.n_tokens == BLOCK_TOKENS, before))
     if not spec.any_prefix and before and not ended:
         if n_tokens - before[-1].stop < MIN_TOKENS_BETWEEN:
+            if cache_type != PREFILL:
+                sequence.passing.discard(before[-1].key)  # it stands for this one
             return
     if cache_type == PREFILL and spec.any_prefix:
         n_tokens -= n_tokens % BLOCK_TOKENS
@@ -249,9 +251,16 @@ def superseded_checkpoints(
     (the end of the system prompt, which others share), the newest of those where conversations
     diverge, and those where another session ends. The chain went on from `n_reused` tokens. If an
     earlier reply began there, and was left out or repeated in other words, it loses its checkpoint.
-    So do the blocks in `passing`, which have one only since their prompt was computed.
+    So do the blocks in `passing`, which have one only since their prompt was computed, but for
+    those where others went on meanwhile.
     """
-    kept = (block for block in chain if block.key not in passing)
+    kept = (
+        block
+        for block in chain
+        if block.key not in passing
+        or len(store.children(block.key, limit=2)) > 1
+        or store.sessions_at(block.key)
+    )
     made = {block.key: state for block in kept if (state := stored_state(stored, block))}
     keys = list(made)
     stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}

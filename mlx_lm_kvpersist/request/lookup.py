@@ -85,6 +85,8 @@ class Lookup:
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
+        self.n_shared: dict[int, tuple[Sequence, int]] = {}
+        """For `Computing`: by the id of a sequence, what its prompt has in common with this."""
         self._find()
 
     def _find(self) -> None:

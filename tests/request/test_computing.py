@@ -1,0 +1,97 @@
+"""Prompts that wait for what another computes: for whom, and for whom not any more."""
+
+from __future__ import annotations
+
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
+from mlx_lm_kvpersist.host.reply import ReplyQueue
+from mlx_lm_kvpersist.match.block import Root
+from mlx_lm_kvpersist.request.computing import Computing, common_length
+from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
+
+ROOT = Root("model", "4b64")
+
+
+class Found:
+    """What a lookup knows of a prompt."""
+
+    def __init__(self, ids: list[int], n_found: int = 0, *, any_prefix: bool = True) -> None:
+        self.fed = Prompt(ids, [ids], ["user"])
+        self.n_found, self.root = n_found, ROOT
+        self.model = SimpleNamespace(spec=SimpleNamespace(any_prefix=any_prefix))
+        self.n_shared: dict[int, Any] = {}
+
+
+def begun(ids: list[int], n_system: int = 0) -> tuple[Prepared, Any]:
+    """Return a request whose prompt is being computed, and the context of its reply."""
+    sequence = Sequence(RequestState(root=ROOT), len(ids), n_system=n_system)
+    reply = ReplyQueue(Queue(), SimpleNamespace())
+    context = SimpleNamespace(_should_stop=False)
+    context.stop = lambda: setattr(context, "_should_stop", True)
+    reply.put(context)
+    return Prepared(Prompt(ids, [ids], ["user"]), handle=sequence, reply=reply), context
+
+
+def saved(taken: Prepared, n_tokens: int) -> None:
+    taken.handle.chain = [SimpleNamespace(stop=n_tokens)]
+
+
+IDS = list(range(3000))
+
+
+def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
+    computing = Computing()
+    taken, _ = begun(IDS)
+    computing.add(taken)
+    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
+    assert computing.awaited(same)
+    saved(taken, 768)
+    assert computing.awaited(same)
+    saved(taken, 1024)  # 1,100 tokens are four whole blocks
+    assert not computing.awaited(same)
+
+
+@pytest.mark.parametrize(
+    "found", [Found(IDS[:511]), Found(IDS, n_found=2600), Found(list(range(1, 3000)))]
+)
+def test_nobody_waits_for_less_than_two_blocks(found: Any) -> None:
+    computing = Computing()
+    computing.add(begun(IDS)[0])
+    assert not computing.awaited(found)
+
+
+@pytest.mark.parametrize("end", ["computed", "over", "stopped", "gone"])
+def test_nobody_waits_for_a_prompt_that_is_computed_no_further(end: str) -> None:
+    computing = Computing()
+    taken, context = begun(IDS)
+    computing.add(taken)
+    same: Any = Found(IDS)
+    assert computing.awaited(same)
+    if end == "computed":
+        taken.handle.is_computed = True
+    elif end == "over":
+        taken.reply.put(None)
+    elif end == "stopped":
+        context.stop()  # by the thread of its client, which puts nothing
+    else:
+        taken.reply._request.client_gone = True
+    assert not computing.awaited(same)
+
+
+def test_models_with_checkpoints_share_what_ends_at_one() -> None:
+    computing = Computing()
+    taken, _ = begun(IDS, n_system=2053)
+    computing.add(taken)
+    same: Any = Found(IDS[:2500], any_prefix=False)
+    assert computing.awaited(same)
+    saved(taken, 2048)  # the end of the system prompt is too near to be another one
+    assert not computing.awaited(same)
+
+
+def test_common_lengths() -> None:
+    assert [common_length(IDS, other) for other in ([], IDS, IDS[:7], [0, 1, 5])] == [0, 3000, 7, 2]

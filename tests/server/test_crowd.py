@@ -1,0 +1,111 @@
+"""Many clients at once, some of which leave: each reply is what it would be alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import Message, ServerProcess, StartServer, synthetic_text
+from tests.support.waiting import wait_until
+
+from .stored import wait_for_writer
+
+SECONDS = [
+    pytest.param(20, 16, id="some"),
+    pytest.param(600, 50, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+]
+
+
+class Crowd:
+    """Clients that ask the same few questions in random order, streaming or not, and may leave."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.prompts: list[list[Message]] = [
+            [
+                {"role": "system", "content": synthetic_text(n_system, seed=n_system)},
+                {"role": "user", "content": f"Question {n}. {synthetic_text(n_chars, seed=n)}"},
+            ]
+            for n, (n_system, n_chars) in enumerate(
+                (n_system, n_chars) for n_system in (40, 1500) for n_chars in (5, 300, 2500)
+            )
+        ]
+        self.alone = [self.ask(prompt) for prompt in self.prompts]
+        self.wrong: list[str] = []
+        self.n_replies = self.n_left = 0
+        self._lock = threading.Lock()
+
+    def ask(self, messages: list[Message], stream: bool = False) -> str:
+        return self.server.chat(messages, stream=stream, max_tokens=8, temperature=0.0).text
+
+    def run(self, n_clients: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        threads = [
+            threading.Thread(target=self._client, args=(seed, end)) for seed in range(n_clients)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _client(self, seed: int, end: float) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < end:
+            number = rng.randrange(len(self.prompts))
+            if rng.random() < 0.3:
+                self._leave(self.prompts[number], rng.random() < 0.5, rng.choice([0.0, 0.05, 0.4]))
+                with self._lock:
+                    self.n_left += 1
+                continue
+            try:
+                text = self.ask(self.prompts[number], stream=rng.random() < 0.5)
+            except Exception as error:
+                text = repr(error)
+            with self._lock:
+                self.n_replies += 1
+                if text != self.alone[number]:
+                    self.wrong.append(f"{number}: {text!r}, expected {self.alone[number]!r}")
+
+    def _leave(self, messages: list[Message], stream: bool, after_s: float) -> None:
+        body: dict[str, Any] = {"messages": messages, "max_tokens": 200, "stream": stream}
+        payload = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.server.port or 0), timeout=60) as client:
+            client.sendall(head.encode() + payload)
+            time.sleep(after_s)
+
+
+def held(server: ServerProcess) -> tuple[int, int]:
+    """Return how many threads and descriptors the server's process has."""
+    process = Path("/proc") / str(server.pid)
+    return len(os.listdir(process / "task")), len(os.listdir(process / "fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("seconds", "n_clients"), SECONDS)
+def test_a_crowd_gets_what_everybody_would_get_alone(
+    seconds: float, n_clients: int, tiny_model: Path, start_server: StartServer
+) -> None:
+    server = start_server.with_plugin(tiny_model)
+    crowd = Crowd(server)
+    wait_for_writer(server)
+    before = held(server)
+    crowd.run(n_clients, seconds)
+    assert not crowd.wrong, (len(crowd.wrong), crowd.n_replies, crowd.wrong[:3])
+    assert crowd.n_replies >= n_clients and crowd.n_left >= n_clients / 4
+    wait_for_writer(server)
+    # Worker threads and index connections are made when they are first needed, and stay.
+    wait_until(
+        lambda: all(now <= was + 12 for now, was in zip(held(server), before, strict=True)),
+        f"threads and descriptors as before: {before}",
+        30,
+    )
+    assert crowd.ask(crowd.prompts[0]) == crowd.alone[0]
