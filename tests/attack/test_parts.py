@@ -158,7 +158,7 @@ def test_a_part_that_is_gone(prepared: Path, tmp_path: Path) -> None:
     store.close()
 
 
-LOG_BYTES = 256 << 10
+LOG_BYTES = 512 << 10
 """What the index's log is cut back to when it has been longer."""
 
 
