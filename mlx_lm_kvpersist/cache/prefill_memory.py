@@ -19,7 +19,7 @@ PASSING_TOKENS = 2048
 """While a prompt is computed, a model that goes on from checkpoints only has one this often."""
 
 _SHORTEST, _LONGEST = 16, 1024
-_MEASURE_S = 0.6
+_MEASURE_S, _CPU_MEASURE_S = 0.6, 0.05
 """When a model is loaded, chunks are measured, each twice as long as the one before, until one has
 this length or took this long."""
 
@@ -69,8 +69,9 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
     key_bytes = max(map(_dequantized_bytes, spec.full), default=0)
     longest = min(position_limit(model) or _LONGEST, _LONGEST)
     sizes, per_token = [0, 0], [0.0, 0.0]
+    most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
     n_tokens, seconds = min(_SHORTEST, longest), 0.0
-    while n_tokens <= longest and seconds < _MEASURE_S:
+    while n_tokens <= longest and seconds < most_s:
         started = time.perf_counter()
         peak = _peak(model, spec.make_cache, n_tokens)
         seconds = time.perf_counter() - started

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 from .stored import wait_for_writer
 
 SECONDS = [
-    pytest.param(20, 16, id="some"),
+    pytest.param(12, 12, id="some"),
     pytest.param(600, 50, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
 ]
 
