@@ -13,8 +13,6 @@ from email.message import Message
 from functools import partial
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
-
 from . import config
 from .api.admin import (
     METRICS_PATH,
@@ -34,8 +32,7 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .api.warming import warm_at_start
-from .cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
-from .cache.quantized import SequenceQuantizedKVCache
+from .cache.batch import batch_of
 from .cache.spec import Batching, ModelCacheSpec
 from .errors import ModelNotSupported, RequestRefused
 from .host import chat_api
@@ -146,11 +143,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def merge_caches(self, caches: list[Any]) -> Any | None:
-        if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
-            return BatchQuantizedKVCache.merge(caches)
-        if self._loaded is not None and all(type(cache) is KVCache for cache in caches):
-            return FullPrecisionBatchKVCache.merge(caches)
-        return None
+        return batch_of(caches, full_precision=self._loaded is not None)
 
     @hookimpl
     def batches(self, model: Any) -> bool | None:

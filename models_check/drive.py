@@ -74,27 +74,28 @@ def can_batch(caches: Sequence[Any]) -> bool:
 def generate(
     model: Any,
     rows: Sequence[Row],
-    batching: Batching = Batching.ALL,
+    batching: Batching = Batching.REPLIES,
     *,
     joint: bool = True,
+    padded: bool = False,
 ) -> list[Reply]:
     """Generate all replies: in one batch where caches and `batching` allow it, else one by one.
 
-    In a batch the prompts are computed together, padded on the right, or one by one with only
-    `Batching.DECODE`. All rows come at once; or, if not `joint`, the others when the first has
-    begun to answer.
+    In a batch the prompts are computed one by one, as in our server; or, `padded` on the right,
+    together, as stock does. All rows come at once; or, if not `joint`, the others when the first
+    has begun to answer.
     """
     if batching is Batching.NONE or not all(can_batch(row.caches) for row in rows):
         return [_single(model, row) for row in rows]
     generator = BatchGenerator(
         model,
-        prefill_batch_size=1 if batching is Batching.DECODE else len(rows),
+        prefill_batch_size=len(rows) if padded else 1,
         stream=mx.default_stream(mx.default_device()),
     )
     return _in_a_batch(generator, rows, len(rows) if joint else 1)
 
 
-def alone(model: Any, row: Row, batching: Batching = Batching.ALL) -> Reply:
+def alone(model: Any, row: Row, batching: Batching = Batching.REPLIES) -> Reply:
     """Generate one reply, as the server does while there are no other requests."""
     return generate(model, [row], batching)[0]
 

@@ -48,7 +48,7 @@ def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: 
         for ids, reply in zip(prompts, single, strict=True)
     ]
     try:
-        together = generate(model, rows, joint=joint)
+        together = generate(model, rows, joint=joint, padded=True)
     except Exception as error:
         return f"no, {type(error).__name__}"
     pairs = zip(single, together, strict=True)

@@ -69,6 +69,7 @@ TESTS = {
     "cache/probe": ["tests/cache/test_spec.py", "tests/cache/test_precision.py"],
     "cache/quantized": ["tests/cache/test_quantized.py", "tests/cache/test_attention.py"],
     "cache/sample": _ALLOCATION,
+    "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_blocks.py"],
     "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
     "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,

@@ -308,6 +308,18 @@ class BatchQuantizedKVCache(PackedCache, _PaddedBatch):
         return SequenceQuantizedKVCache.from_packed(self.precision, *row, n_tokens, self.plan)
 
 
+def batch_of(caches: Sequence[Any], *, full_precision: bool) -> Any | None:
+    """Return a batch of ours for one layer's caches of several sequences, None for other classes.
+
+    full_precision: whether plain KVCaches become one, too.
+    """
+    if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
+        return BatchQuantizedKVCache.merge(caches)
+    if full_precision and all(type(cache) is KVCache for cache in caches):
+        return FullPrecisionBatchKVCache.merge(caches)
+    return None
+
+
 def _ints(values: Sequence[int] | mx.array) -> list[int]:
     items: Any = values.tolist() if isinstance(values, mx.array) else values
     return [int(n) for n in items]

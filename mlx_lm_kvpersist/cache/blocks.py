@@ -21,18 +21,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from .slots import cached_positions, refill, slots_of, tokens
 from .spec import (
     ArrayForm,
     LayerGroup,
     ModelCacheSpec,
     arrays_fit,
-    cached_positions,
     forms_bytes,
-    refill,
-    slots_of,
     state_arrays,
     token_arrays,
-    tokens,
 )
 
 BLOCK_TOKENS = 256

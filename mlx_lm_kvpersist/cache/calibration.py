@@ -39,7 +39,8 @@ from .observe import AttentionShape, probe_packed
 from .packed import Packed
 from .precision import KVPrecision, Quantization
 from .quantized import PHASES, AttentionPlan, forced_plan
-from .spec import ModelCacheSpec, replaced, slots_of
+from .slots import replaced, slots_of
+from .spec import ModelCacheSpec
 
 logger = logging.getLogger(__name__)
 

@@ -26,15 +26,8 @@ from .blocks import (
 )
 from .packed import headroom
 from .probe import position_limit
-from .spec import (
-    Fields,
-    LayerGroup,
-    ModelCacheSpec,
-    cached_positions,
-    slots_of,
-    token_arrays,
-    tokens,
-)
+from .slots import Fields, cached_positions, slots_of, tokens
+from .spec import LayerGroup, ModelCacheSpec, token_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from mlx_lm.models import base
 
 from .attention import PackedKV
 from .quantized import SequenceQuantizedKVCache, forced_plan
-from .spec import slots_of
+from .slots import slots_of
 
 logger = logging.getLogger(__name__)
 

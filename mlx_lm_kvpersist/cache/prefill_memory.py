@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from .probe import position_limit
-from .spec import LayerGroup, ModelCacheSpec, slots_of
+from .slots import slots_of
+from .spec import LayerGroup, ModelCacheSpec
 
 MIN_CHUNK = 32
 """Tokens that are computed at once however little memory there is."""

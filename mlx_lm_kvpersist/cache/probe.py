@@ -18,8 +18,8 @@ from ..errors import ModelNotSupported
 from .observe import logits_difference
 from .precision import KVPrecision, PrecisionChoice
 from .quantized import SequenceQuantizedKVCache
+from .slots import COMPOSITE, replaced, slots_of, window_of
 from .spec import (
-    COMPOSITE,
     KEPT,
     REFUSED,
     Batching,
@@ -28,9 +28,6 @@ from .spec import (
     ModelCacheSpec,
     TensorShape,
     dtype_name,
-    replaced,
-    slots_of,
-    window_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -248,7 +245,7 @@ def _template(caches: list[Any], groups: Sequence[LayerGroup]) -> list[Any]:
 
 
 def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching:
-    """Find out which forward passes sequences of unequal length can share and stay correct.
+    """Find out whether the replies of sequences of unequal length can be decoded together.
 
     Correctness is tested over the model's `own` caches, without the noise of quantizing. Those of
     `spec` only must not fail.
@@ -260,21 +257,16 @@ def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching
     mx.eval(alone, cut)
     noise = max(map(logits_difference, alone, cut))
     tolerance = min(max(_BATCH_TOLERANCE, _TIMES_NOISE * noise), _MOST_TOLERANCE)
-    for batching, run in (
-        (Batching.ALL, _prefilled_together),
-        (Batching.DECODE, _decoded_together),
-    ):
-        try:
-            together = run(model, own)
-            mx.eval(together, run(model, spec))
-        except Exception as error:
-            logger.debug("%s together fails: %s", batching.value, error)
-            continue
-        differences = list(map(logits_difference, alone, together))
-        logger.debug("%s together differs by %s, noise is %.3f", batching.value, differences, noise)
-        if all(difference <= tolerance for difference in differences):  # nan is not
-            return batching
-    return Batching.NONE
+    try:
+        together = _decoded_together(model, own)
+        mx.eval(together, _decoded_together(model, spec))
+    except Exception as error:
+        logger.debug("a batch fails: %s", error)
+        return Batching.NONE
+    differences = list(map(logits_difference, alone, together))
+    logger.debug("a batch differs by %s, noise is %.3f", differences, noise)
+    is_right = all(difference <= tolerance for difference in differences)  # nan is not
+    return Batching.REPLIES if is_right else Batching.NONE
 
 
 def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) -> mx.array:
@@ -284,21 +276,6 @@ def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) ->
         model(mx.array([list(chunk)], mx.int32), cache=caches)
     logits: mx.array = model(mx.array([[_NEXT_ID]], mx.int32), cache=caches)[0, -1]
     return logits
-
-
-def _prefilled_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
-    """Prefill rows as mlx-lm's batch does; return each one's logits after one more token."""
-    longest = max(map(len, _ROWS))
-    padding = [longest - len(row) for row in _ROWS]
-    batch = _merged([spec.make_cache() for _ in _ROWS])
-    for cache in batch:
-        cache.prepare(lengths=[len(row) for row in _ROWS], right_padding=padding)
-    padded = [[*row, *[0] * n] for row, n in zip(_ROWS, padding, strict=True)]
-    model(mx.array(padded, mx.int32), cache=batch)
-    mx.eval([cache.state for cache in batch])
-    for cache in batch:
-        cache.finalize()
-    return _next_logits(model, batch)
 
 
 def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:

@@ -21,9 +21,7 @@ from .opening import folder_of
 from .output import console, print_json, print_table, progress, tell
 
 _BATCHING = {
-    Batching.ALL: "prompts and replies of several clients run together",
-    Batching.DECODE: "replies run together, prompts are computed one at a time (this model reads "
-    "the padding of a batch)",
+    Batching.REPLIES: "the replies of several clients are decoded together",
     Batching.NONE: "one request at a time (this model's output is wrong in a batch, also without "
     "the plugin, or its caches cannot be batched)",
 }

@@ -161,9 +161,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._drop_stopped(ended)
         if len(self._generation_batch) >= self.completion_batch_size:
             return ended, generated
-        self._admit()
+        self._admit(ended)
         for prefill in [one for one in self._prefills if one.is_ready]:
-            self._guarded(prefill, self._begin_reply, ended)
+            self._guarded(prefill, lambda one: self._begin_reply(one, ended), ended)
         if self._prefills:
             prefill = self._turn()
             n_tokens = self._chunk(prefill, step_s)
@@ -171,23 +171,20 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return ended, generated
 
     def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:
-        """Make one step of all replies. If it fails they end, because none can be computed on."""
-        batch = self._generation_batch
+        """Make one step of all replies, and say how long it took."""
+        rows = self._rows()
+        if not rows:
+            return [], 0.0
         started = time.perf_counter()
-        if not len(batch):
-            return [], 0.0
         try:
-            return batch.next(), time.perf_counter() - started
+            return self._generation_batch.next(), time.perf_counter() - started
         except Exception as error:
-            rows = list(zip(batch.uids, batch.tokens, strict=False))
-            if any(reply_of(tokens) is None for _, tokens in rows):
-                raise
-            logger.exception("%d replies failed", len(rows))
-            self._generation_batch = type(batch).empty(self.model, self.sampler)
-            for uid, tokens in rows:
-                reply_of(tokens).fail(error)
-                ended.append(self._response(uid, (0, 0)))
+            self._fail_replies(rows, error, ended)
             return [], 0.0
+
+    def _rows(self) -> list[tuple[int, Any]]:
+        """Return the uid and the tokens of every reply."""
+        return list(zip(self._generation_batch.uids, self._generation_batch.tokens, strict=True))
 
     def _drop_stopped(self, ended: list[Any]) -> None:
         """Give up the prompts whose clients went away."""
@@ -195,23 +192,29 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             reply = reply_of(sequence[4])
             if reply is not None and reply.is_stopped:
                 self._unprocessed_sequences.remove(sequence)
-                reply.fail(ClientGone())
-                ended.append(self._response(sequence[0], (0, 0)))
+                self._end(sequence[0], sequence[4], ClientGone(), ended)
         for prefill in list(self._prefills):
             reply = reply_of(prefill.tokens)
             if reply is not None and reply.is_stopped:
                 self._fail(prefill, ClientGone(), ended)
 
-    def _admit(self) -> None:
+    def _admit(self, ended: list[Any]) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
+        queue = self._unprocessed_sequences
         n_running = len(self._generation_batch) + len(self._prefills)
         n_free = min(
             self.prefill_batch_size - len(self._prefills), self.completion_batch_size - n_running
         )
-        for _ in range(min(n_free, len(self._unprocessed_sequences))):
-            batch = self._make_batch(1)
+        for _ in range(min(n_free, len(queue))):
+            uid, tokens = queue[0][0], queue[0][4]
+            try:
+                batch = self._make_batch(1)
+            except Exception as error:
+                self._currently_processing.clear()
+                self._end(uid, tokens, error, ended)
+                continue
             segments, _, n_new = self._currently_processing.pop()
-            self._prefills.append(Prefill(batch.uids[0], batch, batch.tokens[0], segments, n_new))
+            self._prefills.append(Prefill(uid, batch, batch.tokens[0], segments, n_new))
 
     def _turn(self) -> Prefill:
         """Return the prompt to go on with: the one with the least left, or long passed over."""
@@ -271,33 +274,51 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 "insert_cache", taken.plugin, handle=taken.handle, cache_type=PREFILL, **given
             )
 
-    def _begin_reply(self, prefill: Prefill) -> Any:
+    def _begin_reply(self, prefill: Prefill, ended: list[Any]) -> Any:
         """Let a prompt's last token join the replies."""
-        uid = prefill.uid
-        self._generation_batch.extend(prefill.batch.generate([prefill.segments[0]]))
+        begun, rows = prefill.batch.generate([prefill.segments[0]]), self._rows()
+        try:
+            self._generation_batch.extend(begun)
+        except Exception as error:
+            self._fail_replies(rows, error, ended)
+            raise
         self._prefills.remove(prefill)
         mx.clear_cache()
-        response = self._response(uid, (prefill.n_new, prefill.n_new))
+        response = self._response(prefill.uid, (prefill.n_new, prefill.n_new))
         response.end_of_segment = response.end_of_prompt = True
         return response
 
-    # Failures.
+    # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
     def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any], ended: list[Any]) -> None:
         """Act on a prompt. What that raises ends this request alone."""
         try:
             ended.append(act(prefill))
         except Exception as error:
-            if reply_of(prefill.tokens) is None:
-                raise
-            logger.exception("a prompt failed")
             self._fail(prefill, error, ended)
 
     def _fail(self, prefill: Prefill, error: Exception, ended: list[Any]) -> None:
-        """End a prompt's request. Stock forgets it when its context has been told to stop."""
+        """End the request of a prompt that is being computed."""
         self._prefills.remove(prefill)
-        ended.append(self._response(prefill.uid, (prefill.n_done, prefill.n_new)))
-        reply_of(prefill.tokens).fail(error)
+        self._end(prefill.uid, prefill.tokens, error, ended)
+
+    def _fail_replies(
+        self, rows: list[tuple[int, Any]], error: Exception, ended: list[Any]
+    ) -> None:
+        """End all replies: after a step that failed half way, none can be computed on."""
+        self._generation_batch = type(self._generation_batch).empty(self.model, self.sampler)
+        for uid, tokens in rows:
+            self._end(uid, tokens, error, ended)
+
+    def _end(self, uid: int, tokens: Any, error: Exception, ended: list[Any]) -> None:
+        """End a request with an error; raise it where no plugin took the request."""
+        reply = reply_of(tokens)
+        if reply is None:
+            raise error
+        if not isinstance(error, ClientGone):
+            logger.error("a request failed", exc_info=error)
+        reply.fail(error)
+        ended.append(self._response(uid, (0, 0)))
 
     def _response(self, uid: int, progress: tuple[int, int]) -> Any:
         return type(self._prompt_batch).Response(uid, progress, False, False)

@@ -207,6 +207,9 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
     asked, ending = threading.Event(), threading.Event()
 
     def finish() -> None:
+        asked.wait()
+        if ending.is_set():
+            return
         if not generator.open_requests.wait_for_none(drain_s):
             logger.info("some replies have not ended within %g s; they are cut off", drain_s)
         time.sleep(LAST_BYTES_S)
@@ -218,20 +221,23 @@ def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None
         end(number, frame)
 
     def at_first(number: int, frame: FrameType | None) -> None:
-        asked.set()
         signal.signal(signal.SIGTERM, at_second)
         if not len(generator.open_requests):
             at_second(number, frame)
         generator.requests.refuse(GenerationStopped("the server ends; ask again when it runs"))
-        threading.Thread(target=finish, name="finishing", daemon=True).start()
+        asked.set()
 
+    # Not in the handler: the main thread may be starting another thread, and hold its lock.
+    threading.Thread(target=finish, name="finishing", daemon=True).start()
     signal.signal(signal.SIGTERM, at_first)
     try:
         yield
     finally:
+        was_asked = asked.is_set()
         ending.set()
+        asked.set()
         signal.signal(signal.SIGTERM, end)
-        if asked.is_set():
+        if was_asked:
             generator.open_requests.wait_for_none(LAST_ANSWERS_S)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..cache.blocks import BLOCK_TOKENS, copy_state, n_cached_tokens, split_blocks, split_windows
 from ..cache.prefill_memory import PASSING_TOKENS
-from ..cache.spec import ModelCacheSpec, cached_positions, slots_of
+from ..cache.slots import cached_positions, slots_of
+from ..cache.spec import ModelCacheSpec
 from ..host.prompt import PREFILL
 from ..match.block import Block, Root, block_key, checkpoint, pack_ids
 from ..match.tree import FEW

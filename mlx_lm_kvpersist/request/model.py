@@ -14,8 +14,7 @@ from ..match.text import TokenText
 from ..units import show_bytes
 
 _BATCHING = {
-    Batching.ALL: "prompts and replies in batches",
-    Batching.DECODE: "replies in batches, prompts one at a time",
+    Batching.REPLIES: "replies in batches",
     Batching.NONE: "one request at a time",
 }
 

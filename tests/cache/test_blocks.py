@@ -23,15 +23,14 @@ from mlx_lm_kvpersist.cache.blocks import (
     split_windows,
 )
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.slots import cached_positions, tokens
 from mlx_lm_kvpersist.cache.spec import (
     GroupKind,
     LayerGroup,
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
-    cached_positions,
     token_arrays,
-    tokens,
 )
 
 from .conftest import VOCAB, address, random_kv, same_packed

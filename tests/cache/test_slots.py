@@ -17,10 +17,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvpersist.cache.spec import (
+from mlx_lm_kvpersist.cache.slots import (
     COMPOSITE,
-    KEPT,
-    REFUSED,
     cached_positions,
     refill,
     replaced,
@@ -28,6 +26,7 @@ from mlx_lm_kvpersist.cache.spec import (
     tokens,
     window_of,
 )
+from mlx_lm_kvpersist.cache.spec import KEPT, REFUSED
 from tests.support import keeps_short_chunks
 
 BATCH_FORMS = {"BatchKVCache", "BatchRotatingKVCache"}

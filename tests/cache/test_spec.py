@@ -78,7 +78,7 @@ def test_llama_is_one_group() -> None:
     assert spec.groups == (
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
     )
-    assert spec.layout == "4b64" and spec.any_prefix and spec.batching is Batching.ALL
+    assert spec.layout == "4b64" and spec.any_prefix and spec.batching is Batching.REPLIES
     assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 4)
 
 

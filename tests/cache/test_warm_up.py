@@ -9,7 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.canary import CANARY_TOKENS, warm_up
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec, slots_of
+from mlx_lm_kvpersist.cache.slots import slots_of
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from models_check.build import build
 

@@ -316,3 +316,45 @@ def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
     assert pace.tokens(5000, 0.1) == before
     pace.learn(5000, 384, 3.0)
     assert pace.tokens(5000, 0.1) < before / 2
+
+
+class Unmergeable(KVCache):  # type: ignore[misc]
+    """A cache that cannot become a batch, or join one."""
+
+    def merge(self, caches: Any) -> Any:
+        raise RuntimeError("bad luck")
+
+
+def test_caches_that_cannot_be_merged_end_their_request_alone(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    bad = Client(serving.plugin, 2000, 50)
+    (bad.uid,) = serving.generator.insert_segments(
+        segments=[[bad.ids]], max_tokens=[4], caches=[[Unmergeable()]], all_tokens=[bad.tokens[:0]]
+    )
+    serving.clients[bad.uid] = bad
+    serving.run(good := serving.ask(1000, 100))
+    assert good.answer == right_answer(good)
+    assert "bad luck" in str(bad.error) and not bad.answer
+
+
+def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve(most=64)
+    running = serving.ask(1000, 20, 100)
+    while not running.answer:
+        serving.step()
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("bad luck")
+
+        patch.setattr("mlx_lm.models.cache.BatchKVCache.extend", fails)
+        joins = serving.ask(2000, 20)
+        while not joins.context._should_stop:
+            serving.step()
+    assert all("bad luck" in str(client.error) for client in (running, joins))
+    serving.run(again := serving.ask(3000, 70))
+    assert again.answer == right_answer(again)

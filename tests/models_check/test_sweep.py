@@ -47,7 +47,7 @@ def test_llama_is_kept_and_reused_everywhere() -> None:
     assert finding.result == "equal"
     assert finding.reused == finding.possible
     assert finding.reusable == "anywhere"
-    assert finding.batching == "prefill and decode"
+    assert finding.batching == "replies"
     assert finding.stock_batches_right == "yes"
     assert Finding(**json.loads(json.dumps(finding.to_json()))) == finding
 

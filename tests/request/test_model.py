@@ -16,7 +16,7 @@ def test_layers_in_their_own_precision_and_windows_are_told_apart() -> None:
     full = ModelCacheSpec((FULL,), [KVCache()])
     assert described_bits(full) == "in full precision"
     assert described(full) == (
-        "512 B a token, in full precision; prompts and replies in batches, attention as in mlx-lm"
+        "512 B a token, in full precision; replies in batches, attention as in mlx-lm"
     )
     windows = ModelCacheSpec((SLIDING,), [RotatingKVCache(256)])
     assert described_bits(windows) == "in windows and states alone"

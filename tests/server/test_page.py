@@ -71,6 +71,8 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 def browser() -> Iterator[Browser]:
     found = chromium.find()
     if found is None:
+        if os.environ.get("CI") and chromium.can_be_fetched():
+            pytest.fail(f"CI has no Chromium: {chromium.HOW}")
         pytest.skip(f"there is no Chromium: {chromium.HOW}")
     with sync_playwright() as playwright:
         with playwright.chromium.launch(

@@ -189,7 +189,7 @@ def test_c2_one_line_at_start_says_where_and_how(
     (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
     assert str(tiny_model) in line and str(start_server.store) in line
     assert re.search(r": \d[\d.]* \w+ a token, keys 4 bits, values 4 \(\d\.\d on average\)", line)
-    assert "of full memory; prompts and replies in batches, " in line
+    assert "of full memory; replies in batches, " in line
     assert "attention: prefill " in line and "and up to " in line and " of RAM" in line
     assert "less than the 900.0 TiB of --kvpersist-min-free, so nothing new is stored" in line
 

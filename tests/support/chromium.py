@@ -50,6 +50,12 @@ def find() -> Chromium | None:
     return Chromium(str(fetched), libraries) if fetched.exists() else None
 
 
+def can_be_fetched() -> bool:
+    """Tell whether the npm registry has one for this machine."""
+    is_linux = (sys.platform, platform.machine()) == ("linux", "x86_64")
+    return is_linux and shutil.which("npm") is not None
+
+
 def fetch() -> None:
     """Put Chromium into the cache folder. Raises OSError or subprocess.CalledProcessError."""
     target = cache_folder()
@@ -71,7 +77,7 @@ def main() -> int:
     """Fetch Chromium where it is missing and can be had; otherwise say why the tests skip."""
     if find() is not None:
         return 0
-    if (sys.platform, platform.machine()) != ("linux", "x86_64") or not shutil.which("npm"):
+    if not can_be_fetched():
         print("no Chromium, and none can be fetched: the tests of the page are skipped")
         return 0
     try:
