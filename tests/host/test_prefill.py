@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.batch_generator import Pace
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.pace import Pace
 from mlx_lm_kvpersist.host.prompt import PrefillLimits, Prepared, Prompt, TakenTokens
 from mlx_lm_kvpersist.host.reply import ReplyQueue
 from tests.support.host import plugged
