@@ -42,12 +42,10 @@ class Computing:
         known, n_shared = lookup.n_shared.get(id(sequence), (None, 0))
         if known is not sequence:
             n_common = common_length(taken.prompt.ids, lookup.fed.ids)
-            if lookup.model.spec.any_prefix:
-                n_shared = n_common - n_common % BLOCK_TOKENS
-            else:
-                n_shared = n_common - n_common % PASSING_TOKENS
-                if sequence.n_system <= n_common:
-                    n_shared = max(n_shared, sequence.n_system)
+            any_prefix = lookup.model.spec.any_prefix
+            n_shared = n_common - n_common % (BLOCK_TOKENS if any_prefix else PASSING_TOKENS)
+            if sequence.n_system <= n_common:
+                n_shared = max(n_shared, sequence.n_system)  # it is stored up to its last token
             lookup.n_shared[id(sequence)] = sequence, n_shared
         return n_shared
 

@@ -56,6 +56,27 @@ def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
     assert not computing.awaited(same)
 
 
+def test_a_shared_system_prompt_is_awaited_to_its_last_token() -> None:
+    """Its end is stored though it is no whole block: nobody needs to compute it again."""
+    computing = Computing()
+    taken, _ = begun(IDS, n_system=1090)
+    computing.add(taken)
+    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
+    saved(taken, 1024)
+    assert computing.awaited(same)
+    saved(taken, 1090)
+    assert not computing.awaited(same)
+
+
+def test_nobody_waits_for_a_prompt_of_another_tenant() -> None:
+    computing = Computing()
+    computing.add(begun(IDS)[0])
+    other: Any = Found(IDS)
+    assert computing.awaited(other)
+    other.root = Root("model", "4b64", namespace="other")
+    assert not computing.awaited(other)
+
+
 @pytest.mark.parametrize(
     "found", [Found(IDS[:511]), Found(IDS, n_found=2600), Found(list(range(1, 3000)))]
 )
