@@ -23,18 +23,20 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     class, and every fetch leaves at least one token.
     """
 
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
+    def fetch_nearest_cache(
+        self, model: Any, tokens: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[int]]:
         if isinstance(tokens, TakenTokens):
             taken = tokens.taken
             # They are returned only once, because the server changes them from here on.
             caches, taken.caches = taken.caches, None
             return (None, tokens) if caches is None else (caches, tokens[taken.n_cached :])
-        cache, rest = super().fetch_nearest_cache(model, tokens)
+        cache, rest = super().fetch_nearest_cache(model, tokens, *args, **kwargs)
         if len(rest) > 0:
             return cache, rest
         if len(tokens) < 2:
             return None, tokens
-        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        cache, rest = super().fetch_nearest_cache(model, tokens[:-1], *args, **kwargs)
         return cache, tokens[len(tokens) - 1 - len(rest) :]
 
     def insert_cache(
@@ -42,11 +44,14 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
         model: Any,
         tokens: list[int],
         prompt_cache: list[Any],
-        *,
+        *args: Any,
         cache_type: str = "assistant",
+        **kwargs: Any,
     ) -> None:
         if not isinstance(tokens, TakenTokens):
-            super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
+            super().insert_cache(
+                model, tokens, prompt_cache, *args, cache_type=cache_type, **kwargs
+            )
             return
         given = {"tokens": tokens, "prompt_cache": prompt_cache, "cache_type": cache_type}
         taken = tokens.taken

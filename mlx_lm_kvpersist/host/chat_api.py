@@ -97,7 +97,7 @@ def serve(handler: Any, api: ChatAPI) -> None:
     with _errors_to_client(handler, api) as connection:
         request = api.translate(read_json(handler), handler.headers)
         tools = None if request.chat_body.get("tool_choice") == "none" else request.tools
-        tap = Tap(handler.response_generator, tools, connection)
+        tap = Tap(handler.generator, tools, connection)
         connection.request, connection.tap = request, tap
         try:
             _run_stock(handler, request.chat_body, tap, connection, beats=request.stream)
@@ -110,7 +110,7 @@ def count_tokens(handler: Any, api: ChatAPI) -> None:
     """Answer how many tokens a request's prompt has. Nothing waits for the generation thread."""
     with _errors_to_client(handler, api) as connection:
         request = api.translate(read_json(handler), handler.headers)
-        tap = Counter(handler.response_generator)
+        tap = Counter(handler.generator)
         output = StockOutput()
         _run_stock(handler, request.chat_body, tap, output)
         if tap.n_tokens is None:
@@ -146,7 +146,7 @@ def prefill(handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
     Raises RequestRefused. The client is told nothing.
     """
     output = _Usage()
-    _run_stock(handler, {**chat_body, "max_tokens": 1}, handler.response_generator, output)
+    _run_stock(handler, {**chat_body, "max_tokens": 1}, handler.generator, output)
     if output.status != 200:
         raise output.refusal()
     return output.usage

@@ -47,6 +47,23 @@ BACKLOG = 128
 logger = logging.getLogger(__name__)
 
 
+class AskingGenerator:
+    """The server's response generator as one handler sees it: plugins see each request before it.
+
+    Whatever a handler generates passes here, whichever path the server has it for.
+    """
+
+    def __init__(self, handler: PluginAPIHandler, generator: Any) -> None:
+        self._handler, self._generator = handler, generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._handler.receive(request)
+        return self._generator.generate(request, *args, **kwargs)
+
+
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, and tells the plugins. One object a connection, on its own thread.
 
@@ -61,12 +78,22 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     wfile: Any
     _completion: Any = None
     _is_ok = False
+    generator: Any
+    """What generates for this handler, without its plugins being asked."""
     failure: Exception | None = None
     """Why there is no reply, or why it ended early."""
     beats = True
     """Whether a stream shows that it lives while nothing else is sent."""
     tells_reply = True
     """Whether the reply of a chat completion is what the client sees; see `chat_api`."""
+
+    @property
+    def response_generator(self) -> Any:
+        return AskingGenerator(self, self.generator)
+
+    @response_generator.setter
+    def response_generator(self, generator: Any) -> None:
+        self.generator = generator
 
     def _begin_request(self) -> None:
         self._completion = self.failure = None
@@ -85,6 +112,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def parse_request(self) -> bool:
         self._begin_request()
+        self.body: Any = {}
         parsed: bool = super().parse_request()
         # http.server looks up do_GET and the like on this object, then on its class.
         if parsed and self._route() is not None:
@@ -202,19 +230,19 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         check_chat(self.body)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
-        return self._received(super().handle_chat_completions())
+        return super().handle_chat_completions()
 
     def handle_text_completions(self) -> Any:
         require_text("prompt", self.body.get("prompt"))
-        return self._received(super().handle_text_completions())
+        return super().handle_text_completions()
 
-    def _received(self, request: Any) -> Any:
+    def receive(self, request: Any) -> None:
+        """Let plugins see a request before it is queued. They may refuse it."""
         self._begin_request()
         self._completion = request
         request.connection = self.connection
         given = {"request": request, "headers": self.headers, "body": self.body}
         manager.ask_all("request_received", passed_on=(RequestRefused,), **given)
-        return request
 
     def handle_completion(self, *args: Any, **kwargs: Any) -> None:
         self.wfile = output = CompletionOutput(self)
@@ -229,11 +257,10 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         super()._set_completion_headers(status_code)
         if status_code == 503:
             self.send_header("Retry-After", str(RETRY_AFTER_S))
-        self._is_ok = status_code == 200
 
-    def _set_stream_headers(self, status_code: int = 200) -> None:
-        super()._set_stream_headers(status_code)
-        self._is_ok = status_code == 200
+    def send_response(self, code: int, message: str | None = None) -> None:
+        super().send_response(code, message)
+        self._is_ok = code == 200
 
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,19 +26,33 @@ class Signature:
     """Expects that the host has `name`, with these parameters.
 
     name: a dotted name in the target's module. parameters: names and defaults, without annotations;
-    a default that is not a literal is written `...`.
+    a default that is not a literal is written `...`. may_grow: whether the replacement passes on
+    what it does not know, so that the host may add parameters with defaults.
     """
 
     name: str
     parameters: str
+    may_grow: bool = False
 
     def check(self, module: ModuleType) -> None:
-        found = written_signature(look_up(module, self.name))
-        if found != self.parameters:
+        function = look_up(module, self.name)
+        found = written_signature(function)
+        if found != self.parameters and not (self.may_grow and self._grown(function)):
             raise SignatureChanged(
                 f"{module.__name__}:{self.name} is {found} in this mlx-lm, expected "
                 f"{self.parameters}; {_ADVICE}"
             )
+
+    def _grown(self, function: Any) -> bool:
+        """Tell whether this is the expected function with more parameters, all with defaults."""
+        known = set(re.findall(r"\w+", self.parameters))
+        parameters = inspect.signature(function).parameters.values()
+        added = [each for each in parameters if each.name not in known]
+        without = written_signature(function, without={each.name for each in added})
+        return without == self.parameters and all(
+            each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            for each in added
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,11 @@ class PatchSet:
         return bool(self._applied)
 
     def apply(self, patches: Sequence[Patch]) -> None:
-        """Apply all patches, or none: the first that fails undoes those before it."""
+        """Apply all patches, or none: the first that fails undoes those before it.
+
+        Those that are in place already stay as they are.
+        """
+        patches = [each for each in patches if all(each is not one.patch for one in self._applied)]
         try:
             # The whole host is checked before the first patch changes any of it.
             for patch in patches:
@@ -166,10 +185,12 @@ def look_up(module: ModuleType, name: str) -> Any:
     return found
 
 
-def written_signature(function: Any) -> str:
+def written_signature(function: Any, without: Collection[str] = ()) -> str:
     """Return a function's parameters as text that does not depend on the Python version."""
     parameters = []
-    for parameter in inspect.signature(function).parameters.values():
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in without:
+            continue
         default = parameter.default
         if default is not parameter.empty and not isinstance(
             default, (int, float, str, type(None))

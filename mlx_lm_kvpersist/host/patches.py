@@ -83,6 +83,7 @@ PATCHES: tuple[Patch, ...] = (
             Signature(
                 "ResponseGenerator.generate",
                 "(self, request, generation_args, progress_callback=None)",
+                may_grow=True,
             ),
             Uses("ResponseGenerator.__init__", "requests"),
             Uses("ResponseGenerator._generate", "_next_request"),
@@ -98,12 +99,13 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:LRUPromptCache",
         why="Plugins give and save prompt caches; a fetch that leaves no token kills the server.",
         expect=(
-            Signature("LRUPromptCache.fetch_nearest_cache", "(self, model, tokens)"),
+            Signature("LRUPromptCache.fetch_nearest_cache", "(self, model, tokens)", may_grow=True),
             Signature(
                 "LRUPromptCache.insert_cache",
                 "(self, model, tokens, prompt_cache, *, cache_type='assistant')",
+                may_grow=True,
             ),
-            Uses("run", "LRUPromptCache"),
+            Signature("run", f"(host, port, model_provider, {_SERVER_ARGUMENTS})", may_grow=True),
         ),
         replace=subclass(PluginPromptCache),
         verify=probes.prompt_cache_asks_plugins,
@@ -132,10 +134,14 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:_run_http_server",
         why="Plugins see requests and replies, add headers and answer paths of their own.",
         expect=(
-            Signature("_run_http_server", f"(host, port, response_generator, {_SERVER_ARGUMENTS})"),
+            Signature(
+                "_run_http_server",
+                f"(host, port, response_generator, {_SERVER_ARGUMENTS})",
+                may_grow=True,
+            ),
             Signature("APIHandler.handle_chat_completions", "(self)"),
             Signature("APIHandler.handle_text_completions", "(self)"),
-            Signature("APIHandler.handle_completion", "(self, request, stop_words)"),
+            Signature("APIHandler.handle_completion", "(self, request, stop_words)", may_grow=True),
             Signature("APIHandler._set_completion_headers", "(self, status_code=200)"),
             Signature("APIHandler._set_stream_headers", "(self, status_code=200)"),
             Signature(
@@ -143,6 +149,7 @@ PATCHES: tuple[Patch, ...] = (
                 "(self, text, finish_reason, prompt_token_count=None, "
                 "completion_token_count=None, prompt_cache_count=None, token_logprobs=None, "
                 "top_tokens=None, tokens=None, tool_calls=None, reasoning_text=None)",
+                may_grow=True,
             ),
             Uses("run", "_run_http_server"),
         ),
@@ -154,7 +161,7 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:run",
         why="Plugins are configured and tested before the server listens, and end with it.",
         expect=(
-            Signature("run", f"(host, port, model_provider, {_SERVER_ARGUMENTS})"),
+            Signature("run", f"(host, port, model_provider, {_SERVER_ARGUMENTS})", may_grow=True),
             Uses("main", "run"),
         ),
         replace=plugin_run,

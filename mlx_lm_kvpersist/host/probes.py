@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import logging
@@ -27,18 +28,10 @@ from .routes import Route
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
 _OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
-_NUMBERS = {"num_draft_tokens": 3, "max_tokens": 4, "temp": 0.0, "top_p": 1.0, "top_k": 0}
-ARGS = Namespace(
-    model="probe",
-    chat_template="",
-    chat_template_args={},
-    allowed_origins=["*"],
-    **dict.fromkeys(_UNSET),
-    **dict.fromkeys(_OFF, False),
-    **_NUMBERS,
-    min_p=0.0,
-    prompt_cache_size=10,
-)
+_ZEROS = ("num_draft_tokens", "temp", "top_k", "min_p")
+_TEXTS = {"model": "probe", "chat_template": "", "chat_template_args": {}, "allowed_origins": ["*"]}
+ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS)
+vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
 """What the server's objects read of its options, on every supported version."""
 
 GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
@@ -251,10 +244,16 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
-    """A cache made as `run` makes its own gives out what a plugin took, and lets it insert."""
-    with probing() as plugin:
+    """The cache that `run` makes gives out what a plugin took, and lets it insert."""
+    made: list[Any] = []
+    with (
+        probing() as plugin,
+        mock.patch.object(server, "ResponseGenerator", lambda provider, cache: made.append(cache)),
+        mock.patch.object(server, "_run_http_server", lambda *args, **kwargs: None),
+    ):
         taken = Prepared(Prompt([1, 2], [[1, 2]], ["user"]), [ProbeCache()], 1, "handle", plugin)
-        cache = server.LRUPromptCache(ARGS.prompt_cache_size)
+        inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
+        (cache,) = made
         found, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], taken))
         cache.insert_cache("model", TakenTokens([1], taken), [ProbeCache()], cache_type="user")
     expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
