@@ -279,9 +279,13 @@ class _Bench:
         model = LoadedModel(None, None, self.spec, ROOT.fingerprint, None)
         with self._opened(folder) as store:
             started = time.perf_counter()
-            restored = restore(
-                match, match.n_tokens, [*match.ids, *range(64)], ROOT, store, model, canary=False
-            )
+            ids = [*match.ids, *range(64)]
+            steps = restore(match, match.n_tokens, ids, ROOT, store, model, canary=False)
+            try:
+                while True:
+                    next(steps)
+            except StopIteration as end:
+                restored = end.value
             took = time.perf_counter() - started
         assert restored is not None and restored.n_from_disk == match.n_tokens
         return took

@@ -34,7 +34,7 @@ from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unsh
 from .api.warming import warm_at_start
 from .cache.batch import batch_of
 from .cache.spec import Batching, ModelCacheSpec
-from .errors import ModelNotSupported, RequestRefused
+from .errors import ClientGone, ModelNotSupported, RequestRefused
 from .host import chat_api
 from .host.hookspecs import hookimpl
 from .host.prompt import PREFILL, PrefillLimits, Prepared, Prompt
@@ -54,6 +54,9 @@ from .request.round_trip import check_round_trip
 from .store.block_store import BlockStore
 from .store.named_sessions import NamedSessions
 from .store.stored_sessions import StoredSessions
+
+JOIN_SHARE = 0.2
+"""The share of the longest stall that restoring takes between two steps of the replies."""
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +199,12 @@ class KVPersistPlugin:
         awaited = partial(self._computing.awaited, lookup)
         if not lookup.prefetch() and not awaited():
             return None
-        return lambda: lookup.is_fetched() and not awaited()
+        step_s = self._config.max_stall_s * JOIN_SHARE
+
+        def advance() -> bool:
+            return (lookup.is_begun or not awaited()) and lookup.advance(step_s)
+
+        return advance
 
     def _look_up(self, state: RequestState, request: Any, prompt: Prompt) -> Lookup:
         loaded, store = self._loaded, self._store
@@ -230,7 +238,9 @@ class KVPersistPlugin:
                 if lookup is not None:
                     lookup.close()
                 lookup = self._look_up(state, request, prompt)
-            reuse = lookup.restore()
+            reuse = lookup.restore(lambda: getattr(request, "client_gone", False))
+        except ClientGone:
+            raise
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
             reuse = Reuse(prompt, Outcome(Kind.MISS, len(prompt.ids), reason=Reason.STORE_FAILED))

@@ -91,7 +91,8 @@ def prepare_messages(request: Any, args: Any, tokenizer: Any) -> None:
 def prefetch(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Callable[[], bool] | None:
     """Start to read what a waiting prompt needs; return what tells whether it is there.
 
-    Called while other requests are served, before `take_request`. Generation thread.
+    Called while other requests are served, before `take_request`. What it returns is called between
+    their steps, and may do a part of the work there. Generation thread.
     """
 
 

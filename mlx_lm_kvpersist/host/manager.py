@@ -14,7 +14,7 @@ from typing import Any
 
 import pluggy
 
-from ..errors import PluginNotFound
+from ..errors import ClientGone, PluginNotFound
 from . import hookspecs
 from .prompt import Prepared, Prompt
 
@@ -141,7 +141,7 @@ def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Pre
     An answer that cannot be served is logged, and the next plugin is asked.
     """
     given = {"request": request, "args": args, "tokenizer": tokenizer, "prompt": prompt}
-    for plugin, prepared in ask_each("take_request", **given):
+    for plugin, prepared in ask_each("take_request", passed_on=(ClientGone,), **given):
         if not isinstance(prepared, Prepared):
             wrong = f"a {type(prepared).__name__}, expected a Prepared"
         else:

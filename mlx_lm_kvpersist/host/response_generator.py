@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
+WORK_S = 0.005
+"""A waiting request whose plugin took longer has done a part of what it waits for."""
+
 LAST_ANSWERS_S = 1.0
 """How long the server still answers, with an error, before it ends."""
 
@@ -138,12 +141,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         while (queued := super()._next_request(None)) is not None:
             self._waiting.append(Waiting.of(queued))
         prefetches = manager.is_implemented("prefetch")
+        self._advance()
         for waiting in list(self._waiting):
             joins = self._joins(waiting)
             if not joins and waiting is not self._waiting[0]:
                 break
             if joins and waiting.rendered is None and prefetches:
                 self._begin(waiting)
+                waiting.advance()
             if not joins or not prefetches or waiting.is_ready or waiting.reply.is_gone:
                 self._waiting.remove(waiting)
                 return waiting
@@ -151,8 +156,15 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._time_budget = UntilAsked(self._time_budget, self._is_asked)
         return None
 
+    def _advance(self) -> None:
+        """Ask after those that wait, until one is ready or has done some work."""
+        for waiting in self._waiting:
+            if waiting.is_ready or waiting.advance() > WORK_S:
+                return
+
     def _is_asked(self) -> bool:
         """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        self._advance()
         # Each reply that was stopped is told once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
         self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,17 +46,19 @@ class Waiting:
         reply = ReplyQueue(queue, request)
         return cls((reply, request, args), reply)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
-        if self.rendered is None or self.is_fetched is None:
-            return self.rendered is not None
-        try:
-            return self.is_fetched()
-        except Exception:
-            logger.exception("a plugin's prefetch failed; the request enters without it")
-            self.is_fetched = None
-            return True
+    is_ready: bool = False
+    """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
+
+    def advance(self) -> float:
+        """Ask the plugin whether all is there; return how long that took, for it may work on it."""
+        started = time.perf_counter()
+        if self.rendered is not None and not self.is_ready:
+            try:
+                self.is_ready = self.is_fetched is None or self.is_fetched()
+            except Exception:
+                logger.exception("a plugin's prefetch failed; the request enters without it")
+                self.is_ready = True
+        return time.perf_counter() - started
 
 
 def has_text_only(request: Any) -> bool:

@@ -6,11 +6,12 @@ Generation thread. Whatever the store raises costs a restore, never a reply: the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import ClientGone
 from ..host.prompt import Prompt
 from ..match.block import Block, Root, pack_ids
 from ..match.tree import NO_MATCH, Match, match_ids, match_text, splice
@@ -22,6 +23,12 @@ from .restore import Restored, nearest_checkpoint, restore
 
 MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
+
+MIN_STEPWISE_BYTES = 64 << 20
+"""Less than this is joined in the time of one or two steps of the replies."""
+
+_LOOK_S = 0.1
+"""How often a restore looks whether its client is still there."""
 
 _MAX_TRIES = 3
 """Blocks can disappear between find and restore: a turn that is being saved replaces the end of the
@@ -85,6 +92,9 @@ class Lookup:
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
+        self._steps: Generator[None, None, Reuse] | None = None
+        self._reuse: Reuse | None = None
+        self._spent_s = 0.0
         self.n_shared: dict[int, tuple[Sequence, int]] = {}
         """For `Computing`: by the id of a sequence, what its prompt has in common with this."""
         self._find()
@@ -135,7 +145,7 @@ class Lookup:
         return self._found.n_tokens if self._found is not None else 0
 
     def prefetch(self) -> bool:
-        """Start to read from disk the blocks that `restore` will need; False if they are few.
+        """Start to read from disk what `restore` will need; False if that would not take long.
 
         `restore` does not depend on it: by then these blocks may be gone, or others stored.
         """
@@ -147,15 +157,22 @@ class Lookup:
             return False
         needed = checkpoint.needed
         n_bytes = sum(one.n_bytes for one in needed if one.block.key not in self._store.pool)
-        if n_bytes <= MIN_PREFETCH_BYTES:
-            return False
-        wanted = [(one.block, one.n_bytes) for one in needed]
-        self._prefetch = self._store.prefetch(wanted, self.root)
-        return True
+        if n_bytes > MIN_PREFETCH_BYTES:
+            wanted = [(one.block, one.n_bytes) for one in needed]
+            self._prefetch = self._store.prefetch(wanted, self.root)
+        is_large = sum(one.n_bytes for one in needed) > MIN_STEPWISE_BYTES
+        return self._prefetch is not None or is_large
 
-    def is_fetched(self) -> bool:
-        """Tell whether everything that was to be prefetched has been read."""
-        return self._prefetch is None or self._prefetch.finished
+    @property
+    def is_begun(self) -> bool:
+        """Whether `advance` has begun to restore."""
+        return self._steps is not None
+
+    def advance(self, seconds: float) -> bool:
+        """Restore for about so long, if all is prefetched; tell whether nothing is left to do."""
+        if self._prefetch is None or self._prefetch.finished:
+            self._run(seconds, in_steps=True)
+        return self._reuse is not None
 
     def close(self) -> None:
         """Let go of what was prefetched. Any number of times."""
@@ -163,43 +180,68 @@ class Lookup:
             self._prefetch.release()
             self._prefetch = None
 
-    def restore(self) -> Reuse:
-        """Load the stored tokens into caches, as many as can be read and are worth it."""
-        prefetch, self._prefetch = self._prefetch, None
-        if prefetch is not None:
-            prefetch.stop()  # blocks that it has not read yet are read faster from here
+    def restore(self, is_gone: Callable[[], bool] = lambda: False) -> Reuse:
+        """Load the stored tokens into caches, as many as can be read and are worth it.
+
+        Raises:
+            ClientGone: `is_gone` said so meanwhile.
+        """
+        if self._prefetch is not None:
+            self._prefetch.stop()  # blocks that it has not read yet are read faster from here
+        try:
+            while self._reuse is None:
+                if is_gone():
+                    raise ClientGone
+                self._run(_LOOK_S, in_steps=False)
+        finally:
+            self.close()
+        outcome = replace(self._reuse.outcome, restore_ms=self._spent_s * 1e3)
+        return replace(self._reuse, outcome=outcome)
+
+    def _run(self, seconds: float, *, in_steps: bool) -> None:
+        """Restore for about so long, at least one step, from where it stopped."""
         started = time.perf_counter()
+        if self._steps is None:
+            self._steps = self._restoring(in_steps=in_steps)
+        try:
+            next(self._steps)
+            while time.perf_counter() - started < seconds:
+                next(self._steps)
+        except StopIteration as end:
+            self._reuse = end.value
+        except BaseException:
+            self._steps = None
+            raise
+        self._spent_s += time.perf_counter() - started
+
+    def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
         n_quarantined = self._store.counters.blocks_quarantined
         n_wanted = 0
         found: _Found | None = None
         restored: Restored | None = None
-        try:
-            for _ in range(_MAX_TRIES):
-                restored = None  # two restores at once may be more than there is room for
-                if self._store.n_changes != self._n_changes:
-                    self._find()
-                if self._found is None:
-                    break
-                found = self._found
-                n_wanted = max(n_wanted, found.n_tokens)
-                restored = restore(
-                    found.match,
-                    found.n_tokens,
-                    found.prompt.ids,
-                    self.root,
-                    self._store,
-                    self.model,
-                    canary=self._policy.canary,
-                )
-                n_reused = restored.n_tokens if restored else 0
-                if n_reused == found.n_tokens or self._store.n_changes == self._n_changes:
-                    break
-        finally:
-            if prefetch is not None:
-                prefetch.release()
+        for _ in range(_MAX_TRIES):
+            restored = None  # two restores at once may be more than there is room for
+            if self._store.n_changes != self._n_changes:
+                self._find()
+            if self._found is None:
+                break
+            found = self._found
+            n_wanted = max(n_wanted, found.n_tokens)
+            restored = yield from restore(
+                found.match,
+                found.n_tokens,
+                found.prompt.ids,
+                self.root,
+                self._store,
+                self.model,
+                canary=self._policy.canary,
+                in_steps=in_steps,
+            )
+            n_reused = restored.n_tokens if restored else 0
+            if n_reused == found.n_tokens or self._store.n_changes == self._n_changes:
+                break
         is_damaged = self._store.counters.blocks_quarantined > n_quarantined
         outcome = self._outcome(found, restored, n_wanted, is_damaged=is_damaged)
-        outcome = replace(outcome, restore_ms=(time.perf_counter() - started) * 1e3)
         if found is None or restored is None:
             return Reuse(found.prompt if found is not None else self.prompt, outcome)
         self._policy.from_ram.learn(restored.n_bytes, restored.join_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import perf_counter
@@ -172,24 +172,29 @@ def restore(
     model: LoadedModel,
     *,
     canary: bool,
-) -> Restored | None:
+    in_steps: bool = False,
+) -> Generator[None, None, Restored | None]:
     """Load the first `n_tokens` of a match; fewer, up to an earlier place, if blocks are missing.
 
     The caches get room for the rest of the prompt. `ids` are all of its tokens; they begin with
     those of the match. Returns None when nothing can be loaded, or when the canary found that the
     blocks are not this model's; then they go to quarantine.
+
+    Yields after each block. in_steps: whether replies go on between, so that no step may be long;
+    otherwise what is in RAM anyway is joined at once, which takes less time in all.
     """
     lost: set[bytes] = set()
     while True:
         checkpoint = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
         if checkpoint is None:
             return None
-        restored = _read(checkpoint, len(ids), root, store, model)
+        restored = yield from _read(checkpoint, len(ids), root, store, model, in_steps=in_steps)
         if isinstance(restored, Restored):
             break
         lost.add(restored.key)
         if not restored.is_checkpoint:
             n_tokens = restored.start
+    yield
     if canary and restored.from_disk:
         restored_ids = ids[: restored.n_tokens]
         difference = canary_difference(model.model, model.spec, restored.caches, restored_ids)
@@ -209,10 +214,12 @@ def _read(
     root: Root,
     store: BlockStore,
     model: LoadedModel,
-) -> Restored | Block:
+    *,
+    in_steps: bool,
+) -> Generator[None, None, Restored | Block]:
     """Read what a checkpoint needs into caches, or return the first block that cannot be read.
 
-    A block that does not fit the model goes to quarantine.
+    A block that does not fit the model goes to quarantine. Yields after each block.
     """
     spec, restored = model.spec, Restored(checkpoint.n_tokens)
     n_from_disk: dict[int | None, int] = {}
@@ -222,12 +229,13 @@ def _read(
         if one.window is not None:
             n_held[one.window] += one.stop - one.start
     coming = store.load_all([one.block for one in needed], root)
-    in_ram = all(one.block.key in store.pool for one in needed)
+    whole = not in_steps and all(one.block.key in store.pool for one in needed)
     started = perf_counter()
     room = headroom(n_prompt - checkpoint.n_tokens)
-    joiner = Joiner(spec, checkpoint.n_tokens, room, n_held, whole=in_ram)
+    joiner = Joiner(spec, checkpoint.n_tokens, room, n_held, whole=whole)
     for one in needed:
         restored.join_s += perf_counter() - started
+        yield
         started = perf_counter()
         loaded = next(coming)
         if loaded is None:

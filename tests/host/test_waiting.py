@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from mlx_lm_kvpersist.errors import ConfigError
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.response_generator import WORK_S
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -103,6 +105,28 @@ def test_ready_requests_pass_those_that_wait(generator: Any, fetches: Fetches) -
     fetches.there |= {"w1"}
     assert [take(generator) for _ in range(2)] == ["w1", None]
     assert fetches.begun == ["w1", "a", "w2", "b"]
+
+
+def test_between_two_steps_one_that_waits_does_some_work(
+    generator: Any, fetches: Fetches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def there(prompt: str) -> Callable[[], bool]:
+        def works() -> bool:
+            asked.append(prompt)
+            time.sleep(2 * WORK_S if prompt == "w2" else 0.0)
+            return asked.count(prompt) > 3
+
+        return works
+
+    monkeypatch.setattr(fetches, "is_there", there)
+    for prompt in ("w1", "w2", "w3"):
+        put(generator, prompt)
+    assert take(generator) is None
+    asked.clear()
+    assert not generator._is_asked() and asked == ["w1", "w2"]
+    assert not generator._is_asked() and asked == ["w1", "w2", "w1", "w2"]
 
 
 def test_with_nothing_to_serve_the_oldest_enters(generator: Any, fetches: Fetches) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -280,8 +281,8 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
 def test_a_restore_teaches_the_rate_of_each_tier(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def took(*args: Any, **kwargs: Any) -> Restored | None:
-        restored = restore(*args, **kwargs)
+    def took(*args: Any, **kwargs: Any) -> Generator[None, None, Restored | None]:
+        restored = yield from restore(*args, **kwargs)
         assert restored is not None
         restored.join_s, restored.n_bytes = 2.0, 6 << 20
         restored.disk_s, restored.n_disk_bytes = 4.0, 20 << 20

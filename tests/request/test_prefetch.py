@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.cache.blocks import Joiner
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
@@ -192,6 +193,29 @@ def test_nobody_waits_for_what_another_needs_from_disk(
     wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
     # What it says of disk is said once.
     assert server.served(prompt).outcome.tier is Tier.HOT
+
+
+def test_replies_go_on_while_a_restore_is_joined(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of their steps it takes a fifth of the longest stall, or one block."""
+    prompt = synthetic_text(1500)
+    first = server.served(prompt)
+    server.forget_hot_blocks()
+    add, block_s = Joiner.add, 0.15
+    added: list[float] = []
+
+    def slowly(*args: Any) -> None:
+        added.append(time.monotonic())
+        time.sleep(block_s)
+        add(*args)
+
+    monkeypatch.setattr(Joiner, "add", slowly)
+    decoding = server.decode()
+    again = server.served(prompt)
+    assert again.text == first.text and again.outcome.tier is Tier.WARM
+    assert len(added) >= 4
+    assert decoding.longest_gap_s(added[0], added[-1] + block_s) < 2 * block_s
 
 
 def test_alone_it_is_restored_at_once(server: Server, slow_reads: list[str]) -> None:

@@ -1,0 +1,140 @@
+"""A restore beside replies, a little between two steps of theirs: the same as in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.request import lookup as lookup_module
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
+from mlx_lm_kvpersist.request.outcome import Tier
+from mlx_lm_kvpersist.store.files import block_path
+from models_check.build import build
+from models_check.conversation import random_ids
+from models_check.stored import StoredModel
+from tests.support import wait_until
+
+N_PROMPT = 1100
+
+
+@pytest.fixture(autouse=True)
+def every_restore_is_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "MIN_PREFETCH_BYTES", 0)
+
+
+@pytest.fixture
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
+    """A model of the class that the test names, which has answered a prompt."""
+    model = build(getattr(request, "param", "llama"))
+    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    made.answer([random_ids(1, N_PROMPT)], 4)
+    made.store.drain()
+    yield made
+    made.close()
+
+
+def look_up(stored: StoredModel, *, hot: bool = False) -> Lookup:
+    """Look up the prompt that was answered, and more; nothing is in RAM unless `hot`."""
+    if not hot:
+        stored.store.pool.clear()
+    ids = random_ids(1, N_PROMPT) + random_ids(2, 20)
+    prompt = Prompt(ids, [ids], ["user"])
+    return Lookup(prompt, stored.loaded.root, stored.store, stored.loaded)
+
+
+def in_steps(lookup: Lookup) -> tuple[Reuse, int]:
+    """Restore in the smallest steps; return the result, and how many there were."""
+    n_steps = 1
+    wait_until(lambda: lookup._prefetch is None or lookup._prefetch.finished, "the prefetch")
+    while not lookup.advance(0.0):
+        n_steps += 1
+    return lookup.restore(), n_steps
+
+
+def assert_same(one: Reuse, other: Reuse) -> None:
+    assert one.outcome.n_reused == other.outcome.n_reused > 0
+    assert one.caches is not None and other.caches is not None
+    for a, b in zip(one.caches, other.caches, strict=True):
+        for (_, x), (_, y) in zip(tree_flatten(a.state), tree_flatten(b.state), strict=True):
+            assert mx.array_equal(x, y) if isinstance(x, mx.array) else x == y
+
+
+@pytest.mark.parametrize("stored", ["llama", "gemma3_text", "mamba2", "falcon_h1"], indirect=True)
+def test_in_steps_or_in_one_go_the_caches_are_the_same(stored: StoredModel) -> None:
+    for hot in (False, True):
+        at_once = look_up(stored, hot=hot).restore()
+        lookup = look_up(stored, hot=hot)
+        assert lookup.prefetch() != hot
+        reuse, n_steps = in_steps(lookup)
+        assert_same(reuse, at_once)
+        assert n_steps > (N_PROMPT // 256 if stored.spec.full else 1)
+        assert (reuse.outcome.tier is Tier.HOT) == hot == (at_once.outcome.tier is Tier.HOT)
+        assert reuse.outcome.kind is at_once.outcome.kind
+        assert not any(entry.prefetched for entry in stored.store.pool._entries.values())
+
+
+def test_a_restore_that_was_begun_in_steps_ends_in_one_go(stored: StoredModel) -> None:
+    """Nobody decodes any more: the request enters at once."""
+    at_once = look_up(stored).restore()
+    lookup = look_up(stored)
+    lookup.prefetch()
+    wait_until(lambda: lookup._prefetch is not None and lookup._prefetch.finished, "the prefetch")
+    assert not lookup.advance(0.0) and lookup.is_begun
+    assert_same(lookup.restore(), at_once)
+
+
+def test_blocks_that_go_between_two_steps_cost_their_tokens(stored: StoredModel) -> None:
+    at_once = look_up(stored).restore()
+    lookup = look_up(stored)
+    assert not lookup.advance(0.0)
+    assert lookup._found is not None
+    lost = lookup._found.match.path[2]
+    stored.store.pool.clear()
+    block_path(stored.folder, lost.key).unlink()
+    reuse, _ = in_steps(lookup)
+    assert reuse.outcome.n_reused == lost.start < at_once.outcome.n_reused
+    assert_same(reuse, look_up(stored).restore())
+
+
+def test_other_turns_that_are_saved_between_two_steps_change_nothing(stored: StoredModel) -> None:
+    at_once = look_up(stored).restore()
+    lookup = look_up(stored)
+    assert not lookup.advance(0.0)
+    stored.answer([random_ids(9, 600)], 4)
+    reuse, _ = in_steps(lookup)
+    assert_same(reuse, at_once)
+
+
+def test_a_step_that_fails_leaves_the_rest_to_the_request(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("a moment")
+
+    at_once = look_up(stored).restore()
+    lookup = look_up(stored)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.store, "load_all", fail)
+        with pytest.raises(OSError, match="a moment"):
+            lookup.advance(0.0)
+    assert_same(lookup.restore(), at_once)
+
+
+def test_a_restore_ends_when_its_client_has_gone(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup_module, "_LOOK_S", 0.0)
+    lookup = look_up(stored)
+    lookup.prefetch()
+    looks = iter([False, False, True])
+    with pytest.raises(ClientGone):
+        lookup.restore(lambda: next(looks))
+    assert not any(entry.prefetched for entry in stored.store.pool._entries.values())
