@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from huggingface_hub import try_to_load_from_cache
 
 from ..errors import ModelNotSupported
 
@@ -62,12 +63,11 @@ def local_path(model: str) -> Path:
     path = Path(model)
     if path.exists():
         return path
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
-        raise ModelNotSupported(f"the files of model {model} cannot be found: {error}") from error
+    # Not `snapshot_download`: it raises where a file is missing that mlx-lm does not download.
+    config = try_to_load_from_cache(model, "config.json")
+    if not isinstance(config, str):
+        raise ModelNotSupported(f"the files of model {model} cannot be found on this machine")
+    return Path(config).parent
 
 
 def content_hash(path: Path) -> str:

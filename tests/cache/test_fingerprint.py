@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 import xxhash
 
-from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.fingerprint import content_hash, local_path, model_fingerprint
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 8, "text_config": {"head_dim": 4}}
@@ -108,6 +108,28 @@ def test_content_is_hashed_beyond_one_read(tmp_path: Path) -> None:
     content = bytes(range(256)) * 40_000
     path.write_bytes(content)
     assert content_hash(path) == xxhash.xxh3_128(content).hexdigest()
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_model_of_the_hub_is_found_where_mlx_lm_downloaded_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """mlx-lm fetches only some files; huggingface_hub lists all, and calls the rest missing."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--some--model", "c" * 40
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs", repository / "trees"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    if is_listed:
+        entry = {"size": 2, "blob_id": "a" * 40}
+        files = dict.fromkeys(("config.json", ".gitattributes", "README.md"), entry)
+        listing = {"format_version": 1, "files": files}
+        (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
+    assert local_path("some/model") == snapshot
+    with pytest.raises(ModelNotSupported, match="other/model cannot be found"):
+        local_path("other/model")
 
 
 def hub_link(tmp_path: Path, blob: str, folder: str = "blobs") -> Path:
