@@ -15,17 +15,15 @@ import platform
 import subprocess
 from datetime import datetime, timezone
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+from mlx_lm_kvpersist.cli.machine import device, versions
 
 FOLDER = Path(__file__).parent / "results"
 COMMIT = "BENCHMARK_COMMIT"
 """The environment variable that names the commit where there is no git."""
 
-_PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 Rows = list[dict[str, Any]]
 
 
@@ -83,32 +81,6 @@ class Result:
         for what in self.content["left_out"]:
             print(f"left out, no time: {what}")
         print(f"kept in {self.path}", flush=True)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            # On PYTHONPATH without its metadata.
-            module = __import__(package.replace("-", "_"))
-            found[package] = str(getattr(module, "__version__", "unknown"))
-    return found
-
-
-@cache
-def device() -> dict[str, Any]:
-    """Return what MLX and the system say of the machine, and which BLAS takes MLX's place."""
-    preloaded = os.environ.get("LD_PRELOAD")
-    return {
-        **mx.device_info(),
-        **({"preloaded": preloaded} if preloaded else {}),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "kind": "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu",
-    }
 
 
 def device_slug() -> str:

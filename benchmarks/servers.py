@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import SPEC_PATH, STATS_PATH
+from mlx_lm_kvpersist.cli.machine import device
 from tests.support import Reply, ServerProcess
 from tests.support.synthetic import Message, synthetic_text
 
 from .measured_server import MEMORY_FILE
 from .page_cache import drop_cached_pages
-from .report import device
 
 REPOSITORY = Path(__file__).parent.parent
 _SETTLED_S = 0.3

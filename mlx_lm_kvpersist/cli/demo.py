@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
 from .demo_model import document, make_model
-from .demo_server import DemoServer, Message, Reply
+from .demo_server import DemoServer, Message, Reply, wait_until_written
+from .opening import check_model_folder
 from .output import console, print_table, shown
 
 SESSION = "demo"
@@ -25,7 +24,6 @@ _QUESTIONS = (
     "What was Ruth Amsel sent to find out?",
     "How long is the chamber?",
 )
-_QUIET_S = 0.5  # without a change for so long, the store counts as written
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ class Step:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if the conversation came back from disk, else 1."""
-    if args.model and args.model.startswith(("/", ".")) and not Path(args.model).is_dir():
-        # mlx-lm 0.31.3 would answer /health and hang on the first request.
-        raise ConfigError(f"there is no model folder {args.model}")
+    check_model_folder(args.model or "")
     out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
@@ -103,34 +99,15 @@ def run_steps(
     with DemoServer(model, *plugin, log_path=folder / "plugin.log") as server:
         ask(server, "kvpersist", "first request")
         ask(server, "kvpersist", "next turn")
-        _wait_until_quiet(store)
+        wait_until_written(store)
         progress("kill -9, and the same command again")
-        server.kill9_and_restart()
+        server.kill9()
+        server.start()
         ask(server, "kvpersist", "turn after kill -9")
     progress("the same request to a fresh server without the plugin")
     with DemoServer(model, log_path=folder / "stock.log") as server:
         ask(server, "stock", "turn after restart", is_new_turn=False)
     return steps
-
-
-def _wait_until_quiet(store: Path, timeout_s: float = 10.0) -> None:
-    """Wait until the writer thread has finished: kill -9 loses unwritten turns."""
-    deadline = time.monotonic() + timeout_s
-    seen, since = _files(store), time.monotonic()
-    while time.monotonic() < min(since + _QUIET_S, deadline):
-        time.sleep(0.05)
-        if (now := _files(store)) != seen:
-            seen, since = now, time.monotonic()
-
-
-def _files(store: Path) -> set[tuple[str, int]]:
-    found = set()
-    for path in store.rglob("*"):
-        try:
-            found.add((str(path), path.stat().st_size))
-        except FileNotFoundError:  # a temporary file, renamed since
-            continue
-    return found
 
 
 def _print(steps: Sequence[Step]) -> None:

@@ -21,6 +21,9 @@ _HOST = "127.0.0.1"
 _START_S = 300.0
 """Loading a model, and measuring it for a minute."""
 _REPLY_S = 300.0
+_LEAST_TOKENS = 16
+_QUIET_S = 0.5
+"""Without a change for so long, the store counts as written."""
 Message = dict[str, str]
 
 
@@ -29,7 +32,8 @@ class Reply:
     """A streamed reply: its text, the time to its first token, and what was not computed again.
 
     The first token may be one of the reasoning. A reply that shows no token took `ttft_s` in all.
-    `outcome` is the header X-KVPersist, "" without the plugin.
+    `outcome` is the header X-KVPersist, "" without the plugin. `decode_s` is the time from the
+    first of its `completion_tokens` to the last.
     """
 
     text: str
@@ -37,11 +41,40 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     outcome: str
+    completion_tokens: int
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How many tokens a second came after the first; None for less than 16 tokens."""
+        if self.completion_tokens < _LEAST_TOKENS or not self.decode_s:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
 
     def said(self, field: str) -> str:
         """Return a field of the outcome; "" where it has none."""
         fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
         return fields.get(field, "")
+
+
+def wait_until_written(store: Path, timeout_s: float = 10.0) -> None:
+    """Wait until the writer thread has finished: kill -9 loses unwritten turns."""
+    deadline = time.monotonic() + timeout_s
+    seen, since = _files(store), time.monotonic()
+    while time.monotonic() < min(since + _QUIET_S, deadline):
+        time.sleep(0.05)
+        if (now := _files(store)) != seen:
+            seen, since = now, time.monotonic()
+
+
+def _files(store: Path) -> set[tuple[str, int]]:
+    found = set()
+    for path in store.rglob("*"):
+        try:
+            found.add((str(path), path.stat().st_size))
+        except FileNotFoundError:  # a temporary file, renamed since
+            continue
+    return found
 
 
 class DemoServer:
@@ -54,7 +87,7 @@ class DemoServer:
     def __init__(self, model: str, *options: str, log_path: Path) -> None:
         self._command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, *options]
         self._log_path = log_path
-        self._start()
+        self.start()
 
     def __enter__(self) -> DemoServer:
         return self
@@ -67,14 +100,17 @@ class DemoServer:
             self._process.kill()
             self._process.wait()
 
-    def kill9_and_restart(self) -> None:
-        """End the server with SIGKILL and run the same command again."""
+    @property
+    def url(self) -> str:
+        return f"http://{_HOST}:{self._port}"
+
+    def kill9(self) -> None:
+        """End the server with SIGKILL."""
         self._process.kill()
         self._process.wait()
-        self._start()
 
-    def _start(self) -> None:
-        """Start the server on a free port and wait until it has generated a token."""
+    def start(self) -> None:
+        """Run the command, on a free port, and wait until the server has generated a token."""
         with socket.socket() as probe:
             probe.bind((_HOST, 0))
             self._port = probe.getsockname()[1]
@@ -112,7 +148,7 @@ class DemoServer:
         finally:
             connection.close()
 
-    def chat(self, messages: Sequence[Message], session: str, max_tokens: int) -> Reply:
+    def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
         """Stream the reply to a conversation, chosen greedily."""
         body = {
             "messages": list(messages),
@@ -122,9 +158,10 @@ class DemoServer:
             "stream_options": {"include_usage": True},
         }
         usage: dict[str, Any] = {}
-        text, ttft_s = "", 0.0
+        text, ttft_s, last_s = "", 0.0, 0.0
         start = time.perf_counter()
-        with self._post("/v1/chat/completions", body, {"X-Session-ID": session}) as response:
+        headers = {"X-Session-ID": session} if session else {}
+        with self._post("/v1/chat/completions", body, headers) as response:
             for line in response:
                 kind, _, content = line.decode().strip().partition(": ")
                 if kind != "data":
@@ -135,6 +172,8 @@ class DemoServer:
                 if "error" in chunk:
                     raise self._failure(f"a reply ended early: {chunk['error']}")
                 usage = chunk.get("usage") or usage
+                if chunk["choices"]:
+                    last_s = time.perf_counter() - start
                 for delta in (choice["delta"] for choice in chunk["choices"]):
                     text += delta.get("content") or ""
                     # Some models begin with reasoning, or say nothing else within `max_tokens`.
@@ -145,7 +184,9 @@ class DemoServer:
             outcome = response.getheader("X-KVPersist", "")
         ttft_s = ttft_s or time.perf_counter() - start
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return Reply(text, ttft_s, usage.get("prompt_tokens", 0), cached, outcome)
+        n_prompt, n_reply = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        decode_s = max(0.0, last_s - ttft_s)
+        return Reply(text, ttft_s, n_prompt, cached, outcome, n_reply, decode_s)
 
     @contextmanager
     def _post(

@@ -7,6 +7,7 @@ may belong to another. Nothing of mlx is imported: a broken MLX must be reported
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import site
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from ..errors import PluginNotFound, UnsupportedVersion
 from ..host import manager, versions
+from .machine import Blas, openblas_advice
 from .output import console, print_json, print_table
 
 PLUGIN = "kvpersist"
@@ -32,7 +34,7 @@ USES_MLX = "import mlx.core as mx; print((mx.array(1) + 1).item() and mx.default
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found and, where that stops the plugin, what to do."""
+    """One check: what was found and, where that stops the plugin or slows it down, what to do."""
 
     name: str
     passed: bool
@@ -45,7 +47,9 @@ def examine() -> list[Finding]:
     # The folders whose .pth files Python executes.
     folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
     return [
-        *(check() for check in (python, package, mlx_lm, mlx, plugin)),
+        *(check() for check in (python, package, mlx_lm, mlx)),
+        *blas(),
+        plugin(),
         pth_file([Path(folder) for folder in folders]),
         activation([sys.executable], "this Python"),
         *scripts(os.environ.get("PATH", "")),
@@ -95,6 +99,16 @@ def mlx() -> Finding:
         "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
     )
     return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
+
+
+def blas() -> Iterator[Finding]:
+    """Say what computes MLX's products where that is a CPU: the wheel's reference BLAS is slow."""
+    status, output = ask([sys.executable, "-m", f"{__package__}.machine"])
+    if status == 0 and (found := json.loads(output)):
+        library = Blas(**found)
+        advice = openblas_advice() if library.is_reference else ""
+        slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
+        yield Finding("BLAS", True, f"{library}{slow}", advice)
 
 
 def plugin() -> Finding:
@@ -209,12 +223,21 @@ def run(args: argparse.Namespace) -> int:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print the findings as a table, then the first cause and what to do."""
-    rows = [["ok" if each.passed else "no", each.name, each.found] for each in findings]
+    rows = [[_mark(each), each.name, each.found] for each in findings]
     print_table(["", "what", "found"], rows)
     broken = next((finding for finding in findings if not finding.passed), None)
     out, command = console(), f"mlx_lm.server --plugin {PLUGIN}"
     if broken is None:
         out.print(f"{command} works here. mlx-lm-kvpersist selftest proves every patch.")
+        for slow in findings:
+            if slow.advice:
+                out.print(f"Slow: {slow.name}. What to do: {slow.advice}")
     else:
         out.print(f"{command} does not work here: {broken.name}: {broken.found}")
         out.print(f"What to do: {broken.advice}")
+
+
+def _mark(finding: Finding) -> str:
+    if not finding.passed:
+        return "no"
+    return "slow" if finding.advice else "ok"

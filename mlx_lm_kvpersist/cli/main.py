@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, dest="command")
     add = _adder(commands)
+    _add_bench(add)
     _add_connect(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
@@ -174,6 +175,23 @@ def _add_precision(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="as --kvpersist-kv-measure-s (default: 60)",
     )
+
+
+def _add_bench(add: Any) -> None:
+    bench = add("bench", "bench:run", "compare this machine's first tokens with stock's")
+    bench.description = (
+        "Start the stock server and this one with a model, in turns and with a temporary store. "
+        "Print a table of the time to the first token (new prompt, next turn, next turn after "
+        "kill -9) and of tokens a second."
+    )
+    bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
+    bench.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="most time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
+    )
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
 
 
 def _add_connect(add: Any) -> None:

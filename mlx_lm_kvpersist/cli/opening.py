@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..config import DEFAULT_MIN_FREE_BYTES, default_disk_bytes, default_folder
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
 from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.folder import check_store
@@ -23,6 +23,15 @@ from ..store.index_schema import is_damage
 def folder_of(args: argparse.Namespace) -> Path:
     """Return the folder that the options name. It need not exist."""
     return args.kvpersist_dir or default_folder()
+
+
+def check_model_folder(model: str) -> None:
+    """Raise ConfigError where a model is named by a folder that does not exist.
+
+    mlx-lm 0.31.3 would answer /health and hang on the first request.
+    """
+    if model.startswith(("/", ".")) and not Path(model).is_dir():
+        raise ConfigError(f"there is no model folder {model}")
 
 
 def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:

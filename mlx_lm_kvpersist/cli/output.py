@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,21 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask."""
 _LONG_S = 2.0
+_BEAT_S = 5.0
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -110,3 +119,31 @@ def _lines(what: str) -> Callable[[int, int], None]:
             print(f"{what}: {percent}%", file=sys.stderr, flush=True)
 
     return tell_of
+
+
+@contextmanager
+def ongoing(what: str) -> Iterator[None]:
+    """Say on stderr what is being done, and for how long: a clock in a terminal, else lines.
+
+    A line comes at once and every 5 s.
+    """
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as clock:
+            clock.add_task(what, total=None)
+            yield
+        return
+    done, started_s = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not done.wait(_BEAT_S):
+            print(f"{what}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
+
+    print(f"{what} …", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -15,9 +15,9 @@ from ..cache.precision import OWN_BITS, Allocation, PrecisionRequest
 from ..cache.sample import sample_ids
 from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
 from ..config import KV_BITS
-from ..errors import ConfigError, KVPersistError, ModelNotSupported
+from ..errors import KVPersistError, ModelNotSupported
 from ..units import show_bytes
-from .opening import folder_of
+from .opening import check_model_folder, folder_of
 from .output import console, print_json, print_table, progress, tell
 
 _BATCHING = {
@@ -34,8 +34,7 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
         ConfigError: the folder does not exist.
         KVPersistError: the model cannot be loaded.
     """
-    if name.startswith(("/", ".")) and not Path(name).is_dir():
-        raise ConfigError(f"there is no model folder {name}")
+    check_model_folder(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
     except Exception as error:

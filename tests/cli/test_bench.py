@@ -1,0 +1,144 @@
+"""`bench` stays within its time, and its table says what was measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli import bench
+from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, Speed
+from mlx_lm_kvpersist.cli.bench_report import as_markdown, precision, row
+from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.errors import KVPersistError
+
+
+def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5) -> Any:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    made = Bench(str(tmp_path), tmp_path, minutes)
+    n_conversations = made._plan(Speed(load_s, tokens_per_s, 30.0, 3.0))
+    return made.n_tokens, n_conversations
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "expected"),
+    [
+        (1e6, (16384, 3)),
+        (400, (4096, 3)),
+        (150, (2048, 3)),
+        (60, (2048, 1)),
+        (30, (1024, 1)),
+        (8, (256, 1)),
+    ],
+)
+def test_prompts_are_as_long_as_the_time_allows(
+    tmp_path: Path, tokens_per_s: float, expected: tuple[int, int]
+) -> None:
+    n_tokens, n_conversations = planned(tmp_path, tokens_per_s)
+    assert (n_tokens, n_conversations) == expected
+    computing_s = 3 * n_conversations * n_tokens / tokens_per_s
+    assert computing_s < 5 * 60 - 3 * 5 - 60
+
+
+def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:
+    n_tokens = [planned(tmp_path, 200, minutes)[0] for minutes in (2, 5, 20, 60)]
+    assert n_tokens == sorted(n_tokens) and n_tokens[0] < n_tokens[-1] == LENGTHS[-1]
+
+
+def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    made = Bench(str(tmp_path), tmp_path, 5)
+    made._plan(Speed(1.0, 1e6, 30.0, 3.0))
+    assert made.n_tokens == 1024
+
+
+def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Path) -> None:
+    with pytest.raises(KVPersistError, match=r"computes 1 tokens .* give --minutes (\d+)") as told:
+        planned(tmp_path, 1.0)
+    needed = int(str(told.value).partition("--minutes ")[2].partition(",")[0])
+    assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    for argv, expected in (
+        (["--model", "/no/such"], "there is no model folder /no/such"),
+        (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
+        (["--model", "x", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
+        (["--model", "not a name"], "the model not a name cannot be fetched"),
+    ):
+        assert main(["bench", *argv]) == 1
+        assert expected in capsys.readouterr().err
+    assert time.monotonic() - started < 5
+
+
+def test_times_as_fast_is_in_our_favour_above_one() -> None:
+    made = row("first token", "s", [2.0, 8.0, 4.0], [1.0, 2.0, 4.0])
+    assert (made["stock"], made["kvpersist"], made["times_as_fast"]) == (4.0, 2.0, 2.0)
+    made = row("reply", "tokens/s", [50.0], [40.0], more_is_better=True)
+    assert made["times_as_fast"] == 0.8
+
+
+CONTENT: dict[str, Any] = {
+    "date": "2026-11-22T10:00:00+00:00",
+    "seconds": 250,
+    "versions": {"python": "3.12.1", "mlx": "9.1", "mlx-lm": "9.2", "mlx-lm-kvpersist": "9.3"},
+    "device": {
+        "device_name": "Some chip",
+        "memory_size": 64 << 30,
+        "kind": "gpu",
+        "platform": "macOS-15",
+    },
+    "blas": None,
+    "load_before": 0.5,
+    "model": {"name": "some/model", "type": "llama", "weights": "4.2 GiB", "weight_bits": 4},
+    "kv": {"kept": True, "groups": [{"slots": [0, 1], "bits": "k6v4"}]},
+    "setting": {"prompt_tokens": 8190, "conversations": 3},
+    "rows": [
+        row("first token", "s", [2.0], [0.5], reused=(0, 8100)),
+        row("reply", "tokens/s", [40.0], [50.0], more_is_better=True),
+    ],
+}
+
+
+def test_the_table_names_its_conditions() -> None:
+    text = as_markdown(CONTENT)
+    for said in (
+        *("mlx-lm-kvpersist 9.3, mlx-lm 9.2, mlx 9.1, Python 3.12.1", "Some chip, gpu, 64.0 GiB"),
+        *("some/model (llama, 4-bit, 4.2 GiB)", "2 layers k6v4", "8,190 tokens, 3 of each"),
+        *("| first token | 2 s | 0.5 s | 4 | 8,100 tokens |", "took 250 s"),
+        "| reply | 40 tokens/s | 50 tokens/s | 1.25 |  |",
+    ):
+        assert said in text
+    slow = {"library": "/lib/libblas.so.3", "is_reference": True, "gflops": 1.7}
+    assert "reference BLAS (1.7 GFLOP/s)" in as_markdown({**CONTENT, "blas": slow})
+    fast = {"library": "/lib/libopenblas.so.0", "is_reference": False, "gflops": 74.0}
+    assert "libopenblas.so.0 (74 GFLOP/s)" in as_markdown({**CONTENT, "blas": fast})
+    assert precision({"kept": False, "why_not": "no"}) == "nothing is kept (no)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real command: four starts, two of them after SIGKILL."""
+    model, file = make_model(tmp_path / "model"), tmp_path / "bench.json"
+    started = time.monotonic()
+    assert main(["bench", "--model", str(model), "--minutes", "2", "--json", str(file)]) == 0
+    assert time.monotonic() - started < 1.25 * 2 * 60, "other load can slow down what was planned"
+    told = capsys.readouterr()
+    content = json.loads(file.read_text())
+    assert told.out.strip() == as_markdown(content)
+    cold, hot, restarted, reply, start = content["rows"]
+    n_tokens = content["setting"]["prompt_tokens"]
+    assert n_tokens >= 200 and max(cold["reused"].values()) < 40, "the template's beginning"
+    assert hot["reused"]["kvpersist"] > n_tokens and hot["reused"]["stock"] > n_tokens
+    assert restarted["reused"]["kvpersist"] > n_tokens and restarted["reused"]["stock"] < 40
+    assert restarted["times_as_fast"] > 2
+    assert reply["kvpersist"] > 0 and start["kvpersist"] > 0
+    assert "stock: start …" in told.err and bench.RESTARTED in told.err
