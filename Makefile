@@ -39,14 +39,22 @@ help:
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the files"
 
+# What is said before each step, so that a quiet one is not taken for a hanging one.
+SAY = @printf '\n== %s\n'
+# The picture of the demo, where it can be drawn: only matplotlib that is there is used.
+PNG = $(shell $(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --png .demo/first-token.png)
+
 $(VENV)/pyvenv.cfg:
+	$(SAY) "$(VENV): a virtual environment"
 	$(MAKE_VENV)
 
 $(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml mlx_lm_kvpersist.pth
+	$(SAY) "install the package and mlx-lm into $(VENV)"
 	$(INSTALL) --editable "$(PACKAGE)"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
+	$(SAY) "install the tools of developers into $(VENV)"
 	$(INSTALL) --editable "$(PACKAGE)" --group dev
 	@touch $@
 
@@ -54,16 +62,21 @@ dev: $(VENV)/.installed-dev
 
 # A shorter text, because cold prompts take long on a CPU.
 demo: $(VENV)/.installed
+	$(SAY) "demo"
+	@mkdir -p .demo
 ifeq ($(MODEL),smollm2)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000 $(PNG)
 else
-	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)")
+	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)") $(PNG)
 endif
 
 lint: $(VENV)/.installed-dev
+	$(SAY) "lint: ruff check"
 	$(BIN)/ruff check .
+	$(SAY) "format: ruff format --check"
 	$(BIN)/ruff format --check .
+	$(SAY) "types: mypy"
 	$(BIN)/mypy
 
 format: $(VENV)/.installed-dev
@@ -71,12 +84,17 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 test: lint
+	$(SAY) "real tokenizers, for the tests that need them"
 	$(BIN)/python -m tests.support.real_tokenizers
+	$(SAY) "Chromium, for the tests of the page"
 	$(BIN)/python -m tests.support.chromium
+	$(SAY) "default tests, $(WORKERS) at a time; about 15 minutes on 2 cores"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
+	$(SAY) "a real model, SmolLM2-135M"
 	$(BIN)/python -m tests.support.synthetic.smollm2
+	$(SAY) "slow tests"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
 # SAMPLE=200 changes as many places, drawn at random; MODULE=store/pool those of one module.

@@ -27,11 +27,11 @@ from ..host.context_length import max_context
 from ..units import show_bytes
 from .asking import ask
 from .bench_report import as_markdown, row
-from .demo_model import document
 from .demo_server import DemoServer, Message, Reply, wait_until_written
 from .machine import blas, device, openblas_advice, versions
 from .opening import check_model_folder
 from .output import ongoing
+from .story import document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Tokens that a new prompt may have."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .demo_model import document, make_model
+from ..errors import ConfigError
+from .demo_picture import draw, print_bars
 from .demo_server import DemoServer, Message, Reply, wait_until_written
 from .opening import check_model_folder
-from .output import console, print_table, shown
+from .output import console, ongoing, print_table, shown
+from .story import document
 
 SESSION = "demo"
 _MAX_TOKENS = 32
@@ -38,15 +41,22 @@ class Step:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if the conversation came back from disk, else 1."""
     check_model_folder(args.model or "")
+    if args.png and not args.png.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder for {args.png}; make it first")
     out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
-        model = args.model or str(make_model(folder / "model"))
+        model = args.model or _tiny_model(folder / "model")
         options = ("--kvpersist-kv-bits", args.bits) if args.bits else ()
         # What random weights say is not worth reading.
         shows_replies = args.model is not None
         steps = run_steps(model, options, folder, args.chars, out.print, shows_replies)
     _print(steps)
+    times = [(step.server, step.what, step.reply.ttft_s) for step in steps]
+    print_bars(times)
+    if args.png:
+        drawn = draw(times, args.png)
+        out.print(f"{args.png} shows it." if drawn else "No PNG: matplotlib is not installed.")
     *_, warm, stock = (step.reply for step in steps)
     n_restored = int(warm.said("restored") or 0)
     if n_restored:
@@ -58,6 +68,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         out.print("The conversation did not come back from disk.")
     return 0 if n_restored else 1
+
+
+def _tiny_model(folder: Path) -> str:
+    with ongoing("make a tiny model with random weights"):
+        # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
+        from .demo_model import make_model
+
+        return str(make_model(folder))
 
 
 def run_steps(
@@ -83,7 +101,8 @@ def run_steps(
                 messages.append({"role": "assistant", "content": steps[-1].reply.text})
             before = "" if steps else f"{document(n_chars)}\n\n"
             messages.append({"role": "user", "content": before + _QUESTIONS[len(steps)]})
-        reply = server.chat(messages, SESSION, _MAX_TOKENS)
+        with ongoing(f"  {name}: {what}"):
+            reply = server.chat(messages, SESSION, _MAX_TOKENS)
         steps.append(Step(name, what, reply))
         header = reply.outcome or "no X-KVPersist header"
         progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
@@ -94,18 +113,24 @@ def run_steps(
     store = folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *options)
     progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
+    start = "  start"
     if "--kvpersist-kv-bits" not in options:
-        progress("  the model is measured once, for at most a minute, to choose its bits")
-    with DemoServer(model, *plugin, log_path=folder / "plugin.log") as server:
+        start += "; the model is measured once, for at most a minute, to choose its bits"
+    with ExitStack() as stack:
+        with ongoing(start):
+            server = stack.enter_context(DemoServer(model, *plugin, log_path=folder / "plugin.log"))
         ask(server, "kvpersist", "first request")
         ask(server, "kvpersist", "next turn")
         wait_until_written(store)
         progress("kill -9, and the same command again")
         server.kill9()
-        server.start()
+        with ongoing("  start"):
+            server.start()
         ask(server, "kvpersist", "turn after kill -9")
     progress("the same request to a fresh server without the plugin")
-    with DemoServer(model, log_path=folder / "stock.log") as server:
+    with ExitStack() as stack:
+        with ongoing("  start"):
+            server = stack.enter_context(DemoServer(model, log_path=folder / "stock.log"))
         ask(server, "stock", "turn after restart", is_new_turn=False)
     return steps
 

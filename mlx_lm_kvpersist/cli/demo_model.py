@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .quality import OWN_TEXT
+from .story import OWN_TEXT
 
 _END = "<|im_end|>"
 _TEMPLATE = (
@@ -19,12 +19,6 @@ _TEMPLATE = (
     "{%- endfor %}"
     '{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{%- endif %}'
 )
-
-
-def document(n_chars: int) -> str:
-    """Return the first `n_chars` characters of the story, told again where it is too short."""
-    text = OWN_TEXT.read_text(encoding="utf-8")
-    return (text * (n_chars // len(text) + 1))[:n_chars]
 
 
 def make_model(folder: Path) -> Path:

@@ -77,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=12_000,
         help="characters of the text it is about (default: %(default)s, about 4,000 tokens)",
     )
+    demo.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the times there, too; needs matplotlib"
+    )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
     _add_quality(_adder(commands, _folder()))
     _add_selftest(add)

@@ -38,8 +38,8 @@ from .quality_checks import (
     windows_of,
 )
 from .spec import load_named, measured_spec, pictures, request_of
+from .story import OWN_TEXT
 
-OWN_TEXT = Path(__file__).with_name("quality_text.txt")
 _DEPTHS = (0.1, 0.5, 0.9)
 _MIN_TOKENS = 64
 _NEEDLE_TOKENS = 24

@@ -137,7 +137,7 @@ def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
     cold, hot, restarted, reply, start = content["rows"]
     n_tokens = content["setting"]["prompt_tokens"]
     assert n_tokens >= 200 and max(cold["reused"].values()) < 40, "the template's beginning"
-    assert hot["reused"]["kvpersist"] > n_tokens and hot["reused"]["stock"] > n_tokens
+    assert hot["reused"]["kvpersist"] > n_tokens and hot["reused"]["stock"] > 0.9 * n_tokens
     assert restarted["reused"]["kvpersist"] > n_tokens and restarted["reused"]["stock"] < 40
     assert restarted["times_as_fast"] > 2
     assert reply["kvpersist"] > 0 and start["kvpersist"] > 0

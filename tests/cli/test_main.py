@@ -36,7 +36,7 @@ COMMANDS = {command.prog.removeprefix("mlx-lm-kvpersist "): command
 
 def test_all_commands_stand_in_one_tree() -> None:
     assert list(COMMANDS) == [
-        "connect", "demo", "doctor", "quality", "selftest", "server",
+        "bench", "connect", "demo", "doctor", "quality", "selftest", "server",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
         "sessions export", "sessions warm", "sessions import", "spec",
         "store stats", "store gc", "store verify", "store rebuild", "why",

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.cache.precision import Estimate, PrecisionRequest
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import output
 from mlx_lm_kvpersist.cli import quality_checks as checks
-from mlx_lm_kvpersist.cli.quality import OWN_TEXT, encode
+from mlx_lm_kvpersist.cli.quality import encode
 from mlx_lm_kvpersist.cli.quality_advice import (
     Needles,
     Row,
@@ -28,6 +28,7 @@ from mlx_lm_kvpersist.cli.quality_advice import (
     caveats,
     recommend,
 )
+from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore

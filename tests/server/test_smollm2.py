@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.cache.kept_allocation import PRECISION_FILE
-from mlx_lm_kvpersist.cli.quality import OWN_TEXT
+from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from tests.support import Message, Reply, ServerProcess, StartServer
 from tests.support.openblas import openblas_env
 from tests.support.synthetic.outliers import add_outliers
