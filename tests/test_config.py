@@ -11,8 +11,6 @@ from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
 from mlx_lm_kvpersist.cache.precision import PrecisionRequest
 from mlx_lm_kvpersist.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
-
 
 def options() -> ArgumentParser:
     parser = ArgumentParser()
@@ -167,12 +165,3 @@ def test_what_is_warmed(
         return
     with pytest.raises(ConfigError, match=says):
         config.from_args(args)
-
-
-def test_every_option_stands_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    actions = options()._actions
-    names = [name for action in actions for name in action.option_strings if "kvpersist" in name]
-    assert len(names) >= 10
-    missing = [name for name in names if f"`{name}" not in readme]
-    assert missing == []

@@ -202,7 +202,11 @@ def _add_connect(add: Any) -> None:
     connect.description = (
         "Print a client's configuration for a server of this machine, and the command to start it."
     )
-    connect.add_argument("client", choices=("claude", "codex", "opencode", "aider", "openwebui"))
+    connect.add_argument(
+        "client",
+        choices=("claude", "codex", "opencode", "aider", "openwebui"),
+        help="the program to configure",
+    )
     connect.add_argument("--port", type=int, default=8080, help="the server's (%(default)s)")
     connect.add_argument(
         "--write",
@@ -290,7 +294,7 @@ def _add_sessions(commands: Any) -> None:
     warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
     add = _adder(commands, _folder(), _budgets())
     load = add("import", "sessions:load", "add a session from a file that export has written")
-    load.add_argument("file", type=Path, metavar="FILE")
+    load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
     load.add_argument("--create", action="store_true", help="make the store where there is none")
 
 

@@ -1,4 +1,4 @@
-"""The page about clients names every source, normalisation and reason."""
+"""The pages about clients and reuse name every source, normalisation, reason and path."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from mlx_lm_kvpersist.api.session_keys import SOURCES
 from mlx_lm_kvpersist.host.http_server import is_alias
 from mlx_lm_kvpersist.request.outcome import Reason
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "clients.md").read_text(encoding="utf-8")
+REUSE = (DOCS / "reuse.md").read_text(encoding="utf-8")
 
 
 def test_sources_in_their_order() -> None:
-    places = [PAGE.find(f"| {source.name} |") for source in SOURCES]
+    places = [REUSE.find(f"| {source.name} |") for source in SOURCES]
     assert -1 not in places
     assert places == sorted(places)
 
 
 def test_normalisations() -> None:
-    assert [name for name in NORMALISATIONS if f"| `{name}` |" not in PAGE] == []
+    assert [name for name in NORMALISATIONS if f"| `{name}` |" not in REUSE] == []
 
 
 def test_reasons() -> None:
-    assert [r for r in Reason if f"| `{r.word}` | {r.text} |" not in PAGE] == []
+    assert [r for r in Reason if f"| `{r.word}` | {r.text} |" not in REUSE] == []
 
 
 def test_the_setups_fit_together() -> None:
@@ -45,5 +47,5 @@ def test_paths() -> None:
 
 def test_c7_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:
     """Sliding windows and recurrent states are kept; the page said that they were not."""
-    section = PAGE[PAGE.index("## What keeps no cache") : PAGE.index("## Why was this")]
+    section = REUSE[REUSE.index("## What keeps no cache") : REUSE.index("## Warm up")]
     assert "KVCache" not in section and "draft model" in section and "images" in section

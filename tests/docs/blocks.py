@@ -1,0 +1,71 @@
+"""Code in the pages for users: fenced blocks by language, commands by line, code within text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.host import REPOSITORY
+
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "benchmarks" / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`([^`\n]+)`")
+
+
+class Block(NamedTuple):
+    """A fenced block, or a piece of code within text: of which page, in which language."""
+
+    page: str
+    language: str
+    text: str
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(language: str | None = None) -> list[Block]:
+    """Return the fenced blocks of all pages."""
+    return [
+        Block(page.name, found[1], found[2])
+        for page in PAGES
+        for found in _FENCED.finditer(text_of(page))
+        if language is None or found[1] == language
+    ]
+
+
+def inline() -> list[Block]:
+    """Return the code within the text of all pages, but for what is made from the source."""
+    made = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
+    return [
+        Block(page.name, "", code)
+        for page in PAGES
+        for code in _INLINE.findall(_FENCED.sub("", made.sub("", text_of(page))))
+    ]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the commands of a shell's block as words, without variables that are set before them.
+
+    "&&" begins a command; what follows a pipe is left out.
+    """
+    text = re.sub(r"\$\([^)]*\)", "OUTPUT", block.text)
+    for line in text.replace("\\\n", " ").splitlines():
+        words: list[str] = []
+        for word in [*shlex.split(line, comments=True), "&&"]:
+            if word == "&&":
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words:
+                    yield words
+                words = []
+            else:
+                words.append(word)

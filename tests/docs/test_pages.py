@@ -1,0 +1,147 @@
+"""The pages are what the code says, link to what is there, and become a site."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
+from mlx_lm_kvpersist.api import page as api_page
+from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason, Tier
+from tests.support.host import REPOSITORY
+from tools.docs import options, results
+from tools.docs.messages import found
+from tools.docs.pages import PAGES, PARTS, parts, remade
+
+from .blocks import PAGES as ALL_PAGES
+from .blocks import text_of
+
+DOCS = REPOSITORY / "docs"
+README = text_of(REPOSITORY / "README.md")
+PROJECT = "https://github.com/mlx-lm-kvpersist/mlx-lm-kvpersist"
+REMAKE = "run: python -m tools.docs"
+
+
+def test_every_part_is_in_one_page() -> None:
+    names = [name for each in PAGES for name in parts(text_of(each))]
+    assert sorted(names) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_is_made_from_the_code_is_current(page: Path) -> None:
+    assert remade(text_of(page)) == text_of(page), REMAKE
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Strict: a link or an anchor that leads nowhere is an error, and a page that is in no menu."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "configuration" / "index.html").exists()
+
+
+def anchors(markdown: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", markdown, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def test_links_to_the_project_lead_to_its_files() -> None:
+    n_links = 0
+    for each in ALL_PAGES:
+        for path in re.findall(rf"{PROJECT}/(?:blob|tree)/main/([^\s)]+)", text_of(each)):
+            name, _, anchor = path.partition("#")
+            assert (REPOSITORY / name).exists(), f"{each.name}: {path}"
+            assert not anchor or anchor in anchors(text_of(REPOSITORY / name)), path
+            n_links += 1
+    assert n_links > 15
+
+
+def test_the_readme_links_to_absolute_addresses_only() -> None:
+    """PyPI shows it, where a relative link leads nowhere."""
+    targets = re.findall(r"\]\(([^)]+)\)", README) + re.findall(r"^\[.*\]: (.*)$", README, re.M)
+    assert len(targets) > 10
+    assert [target for target in targets if not target.startswith("https://")] == []
+    labels = set(re.findall(r"^\[(.*)\]: ", README, re.MULTILINE))
+    used = set(re.findall(r"(?<!\!)\[([^\]\n]+)\](?![(:\]])", README))
+    assert {name for name in used if name not in ("cpu",)} <= labels | {
+        text for text, _ in re.findall(r"\[([^\]]+)\]\[([^\]]+)\]", README)
+    }
+    picture = re.search(r"raw\.githubusercontent\.com/[\w-]+/[\w-]+/main/(\S+)", README)
+    assert picture and (REPOSITORY / picture[1]).exists()
+
+
+def test_the_readmes_figures_are_those_that_were_measured() -> None:
+    rows = {
+        (row["context"], row["state"]): row for row in results.load(results.FIRST_TOKEN)["rows"]
+    }
+    restart, hot = rows[32768, "restart, disk"], rows[32768, "hot"]
+    text = " ".join(README.replace(">", "").split())
+    assert f"**{restart['ours s']:.1f} s instead of {restart['stock s']:.1f} s**" in text
+    assert f"{hot['stock s']:.2f} s instead of {hot['ours s']:.2f} s" in text
+    (decode,) = results.load(results.DECODE)["rows"]
+    share = decode["ours KV MB by shape"] / decode["stock KV MB by shape"]
+    assert f"KV cache {share:.2f} of the size" in text
+
+
+def test_every_option_has_a_group() -> None:
+    table = options.server_options()
+    names = [name for group in options.GROUPS.values() for name in group]
+    assert len(names) >= 20
+    assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
+
+
+def test_messages_are_found_where_they_are_known_to_be() -> None:
+    """A negative control of the search: one of each kind, from a file that has it."""
+    said = {(each.section, each.text, each.status) for each in found()}
+    assert len(said) > 150
+    log, refused = "The server's log", "A request is refused"
+    assert (log, "a turn is not saved: another process removed a block that it needs", None) in said
+    assert (refused, "prompt is too long: … tokens > … maximum", 400) in said
+    assert (refused, "the body ended after … of … bytes", 400) in said
+    assert (refused, "there are … agents; delete one first", 429) in said
+    stops = "The server does not start"
+    assert (stops, "… is not a size; write for example 8G or 512M", None) in said
+
+
+def test_every_path_of_a_module_stands_in_a_page() -> None:
+    modules = (admin, agents, messages, api_page, responses)
+    paths = {
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.endswith("_PATH") and isinstance(value, str)
+    }
+    text = "".join(text_of(each) for each in DOCS.glob("*.md"))
+    assert len(paths) >= 12 and [path for path in paths if f"{path}`" not in text] == []
+
+
+def test_every_field_of_the_header_stands_there() -> None:
+    text = text_of(DOCS / "reuse.md")
+    fields = re.findall(r"(\w+)=", Outcome(Kind.MISS, 1, reason=next(iter(Reason))).header)
+    assert len(fields) == 6 and [name for name in fields if f"`{name}`" not in text] == []
+    words = [kind.value for kind in Kind] + [tier.value for tier in Tier]
+    assert [word for word in (*words, *(r.word for r in Reason)) if f"`{word}`" not in text] == []
+    headers = (session_keys.KEEP_HEADER, "X-KVPersist-Namespace", "X-Session-ID")
+    page = text_of(DOCS / "configuration.md")
+    assert [name for name in headers if f"| `{name}" not in page] == []
+
+
+def test_every_variable_stands_there() -> None:
+    names = set()
+    for source in (REPOSITORY / "mlx_lm_kvpersist").rglob("*.py"):
+        names |= set(re.findall(r'"(KVPERSIST_[A-Z_]+)"', text_of(source)))
+    page = text_of(DOCS / "configuration.md")
+    assert names and [name for name in names if f"| `{name}` |" not in page] == []

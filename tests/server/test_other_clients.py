@@ -1,0 +1,166 @@
+"""opencode, aider and LangChain, newest, without a screen: turns, and kill -9 before the last.
+
+They are installed from npm and PyPI, have a home of their own, and reach nothing but this server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli.connect import CLIENTS, Client
+from tests.support import StartServer
+from tests.support.host import REPOSITORY
+from tests.support.scripted import ScriptedServer, call
+
+from .stored import wait_for_writer
+from .test_real_clients import NOWHERE, Agent, make_server, requests
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PAGE = REPOSITORY / "docs" / "clients.md"
+
+
+class OpenCode(Agent):
+    """Configured as `connect opencode` says, with a variable in place of its file."""
+
+    package = "opencode-ai"
+
+    def __init__(self, folder: Path, server: ScriptedServer) -> None:
+        super().__init__(folder, server)
+        script = folder / "node_modules" / self.package / "postinstall.mjs"
+        subprocess.run(["node", script], check=True, cwd=script.parent, timeout=300)
+
+    def ask(self, question: str, *, again: bool) -> str:
+        client: Client = CLIENTS["opencode"](self.url)
+        assert client.settings is not None
+        more = ("--continue",) if again else ()
+        printed = self.run(
+            *("opencode", "run", "--model", "kvpersist/default_model", "--format", "json"),
+            *(*more, question),
+            OPENCODE_CONFIG_CONTENT=json.dumps(client.settings),
+            OPENCODE_DISABLE_AUTOUPDATE="1",
+        )
+        events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        return str([e["part"]["text"] for e in events if e["type"] == "text"][-1]).strip()
+
+    def read_note(self) -> str:
+        return call("read", filePath=str(self.work / "note.txt"))
+
+
+def install(folder: Path, *packages: str) -> Path:
+    """Make an environment with packages of PyPI; return its folder of programs."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert uv is not None, "uv is needed: pip install uv"
+    made = folder / "environment"
+    python = made / "bin" / "python"
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, made], check=True)
+    command = [uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+    subprocess.run(command, check=True, timeout=600)
+    return made / "bin"
+
+
+def alone(home: Path, command: list[str | Path], **variables: str) -> str:
+    """Run a command that reaches this machine only; return what it printed."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "HTTP_PROXY": NOWHERE,
+        "HTTPS_PROXY": NOWHERE,
+        "NO_PROXY": "127.0.0.1",
+        **variables,
+    }
+    done = subprocess.run(
+        list(map(str, command)),
+        env=env,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def restarted(server: ScriptedServer) -> list[dict[str, Any]]:
+    """Return what the server says of its requests, kill it, and start it again."""
+    asked = requests(server)
+    wait_for_writer(server.process)
+    server.process.restart(kill=True)
+    return asked
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
+    server = make_server(start_server, tmp_path)
+    agent = OpenCode(tmp_path / "agent", server)
+    server.say("A title.", "Hello there.")
+    agent.ask("Hi. What can you do?", again=False)
+    server.say(agent.read_note(), "It says swordfish.")
+    agent.ask("Read note.txt", again=True)
+    asked = restarted(server)
+    server.say("Again.")
+    assert agent.ask("And after a restart?", again=True) == "Again."
+    title, first, *others = asked + requests(server)
+    assert len(others) == 3 and title["prompt_tokens"] < first["prompt_tokens"]
+    assert len({each["session"] for each in (title, first, *others)}) == 1
+    for each in others:
+        assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
+
+
+def test_aider(start_server: StartServer, tmp_path: Path) -> None:
+    """It keeps its history in a file, and sends its rules again behind it: those are computed."""
+    server = make_server(start_server, tmp_path)
+    programs = install(tmp_path, "aider-chat")
+    home = tmp_path / "home"
+    home.mkdir()
+    client: Client = CLIENTS["aider"](server.url)
+    assert client.format is not None and client.settings is not None
+    settings = client.format.merge("", client.settings)
+    (home / ".aider.conf.yml").write_text(settings, encoding="utf-8")
+    options = ["--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings"]
+    options += ["--analytics-disable", "--no-show-release-notes", "--restore-chat-history"]
+
+    def ask(question: str) -> str:
+        return alone(home, [programs / "aider", *options, "--message", question])
+
+    server.say("Hello there.")
+    assert "Hello there." in ask("Hi. What can you do?")
+    server.say("Indeed.")
+    assert "Indeed." in ask("Sure?")
+    asked = restarted(server)
+    server.say("Again.")
+    assert "Again." in ask("And after a restart?")
+    first, *others = asked + requests(server)
+    assert len(others) == 2 and first["reused_tokens"] == 0
+    for each in others:
+        assert each["reused_tokens"] >= 0.5 * each["prompt_tokens"], each["sentence"]
+    assert "from disk" in others[-1]["sentence"]
+
+
+def test_langchain(start_server: StartServer, tmp_path: Path) -> None:
+    """The blocks of the page, against this server."""
+    server = make_server(start_server, tmp_path)
+    programs = install(tmp_path, "langchain-openai", "langchain-anthropic")
+    (block,) = re.findall(r"```python\n(from langchain.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(block.replace("http://127.0.0.1:8080", server.url), encoding="utf-8")
+    counts = []
+    for _ in range(2):
+        server.say("Because.", "Because.")
+        said = alone(tmp_path, [programs / "python", script]).splitlines()
+        assert [line.partition(" ")[0] for line in said] == ["Because."] * 2
+        counts += [int(n) for n in re.findall(r"'cache_read': (\d+)", "\n".join(said))]
+        asked = restarted(server)
+    n_tokens = asked[0]["prompt_tokens"]
+    assert counts == [0, n_tokens - 1, n_tokens - 1, n_tokens - 1]

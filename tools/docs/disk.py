@@ -1,0 +1,123 @@
+"""What conversations take on disk, asked of caches of real models' shapes.
+
+The shapes are those of the makers' config.json, as far as a cache depends on them; all other sizes
+are small, so that a forward pass costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_lm_kvpersist.cache.precision import PrecisionRequest
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.config import DEFAULT_MAX_DISK_BYTES, KV_BITS
+from mlx_lm_kvpersist.units import show_bytes
+from models_check.configs import CONFIGS
+
+Config = Mapping[str, Any]
+
+_BITS = ("k6v4", "8", "16")
+"""What `auto` gives most layers, and what to choose instead."""
+
+
+def _full(n_layers: int, n_kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_kv_heads,
+        "num_key_value_heads": n_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+SHAPES: dict[str, tuple[str, Config]] = {
+    "Llama 3.1 8B": ("llama", _full(32, 8, 128)),
+    "Llama 3.3 70B": ("llama", _full(80, 8, 128)),
+    "Mistral Small 3.2 24B": ("llama", _full(40, 8, 128)),
+    "Qwen3 4B, 8B": ("qwen3", _full(36, 8, 128)),
+    "Qwen3 14B": ("qwen3", _full(40, 8, 128)),
+    "Qwen3 32B": ("qwen3", _full(64, 8, 128)),
+    "Qwen3 30B-A3B, Coder 30B-A3B": ("qwen3_moe", _full(48, 4, 128)),
+    "Qwen3-Next 80B-A3B": (
+        "qwen3_next",
+        {
+            **_full(48, 2, 256),
+            "full_attention_interval": 4,
+            "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
+    "GLM-4.5-Air": ("glm4_moe", _full(46, 8, 128)),
+    "gpt-oss 20B": (
+        "gpt_oss",
+        {
+            **_full(24, 8, 64),
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "sliding_window": 128,
+        },
+    ),
+    "Gemma 3 12B": (
+        "gemma3_text",
+        {**_full(48, 8, 256), "sliding_window": 1024, "sliding_window_pattern": 6},
+    ),
+    "DeepSeek-V2-Lite 16B": (
+        "deepseek_v2",
+        {
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+    ),
+    "DeepSeek-V3 671B": (
+        "deepseek_v3",
+        {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    ),
+}
+
+
+def spec_of(name: str, bits: str) -> ModelCacheSpec:
+    """Return the spec of a model of this shape in bfloat16, as a server finds it.
+
+    Nothing is evaluated: shapes and dtypes are known before.
+    """
+    architecture, config = SHAPES[name]
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    config = {"model_type": architecture, **CONFIGS[architecture], **config}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    return ModelCacheSpec.probe(model, PrecisionRequest(KV_BITS[bits]).choice(), evaluate=False)
+
+
+def row(name: str) -> str:
+    """Return a model's row of the table."""
+    specs = [spec_of(name, bits) for bits in _BITS]
+    a_token = [spec.bytes_per_token for spec in specs]
+    a_checkpoint = specs[0].bytes_per_checkpoint
+    cells = [
+        name,
+        *(show_bytes(n_bytes) for n_bytes in a_token),
+        show_bytes(a_checkpoint) if a_checkpoint else "",
+        f"{DEFAULT_MAX_DISK_BYTES / a_token[0] / 1e6:.1f} million",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """Return what a token takes, and how many fit into the default budget."""
+    return "\n".join(
+        [
+            "| model | keys 6 bits, values 4 | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *map(row, SHAPES),
+        ]
+    )

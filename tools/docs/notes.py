@@ -1,0 +1,65 @@
+"""What to do about messages that do not say it themselves; every line of the log has a note."""
+
+_MEASURED = "Nothing to do: the measurement is repeated, which makes a start slower."
+_REPORT = "A defect. The log has the traceback; please report it."
+_DAMAGED = "The disk, or another program, changed a file. If it happens again, check the disk."
+
+NOTES: dict[str, str] = {
+    "kvpersist: nothing is warmed: …": "`--kvpersist-warm` could not ask its own server. The end "
+    "of the line says why; `sessions warm` tries again.",
+    "kvpersist: … is damaged, precision is measured again: …": _MEASURED,
+    "kvpersist: … is not used, it is measured again: …": "The file cannot be read, or a newer "
+    "version wrote it. " + _MEASURED,
+    "kvpersist: … is measured again at the next start: …": "The result could not be written: is "
+    "the folder writable, and is there space?",
+    "kvpersist: … is damaged, it is measured again: …": _MEASURED,
+    "… replies failed": "A step of all running replies failed, most often for want of memory: a "
+    "smaller `--kvpersist-ram`, `--decode-concurrency` or context helps. These replies ended with "
+    "an error; the server goes on.",
+    "a prompt failed": "One request ended with an error, most often for want of memory.",
+    "a reply failed": "One request ended with status 500. The traceback says why.",
+    "… … failed": "A route ended with status 500. " + _REPORT,
+    "header …: … cannot be sent": "A plugin's header is not printable ASCII, and is left out.",
+    "hook take_request of … answered …; ignored": "For authors of plugins: what the hook returned "
+    "cannot be served. The next plugin is asked.",
+    "the generation thread ended": "The process ends with status 1; a service starts it again. "
+    + _REPORT,
+    "a plugin's prefetch failed; the request enters without it": _REPORT,
+    "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,
+    "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
+    "kvpersist: served as stock does, nothing is kept: …": "The end of the line says why: see "
+    '"A model is not kept" below.',
+    "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
+    "after a sampled reply. Nothing to do.",
+    "kvpersist: … s were not enough to measure every layer alone; with more "
+    "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits": "Start once with "
+    "`--kvpersist-kv-measure-s 300`, with no request running.",
+    "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
+    "else works. The end of the line says why.",
+    "kvpersist: its precision could not be measured: …": "8-bit keys and 4-bit values are used. "
+    "Often memory was short: the next start tries again.",
+    "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",
+    "… turns (…) could not be written within … s; they are computed again when they are needed": (
+        "The server ended while the disk was slow."
+    ),
+    "a turn is not saved: another process removed a block that it needs": "Two servers share a "
+    "store that is too small for both: a larger `--kvpersist-disk`.",
+    "cannot …: …; serving goes on from memory": "The disk is full, not writable, or a budget is "
+    "used up. Turns are kept in RAM only. It is said once, until a write succeeds.",
+    "the store … was removed; it is made anew": "Somebody deleted the folder under a running "
+    "server. What is in RAM stays usable.",
+    "the index of the store is damaged (…); it is rebuilt": "From the files; sessions without a "
+    f"name or pin lose their entry. {_DAMAGED}",
+    "… is not kept aside: …": "A damaged file was deleted instead of moved to quarantine.",
+    "others may look into the store … (mode …): chmod 700 it": "The folder was there with these "
+    "rights before; they are not changed for you.",
+    "… is no longer on disk": "Something deleted a file of the store. Its tokens are computed "
+    "again.",
+    "prefetching failed; the rest is read when it is needed": _REPORT,
+    "… cannot be read now: …": "Too many open files, no permission, no memory, or a failing disk. "
+    "Its tokens are computed again, and the file is tried again.",
+    "the old index cannot be read (…); it goes to quarantine": _DAMAGED,
+    "not taken into the index: …: …": "A file of the store is damaged; `store verify --fix` moves "
+    "it away.",
+    "the store could not be changed; serving goes on from memory": _REPORT,
+}

@@ -1,0 +1,126 @@
+"""Tables of the server's options and of the commands, read from their parsers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_lm_kvpersist import config
+from mlx_lm_kvpersist.cli.main import PROG, make_parser
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Where and how much": (
+        "dir",
+        "ram",
+        "disk",
+        "min-free",
+        "max-writes-per-hour",
+        "fsync",
+        "pin-system",
+        "warm",
+    ),
+    "Precision": (
+        "kv-bits",
+        "kv-target",
+        "kv-measure-s",
+        "kv-rotate",
+        "kv-group-size",
+    ),
+    "What is reused": (
+        "session-header",
+        "normalise",
+        "min-reuse",
+        "verify",
+    ),
+    "Serving": ("max-stall-ms", "attention"),
+    "Who may see what": (
+        "isolation",
+        "namespace-by-key",
+        "no-text",
+        "show-text",
+        "api-key",
+    ),
+}
+"""Every option of the plugin, without `--kvpersist-`, under the heading that it gets."""
+
+_DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
+
+
+def server_options() -> str:
+    """Return a table for each group. Raises ValueError where an option is in none, or in two."""
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_options(parser)
+    actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in parser._actions}
+    grouped = [name for names in GROUPS.values() for name in names]
+    if sorted(grouped) != sorted(actions):
+        raise ValueError(f"in no group, or unknown: {sorted({*grouped} ^ {*actions})}")
+    parts = []
+    for heading, names in GROUPS.items():
+        rows = [_row(parser, actions[name]) for name in names]
+        table = ["| option | default | meaning |", "| --- | --- | --- |", *rows]
+        parts.append(f"## {heading}\n\n" + "\n".join(table))
+    return "\n\n".join(parts)
+
+
+def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    told = parser._get_formatter()._expand_help(action)
+    found = _DEFAULT.search(told)
+    default = found[1] if found else "off" if action.nargs == 0 else "none"
+    meaning = told[: found.start()] if found else told
+    return f"| `{_spelt(action)}` | {_cell(default)} | {_cell(meaning)} |"
+
+
+def _spelt(action: argparse.Action) -> str:
+    """Return an option as a user writes it, or a positional argument."""
+    value: Any = action.metavar
+    if action.choices is not None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    if not action.option_strings:
+        many = "…" if action.nargs == "*" else ""
+        return f"{value or action.dest.upper()}{many}"
+    if action.nargs == 0:
+        return action.option_strings[0]
+    return f"{action.option_strings[0]} {value or action.dest.upper().replace('_', '-')}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def commands() -> str:
+    """Return a section for each command with what it takes."""
+    return "\n\n".join(_section(name, parser) for name, parser in leaves(make_parser()))
+
+
+def leaves(
+    parser: argparse.ArgumentParser, name: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every command that can be run, by its words."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield from leaves(command, f"{name} {word}".strip())
+            return
+    yield name, parser
+
+
+def _section(name: str, parser: argparse.ArgumentParser) -> str:
+    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    formatter = parser._get_formatter()
+    if name == "server":
+        rows = ["| `OPTION…` | those of `mlx_lm.server` and of the plugin |"]
+    else:
+        rows = [
+            f"| `{_escaped(_spelt(action))}` | {_cell(formatter._expand_help(action))} |"
+            for action in actions
+        ]
+    head = f"## {PROG} {name}\n\n{parser.description}"
+    if not rows:
+        return head
+    return "\n".join([f"{head}\n", "| argument | meaning |", "| --- | --- |", *rows])
+
+
+def _escaped(code: str) -> str:
+    return code.replace("|", "\\|")

@@ -1,0 +1,39 @@
+"""Pages with made parts: between `<!-- made: NAME -->` and `<!-- end of NAME -->`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from . import disk, messages, options, results
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(path for path in DOCS.glob("*.md") if "<!-- made: " in path.read_text("utf-8"))
+PARTS: dict[str, Callable[[], str]] = {
+    "options": options.server_options,
+    "commands": options.commands,
+    "messages": messages.lists,
+    "disk": disk.table,
+    "first token": results.first_token,
+    "decode": results.decode,
+    "together": results.together,
+}
+_PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+@cache
+def made(name: str) -> str:
+    """Return a part's text. Raises KeyError where there is no such part."""
+    return PARTS[name]()
+
+
+def remade(page: str) -> str:
+    """Return a page with its parts made anew."""
+    return _PART.sub(lambda part: f"{part[1]}\n{made(part[2])}\n\n{part[3]}", page)
+
+
+def parts(page: str) -> dict[str, str]:
+    """Return the parts of a page as they stand there."""
+    return {part[2]: part[0] for part in _PART.finditer(page)}
