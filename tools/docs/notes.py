@@ -13,10 +13,8 @@ NOTES: dict[str, str] = {
     "kvpersist: … is measured again at the next start: …": "The result could not be written: is "
     "the folder writable, and is there space?",
     "kvpersist: … is damaged, it is measured again: …": _MEASURED,
-    "… replies failed": "A step of all running replies failed, most often for want of memory: a "
-    "smaller `--kvpersist-ram`, `--decode-concurrency` or context helps. These replies ended with "
-    "an error; the server goes on.",
-    "a prompt failed": "One request ended with an error, most often for want of memory.",
+    "a request failed": "It ended with an error, most often for want of memory: a smaller "
+    "`--kvpersist-ram`, `--decode-concurrency` or context helps. The server goes on.",
     "a reply failed": "One request ended with status 500. The traceback says why.",
     "… … failed": "A route ended with status 500. " + _REPORT,
     "header …: … cannot be sent": "A plugin's header is not printable ASCII, and is left out.",
