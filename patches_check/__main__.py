@@ -1,33 +1,91 @@
-"""`python -m patches_check`: the self-test, for CI. `--matrix` prints the versions to run it with.
+"""`python -m patches_check`: check all that is changed in the mlx-lm that is installed here.
 
-An mlx-lm is listed with the oldest and the newest mlx that it is known to serve with.
+The exit status is 0 where nothing is wrong. With `--matrix run`, virtual environments with other
+versions are made and checked, and the bounds and the table of the documentation written from that.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.cli.output import print_json
 
-
-def matrix() -> list[dict[str, str]]:
-    """Return the pairs to check, as CI services take them."""
-    return [
-        {"mlx-lm": versions.text(pair.mlx_lm), "mlx": versions.text(mlx)}
-        for pair in versions.PAIRS
-        for mlx in (pair.oldest_mlx, pair.newest_mlx)
-    ]
+from .installed import examine, print_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the self-test, or print the matrix."""
-    if list(argv) == ["--matrix"]:
-        print(json.dumps(matrix()))
+    """Return 0 when nothing is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m patches_check", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--conversation",
+        action="store_true",
+        help="also start a server, chat, kill -9 it, restart it and chat on",
+    )
+    parser.add_argument(
+        "--matrix",
+        choices=("print", "run", "write"),
+        help="print the rows of versions.toml; run them; or only write the table and the bounds "
+        "anew from supported.json",
+    )
+    parser.add_argument(
+        "--row",
+        type=int,
+        action="append",
+        metavar="N",
+        help="with --matrix run: only this row, counted from 1, and nothing is written; can be "
+        "given more than once",
+    )
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="PATH",
+        help="with --matrix run: one more row, an mlx-lm from this folder; it may fail",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="PATH",
+        help="with --matrix run: where the environments are made and kept; a temporary one if "
+        "absent",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --matrix run: write the outcome here, and change neither supported.json nor "
+        "what is written from it",
+    )
+    args = parser.parse_args(argv)
+    if args.matrix is None:
+        report = examine(with_conversation=args.conversation)
+        if args.json:
+            print_json(report.to_json())
+        else:
+            print_report(report)
+        return int(bool(report.failures))
+
+    from . import matrix, supported  # needs what only its own environment has
+
+    if args.matrix == "print":
+        print(json.dumps([row.to_json() for row in matrix.rows()], indent=1))
         return 0
-    return cli.main(["selftest", *argv])
+    if args.matrix == "write":
+        supported.write(supported.read())
+        return 0
+    outcomes = matrix.run(args.row, args.checkout, args.folder)
+    matrix.print_outcomes(outcomes)
+    if args.output:
+        supported.save(outcomes, args.output)
+    elif not args.row:
+        supported.save(outcomes)
+        if all(outcome.is_expected for outcome in outcomes):
+            supported.write(supported.read())
+    return int(not all(outcome.is_expected for outcome in outcomes))
 
 
 if __name__ == "__main__":

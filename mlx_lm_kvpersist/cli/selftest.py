@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from unittest import mock
 
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall, versions
-from ..host.patch import PATCH_SET, Patch
+from ..host.patch import PATCH_SET, Patch, PatchSet, look_up
 from ..host.patches import PATCHES
 from .output import console, print_json, print_table
 
@@ -86,18 +86,52 @@ def timed(name: str, check: Callable[[], None]) -> Result:
 
 
 def check_patch(patch: Patch) -> None:
-    """Raise unless a patch's probe fails without the patch, passes with it, and fails after undo.
+    """Raise what is wrong with a patch; see `patch_checks`."""
+    with contextlib.closing(patch_checks(patch)) as checks:
+        for _, check in checks:
+            check()
 
-    Raises TargetMissing or SignatureChanged where the host differs, PatchNotEffective where the
-    patch does nothing, and SelfTestFailed where the probe passes without the patch.
+
+def patch_checks(patch: Patch) -> Generator[tuple[str, Callable[[], None]], None, None]:
+    """Yield the names and checks of one patch. Each relies on those before it.
+
+    The checks raise TargetMissing or SignatureChanged where the host differs, PatchNotEffective
+    where the patch does nothing, and SelfTestFailed where its probe proves nothing or the patch
+    does not come and go as a whole. The patch is undone when the generator is closed.
     """
-    expect_failure(patch, "before the patch")
-    applied = patch.apply()
-    try:
+    patches = PatchSet()
+
+    def find() -> Any:
+        return look_up(patch.module, patch.attribute)
+
+    def apply() -> None:
+        patches.apply([patch])
         patch.check()
+
+    def apply_again() -> None:
+        replaced = find()
+        patches.apply([patch])
+        if find() is not replaced:
+            raise SelfTestFailed(
+                f"patch {patch.name}, applied twice, replaces {patch.target} twice"
+            )
+
+    def undo() -> None:
+        patches.undo()
+        if find() is not stock:
+            raise SelfTestFailed(f"patch {patch.name}, undone, leaves {patch.target} replaced")
+        expect_failure(patch, "after undo")
+
+    try:
+        yield "target", find
+        stock = find()
+        yield "as expected", patch.check_host
+        yield "fails without", partial(expect_failure, patch, "before the patch")
+        yield "works", apply
+        yield "twice is once", apply_again
+        yield "fails after undo", undo
     finally:
-        applied.undo()
-    expect_failure(patch, "after undo")
+        patches.undo()
 
 
 def expect_failure(patch: Patch, when: str) -> None:

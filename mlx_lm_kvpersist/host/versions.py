@@ -1,4 +1,4 @@
-"""Which versions of mlx-lm and mlx work together, as measured; see docs/plugins.md.
+"""Which versions of mlx-lm and mlx work together, as measured; see docs/compatibility.md.
 
 A version older than the measured ones is refused, because such pairs hang or do not start. A newer
 one is tried: every patch checks the host before it is applied, and is tested afterwards.
@@ -14,10 +14,12 @@ from ..errors import UnsupportedVersion
 
 Version = tuple[int, int, int]
 
+# begin bounds, written by `python -m patches_check --matrix write`
 FLOOR: Version = (0, 31, 3)
 CEILING: Version = (0, 33, 0)
 """The first mlx-lm that is refused."""
 NEWEST_MLX: Version = (0, 32, 4)
+# end bounds
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Pair:
         return f"mlx-lm {lm} with mlx {oldest} to {newest}"
 
 
+# begin pairs, written by `python -m patches_check --matrix write`
 PAIRS = (
     Pair((0, 31, 3), oldest_mlx=(0, 31, 2)),
     Pair((0, 32, 0), oldest_mlx=(0, 31, 2)),
     Pair((0, 32, 1), oldest_mlx=(0, 32, 0)),
     Pair((0, 32, 2), oldest_mlx=(0, 32, 2)),
 )
+# end pairs
 
 
 def check() -> None:

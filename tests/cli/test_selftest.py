@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli import selftest
+from mlx_lm_kvpersist.cli.main import main as command
 from mlx_lm_kvpersist.host import versions
 from mlx_lm_kvpersist.host.patches import PATCHES
-from patches_check.__main__ import main as patches_check
 from tests.support.host import Environment
 
 
@@ -46,16 +46,14 @@ def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:
     assert "unrecognized arguments: --no-such-option" in report.results[-1].error
 
 
-def test_patches_check_prints_json_and_exits_with_the_result(
+def test_it_prints_json_and_exits_with_the_result(
     server: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert patches_check(["--no-plugin", "--json"]) == 0
+    assert command(["selftest", "--no-plugin", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and len(report["results"]) == len(PATCHES) + 2
-    assert patches_check(["--plugin", "nothing"]) == 1
+    assert command(["selftest", "--plugin", "nothing"]) == 1
     assert "failed" in capsys.readouterr().out
-    assert patches_check(["--matrix"]) == 0
-    assert {"mlx-lm": "0.31.3", "mlx": "0.31.2"} in json.loads(capsys.readouterr().out)
 
 
 def test_c10_the_users_own_store_is_left_alone(environment: Environment, tmp_path: Path) -> None:
@@ -82,8 +80,8 @@ def test_c10_nothing_of_the_table_is_cut_in_a_narrow_terminal(
 
 @pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test"])
 def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: str) -> None:
-    command = ("python", "-m", "patches_check", "--json", "--plugin", "failing")
-    done = environment.run(*command, env={"FAIL_IN": hook})
+    selftest = ("python", "-m", "mlx_lm_kvpersist", "selftest", "--json", "--plugin", "failing")
+    done = environment.run(*selftest, env={"FAIL_IN": hook})
     assert done.returncode == 1
     result = json.loads(done.stdout)["results"][-1]
     assert result["name"] == "startup"

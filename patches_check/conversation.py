@@ -1,0 +1,76 @@
+"""Chat, kill -9, restart, chat: what all the patches are for, on a server of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.demo_server import DemoServer, Message, wait_until_written
+from mlx_lm_kvpersist.cli.story import document
+from mlx_lm_kvpersist.errors import SelfTestFailed
+
+N_CHARS = 4000
+MAX_TOKENS = 16
+OPTIONS = ("--kvpersist-kv-bits", "8", "--kvpersist-attention", "dequantize")
+"""With these nothing is measured when the model is loaded."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The tokens of the second turn's prompt, how many were reused, and where they came from."""
+
+    prompt_tokens: int
+    cached_before: int
+    cached_after: int
+    """After kill -9 and a restart."""
+    tier_after: str
+    same_reply: bool
+    """Whether the restarted server replied as the killed one did."""
+    start_s: float
+    """From the command to the first token that the restarted server can generate."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cached_after:,} of {self.prompt_tokens:,} tokens reused after the restart, "
+            f"{self.cached_before:,} before it; "
+            f"{'the same reply' if self.same_reply else 'another reply'}"
+        )
+
+    def check(self) -> None:
+        """Raise SelfTestFailed unless the conversation survived."""
+        if self.cached_after == 0 or self.tier_after == "hot" or not self.same_reply:
+            raise SelfTestFailed(
+                f"{self}, tier {self.tier_after or 'none'}; expected tokens from disk, and the "
+                "same reply"
+            )
+
+
+def play(folder: Path) -> Conversation:
+    """Hold a conversation of two turns, in `folder`, with a tiny model and the kvpersist plugin.
+
+    Raises KVPersistError where a server does not start or does not answer.
+    """
+    model, store = make_model(folder / "model"), folder / "store"
+    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *OPTIONS)
+    messages: list[Message] = [{"role": "user", "content": document(N_CHARS)}]
+    with DemoServer(str(model), *plugin, log_path=folder / "server.log") as server:
+        first = server.chat(messages, "check", MAX_TOKENS)
+        messages.append({"role": "assistant", "content": first.text})
+        messages.append({"role": "user", "content": "Who was the keeper of the lock?"})
+        before = server.chat(messages, "check", MAX_TOKENS)
+        wait_until_written(store)
+        server.kill9()
+        start = time.perf_counter()
+        server.start()
+        start_s = time.perf_counter() - start
+        after = server.chat(messages, "check", MAX_TOKENS)
+    return Conversation(
+        prompt_tokens=after.prompt_tokens,
+        cached_before=before.cached_tokens,
+        cached_after=after.cached_tokens,
+        tier_after=after.said("tier"),
+        same_reply=after.text == before.text,
+        start_s=round(start_s, 1),
+    )

@@ -1,0 +1,114 @@
+"""What the installed mlx-lm has: its cache classes, and who else binds the names that are patched.
+
+Its source is read, not imported: importing 120 model modules takes half a minute.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mlx_lm_kvpersist.cache.slots import COMPOSITE
+from mlx_lm_kvpersist.cache.spec import KEPT, REFUSED
+from mlx_lm_kvpersist.host.patch import Patch
+
+SERVER = "mlx_lm.server"
+OWN_CACHES = {"deepseek_v41": "no form for a batch; its model is served as stock serves it"}
+"""Modules of models that bring a cache class of their own."""
+BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
+"""What mlx-lm makes of several caches of a class."""
+NO_LAYERS = {
+    "_BaseCache": "base of the others",
+    "LRUPromptCache": "stock's store of prompts, replaced by the patch prompt_cache",
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Something in mlx-lm, the module that it is in, and what the plugin makes of it."""
+
+    name: str
+    where: str
+    said: str
+    is_known: bool = True
+
+
+def cache_classes() -> list[Found]:
+    """Return every class of a cache in mlx-lm, and how it is kept."""
+    found = []
+    for module, tree in _modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and _is_cache(node):
+                said = _kept(node.name, module)
+                found.append(
+                    Found(node.name, module, said or "unknown: decide how it is kept", bool(said))
+                )
+    return found
+
+
+def _is_cache(node: ast.ClassDef) -> bool:
+    bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    return any(name.endswith("Cache") or name == "CacheList" for name in (node.name, *bases))
+
+
+def _kept(name: str, module: str) -> str:
+    kinds = {cls.__name__: kind.value for cls, kind in KEPT.items()}
+    if module != "mlx_lm.models.cache":
+        return OWN_CACHES.get(module.rpartition(".")[2], "")
+    if name in kinds:
+        return f"kept: {kinds[name]}"
+    if name == COMPOSITE.__name__:
+        return "taken apart"
+    if name in REFUSED:
+        return f"refused: {REFUSED[name]}"
+    if name in BATCHES:
+        return f"a batch of {BATCHES[name]}"
+    return NO_LAYERS.get(name, "")
+
+
+def bindings(patches: Iterable[Patch]) -> list[Found]:
+    """Return, for every patched name, the modules of mlx-lm that hold it under a name of their own.
+
+    The server's globals are replaced for the server alone, so that others keep stock's. Any other
+    patch must reach all who use the name.
+    """
+    found = []
+    for patch in patches:
+        module = patch.target.partition(":")[0]
+        others = [one for one, name in _imports() if name == patch.attribute and one != module]
+        where = ", ".join([module, *others])
+        if module == SERVER:
+            said = "replaced for the server alone" + (", the others keep stock's" * bool(others))
+            found.append(Found(patch.attribute, where, said))
+        elif others:
+            said = f"{', '.join(others)} would go on with stock's; patch these, too"
+            found.append(Found(patch.attribute, where, said, is_known=False))
+        else:
+            found.append(Found(patch.attribute, where, "replaced for all who use it"))
+    return found
+
+
+@lru_cache(maxsize=1)
+def _modules() -> dict[str, ast.Module]:
+    """Return the source of every module of mlx_lm, parsed."""
+    spec = importlib.util.find_spec("mlx_lm")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    return {
+        ".".join(("mlx_lm", *path.relative_to(folder).with_suffix("").parts)): ast.parse(
+            path.read_text(encoding="utf-8")
+        )
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def _imports() -> Iterator[tuple[str, str]]:
+    """Yield every module with each name that it takes from another."""
+    for module, tree in _modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                yield from ((module, alias.name) for alias in node.names)

@@ -1,0 +1,239 @@
+"""The checks of the installed mlx-lm: each finds what it is for, and says it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli.selftest import Result
+from mlx_lm_kvpersist.errors import PatchNotEffective
+from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.host.patch import PATCH_SET, Patch, PatchSet, Signature, look_up
+from mlx_lm_kvpersist.host.patches import PATCHES
+from patches_check import inventory
+from patches_check.__main__ import main
+from patches_check.conversation import Conversation
+from patches_check.installed import Report, check_each, examine, print_report
+from tests.support.host import REPOSITORY
+
+CHECKS = ["target", "as expected", "fails without", "works", "twice is once", "fails after undo"]
+OPTIONS = next(patch for patch in PATCHES if patch.name == "options")
+
+
+def distribution(folder: Path, version: str) -> Path:
+    """Make a folder in which mlx-lm has this version, and nothing else is."""
+    about = folder / f"mlx_lm-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Name: mlx-lm\nVersion: {version}\n", encoding="utf-8")
+    return folder
+
+
+def test_what_is_installed_here_passes(
+    server: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["passed"], report["failures"], report["measured"]) == (True, [], True)
+    assert report["patches"].keys() == {patch.name for patch in PATCHES}
+    for results in report["patches"].values():
+        assert [(one["name"], one["passed"]) for one in results] == [(n, True) for n in CHECKS]
+    assert report["startup"]["passed"]
+    kept = {one["name"]: one["said"] for one in report["cache_classes"]}
+    assert kept["KVCache"] == "kept: full"
+    assert kept["RotatingKVCache"] == "kept: sliding"
+    assert kept["CacheList"] == "taken apart"
+    bound = {one["name"]: one["said"] for one in report["bindings"]}
+    assert bound["quantized_scaled_dot_product_attention"] == "replaced for all who use it"
+    assert not PATCH_SET.is_applied
+
+
+def changed(**fields: Any) -> Patch:
+    return replace(OPTIONS, **fields)
+
+
+def not_effective(server: ModuleType) -> None:
+    raise PatchNotEffective("seen nothing")
+
+
+@pytest.mark.parametrize(
+    ("patch", "check", "says"),
+    [
+        (changed(target="mlx_lm.server:no_such"), "target", "no_such is missing in this mlx-lm"),
+        (
+            changed(expect=(Signature("main", "(argv)"),)),
+            "as expected",
+            "mlx_lm.server:main is () in this mlx-lm, expected (argv)",
+        ),
+        (changed(verify=lambda server: None), "fails without", "passes before the patch"),
+        (changed(verify=not_effective), "works", "has no effect: seen nothing"),
+        (changed(replace=lambda stock: stock), "works", "has no effect"),
+    ],
+    ids=["target", "signature", "negative control", "probe", "replacement"],
+)
+def test_a_broken_patch_is_named_with_what_is_wrong(
+    server: ModuleType, patch: Patch, check: str, says: str
+) -> None:
+    stock = look_up(server, "argparse")
+    report = Report("0.32.2", "0.32.4", "3", "Linux", True, Result("versions", True, 0.0))
+    report.patches = {patch.name: check_each(patch)}
+    (line,) = report.failures
+    assert line.startswith(f"patch options, {check}: ") and says in line
+    assert [one.name for one in report.patches["options"]] == CHECKS[: CHECKS.index(check) + 1]
+    assert look_up(server, "argparse") is stock
+
+
+def test_a_patch_that_stays_is_found(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = look_up(server, "argparse")
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(PatchSet, "undo", lambda self: None)
+            failed = check_each(OPTIONS)[-1]
+        assert (failed.name, failed.passed) == ("fails after undo", False)
+        assert "leaves mlx_lm.server:argparse replaced" in failed.error
+    finally:
+        vars(server)["argparse"] = stock
+
+
+def test_a_patch_that_is_applied_twice_is_found(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(self: PatchSet, patches: Any) -> None:
+        self._applied += [patch.apply() for patch in patches]
+
+    monkeypatch.setattr(PatchSet, "apply", apply)
+    lenient = changed(expect=())
+    failed = check_each(lenient)[-1]
+    assert (failed.name, failed.passed) == ("twice is once", False)
+    assert "replaces mlx_lm.server:argparse twice" in failed.error
+
+
+def test_a_broken_patch_fails_the_command(tmp_path: Path) -> None:
+    """As in CI: the exit status is 1, and the last line says which patch, and why."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import dataclasses, sys\n"
+        "from mlx_lm_kvpersist.host import patches\n"
+        "broken = dataclasses.replace(patches.PATCHES[0], replace=lambda stock: stock)\n"
+        "patches.PATCHES = (broken, *patches.PATCHES[1:])\n"
+        "from patches_check import __main__, installed\n"
+        "installed.check_startup = lambda *args: None\n"
+        "installed.cache_classes = lambda: []\n"
+        "installed.bindings = lambda patches: []\n"
+        "sys.exit(__main__.main([]))\n",
+        encoding="utf-8",
+    )
+    done = run(script, path=[REPOSITORY])
+    assert done.returncode == 1, done.stderr
+    assert (
+        "patch options, works: patch options of mlx_lm.server:argparse has no effect: "
+        in (done.stdout.splitlines()[-1])
+    )
+
+
+def run(*arguments: str | Path, path: list[Path]) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=variables,
+        cwd=REPOSITORY,
+        timeout=120,
+    )
+
+
+def test_an_mlx_lm_of_another_minor_version_fails_the_command(tmp_path: Path) -> None:
+    path = [distribution(tmp_path, "0.33.0"), REPOSITORY]
+    done = run("-m", "patches_check", path=path)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("mlx-lm 0.33.0, ") and "(not measured)" in lines[0]
+    assert lines[-1] == (
+        "versions: found mlx-lm 0.33.0, supported are 0.31.3 up to, not including, 0.33.0; "
+        "install one: pip install 'mlx-lm>=0.31.3,<0.33.0'"
+    )
+
+
+def test_a_version_with_a_suffix_is_checked_and_not_measured(
+    server: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    version = f"{versions.installed('mlx-lm')}+git"
+    monkeypatch.syspath_prepend(str(distribution(tmp_path, version)))
+    monkeypatch.setattr("patches_check.installed.check_startup", lambda *args: None)
+    report = examine([OPTIONS])
+    assert (report.mlx_lm, report.measured, report.failures) == (version, False, [])
+    print_report(report)
+    assert "(not measured)" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_cache_class_that_nobody_thought_of_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "class PagedKVCache(_BaseCache): ...\nclass Attention(nn.Module): ...\n"
+    modules = {"mlx_lm.models.cache": ast.parse(source)}
+    modules["mlx_lm.models.newest"] = ast.parse("class Ring(cache.KVCache): ...")
+    monkeypatch.setattr(inventory, "_modules", lambda: modules)
+    report = Report("0.32.2", "0.32.4", "3", "Linux", True, Result("versions", True, 0.0))
+    report.cache_classes = inventory.cache_classes()
+    assert report.failures == [
+        "PagedKVCache in mlx_lm.models.cache: unknown: decide how it is kept",
+        "Ring in mlx_lm.models.newest: unknown: decide how it is kept",
+    ]
+
+
+def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "quantized_scaled_dot_product_attention"
+    modules = {"mlx_lm.models.newest": ast.parse(f"from .base import {name}")}
+    modules["mlx_lm.chat"] = ast.parse("from .server import ModelProvider")
+    monkeypatch.setattr(inventory, "_modules", lambda: modules)
+    found = {one.name: one for one in inventory.bindings(PATCHES)}
+    assert not found[name].is_known
+    assert found[name].said == "mlx_lm.models.newest would go on with stock's; patch these, too"
+    assert found["ModelProvider"].said.endswith("the others keep stock's")
+    assert found["ModelProvider"].is_known
+
+
+@pytest.mark.parametrize(
+    ("cached", "tier", "same", "is_right"),
+    [(9, "warm", True, True), (0, "", True, False), (9, "hot", True, False),
+     (9, "warm", False, False)],
+)  # fmt: skip
+def test_a_conversation_is_right_if_it_came_from_disk_and_went_on_alike(
+    cached: int, tier: str, same: bool, is_right: bool
+) -> None:
+    conversation = Conversation(10, 9, cached, tier, same, 1.0)
+    if is_right:
+        conversation.check()
+    else:
+        with pytest.raises(Exception, match="expected tokens from disk"):
+            conversation.check()
+
+
+def test_nothing_of_the_tables_is_cut_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "word " * 60 + "end"
+    report = Report("0.32.2", "0.32.4", "3.11.7", "Linux", True, Result("versions", True, 0.0))
+    report.patches = {"options": [Result(name, True, 0.0) for name in CHECKS]}
+    report.patches["run"] = [Result("target", False, 0.0, error)]
+    report.bindings = [inventory.Found("run", "mlx_lm.server", "replaced " * 20)]
+    monkeypatch.setenv("COLUMNS", "50")
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        print_report(report)
+        out = capsys.readouterr().out
+        assert "…" not in out
+        assert out.count("replaced") == 20
+        assert out.splitlines()[-1] == f"patch run, target: {error}"
+        assert out.count("ok") == len(CHECKS)

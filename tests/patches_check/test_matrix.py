@@ -1,0 +1,168 @@
+"""The matrix: its rows, what counts as expected, and one row for real."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.host import versions
+from patches_check import matrix
+from patches_check.__main__ import main
+from patches_check.matrix import NEWEST, NEXT, Outcome, Row, RowFailed, rows
+
+REFUSED = (
+    "mlx_lm.server --plugin kvpersist: found mlx-lm 0.30.7, supported are 0.31.3 up to, not "
+    "including, 0.33.0; install one: pip install 'mlx-lm>=0.31.3,<0.33.0'"
+)
+
+
+def test_every_pair_is_run_at_both_ends_and_the_refused_are_tried() -> None:
+    serving = [(row.mlx_lm, row.mlx) for row in rows() if row.expect == "serves"]
+    for pair in versions.PAIRS:
+        mlx_lm, oldest = versions.text(pair.mlx_lm), versions.text(pair.oldest_mlx)
+        assert {(mlx_lm, oldest), (mlx_lm, NEWEST)} <= set(serving)
+    assert {row.mlx_lm for row in rows() if row.expect == "refused"} == {"0.30.7", "0.31.2"}
+    assert [row.mlx_lm for row in rows() if row.expect == "reported"] == [NEXT]
+    assert 10 <= len(rows()) <= 12
+
+
+def test_an_mlx_lm_that_needs_a_newer_python_is_not_run_with_an_older() -> None:
+    for row in rows():
+        if row.mlx_lm.startswith("0.32"):
+            assert tuple(map(int, row.python.split("."))) >= (3, 11), row
+
+
+def test_the_matrix_is_printed_as_ci_services_take_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--matrix", "print"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    row = {"mlx-lm": "0.31.3", "mlx": "0.31.2", "python": "3.10", "expect": "serves"}
+    assert row in printed and len(printed) == len(rows())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[[row]]\nmlx-lm = "1"\nmlx = "2"\npython = "3"', "row 1 of rows.toml has no 'expect'"),
+        (
+            '[[row]]\nmlx-lm = "1"\nmlx = "2"\npython = "3"\nexpect = "works"',
+            "row 1 of rows.toml expects 'works', expected one of serves, refused, reported",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_meant_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "rows.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=says):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "requirement"),
+    [
+        (Row("0.32.0", "0.31.2", "3.11", "serves"), "mlx-lm==0.32.0"),
+        (Row(NEXT, NEWEST, "3.12", "reported"), "mlx-lm>=0.32.3.dev0"),
+        (Row("checkout", NEWEST, "3.12", "reported", "/src/mlx-lm"), "mlx-lm @ file:///src/mlx-lm"),
+    ],
+)
+def test_what_is_installed_for_a_row(row: Row, requirement: str) -> None:
+    assert row.requirement == requirement
+
+
+@pytest.mark.parametrize(
+    ("expect", "result", "is_expected"),
+    [
+        ("serves", "serves", True),
+        ("serves", "fails", False),
+        ("serves", "refused", False),
+        ("refused", "refused", True),
+        ("refused", "serves", False),
+        ("refused", "fails", False),
+        ("reported", "fails", True),
+        ("reported", "none", True),
+    ],
+)
+def test_only_what_is_reported_may_fail(expect: str, result: str, is_expected: bool) -> None:
+    assert Outcome("1", "2", "3", expect, result).is_expected is is_expected
+
+
+def outcome_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> Outcome:
+    """Check a row whose Python is this one, and whose checks are the program."""
+    run = matrix._in_row
+
+    def in_row(command: list[str | Path], folder: Path) -> object:
+        return run([sys.executable, "-c", program], folder)
+
+    monkeypatch.setattr(matrix, "make_environment", lambda *args: Path(sys.executable))
+    monkeypatch.setattr(matrix, "_in_row", in_row)
+    row = Row("0.32.2", NEWEST, "3.11", "serves")
+    return matrix._check(row, tmp_path / "row", tmp_path / "wheel", keep=False)
+
+
+def test_a_row_whose_checks_die_fails_with_their_last_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcome = outcome_of(monkeypatch, tmp_path, "raise SystemExit('no Metal here')")
+    assert (outcome.result, outcome.is_expected) == ("fails", False)
+    assert outcome.says == "the checks ended with status 1: no Metal here"
+
+
+def test_a_row_with_a_broken_patch_fails_with_its_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = {
+        "mlx_lm": "0.32.2",
+        "mlx": "0.32.4",
+        "python": "3.11.7",
+        "passed": False,
+        "versions": {"passed": True},
+        "patches": {"run": [{"passed": True}, {"passed": False}], "options": [{"passed": True}]},
+        "failures": ["patch run, works: no effect", "startup: no effect"],
+        "conversation": None,
+    }
+    outcome = outcome_of(monkeypatch, tmp_path, f"print({json.dumps(report)!r})")
+    assert (outcome.result, outcome.n_patches, outcome.mlx) == ("fails", 1, "0.32.4")
+    assert outcome.says == "patch run, works: no effect | startup: no effect"
+    assert matrix.line(outcome).startswith("FAIL mlx-lm 0.32.2, mlx 0.32.4, Python 3.11.7: fails")
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "result"),
+    [
+        (1, REFUSED, "refused"),
+        (0, REFUSED, "fails"),
+        (1, "ImportError: no module", "fails"),
+        (1, "", "fails"),
+    ],
+)
+def test_a_server_is_refused_only_with_the_line_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, said: str, result: str
+) -> None:
+    program = f"import sys; print('noise', {said!r}, sep='\\n', file=sys.stderr); exit({status})"
+    run = matrix._in_row
+    monkeypatch.setattr(
+        matrix, "_in_row", lambda command, folder: run([sys.executable, "-c", program], folder)
+    )
+    expected = {"result": result, "says": said or "noise"}
+    if not said:
+        expected["says"] = "noise"
+    assert matrix.refusal(Path(sys.executable), tmp_path) == expected
+
+
+def test_an_installer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RowFailed, match=r"uv no-such-command failed: .*no-such-command"):
+        matrix.uv("no-such-command")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_row_that_is_refused_and_one_that_serves(tmp_path: Path) -> None:
+    """Needs PyPI, and the Pythons of these rows."""
+    output = tmp_path / "found.json"
+    assert main(["--matrix", "run", "--row", "1", "--row", "7", "--output", str(output)]) == 0
+    refused, serves = json.loads(output.read_text())["rows"]
+    assert (refused["result"], refused["says"]) == ("refused", REFUSED)
+    assert (serves["result"], serves["n_patches"]) == ("serves", 8)
+    assert serves["cached_after_kill"] > serves["prompt_tokens"] // 2
