@@ -161,7 +161,7 @@ def test_what_is_installed_is_this_package() -> None:
     lines = [code for _, _, code in inline()] + [b.text for b in blocks("sh")]
     found = [line[2] for text in lines for line in installs.finditer(text)]
     assert len(found) >= 8
-    known = re.compile(r"mlx-lm-kvpersist(\[cpu\])?|mlx-lm")
+    known = re.compile(r"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?")
     for rest in found:
         words = re.sub(r"[\"'’‘]", "", rest).split("#")[0].split()
         packages = [word for word in words if not word.startswith("-")]
