@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sqlite3
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; an error of ours is one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a name in a terminal of ASCII is no error
     args = make_parser().parse_args(argv)
     module, _, function = args.run.partition(":")
     try:

@@ -35,6 +35,14 @@ def test_a_working_environment_is_told_so(environment: Environment) -> None:
     assert found["mlx"]["found"].startswith("computes on Device(")
 
 
+def test_where_text_is_ascii_other_characters_are_replaced(environment: Environment) -> None:
+    """The advice ends with an ellipsis, names of folders can have any character."""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": ""}
+    done = environment.run("python", "-m", "mlx_lm_kvpersist", "doctor", env=locale)
+    assert "UnicodeEncodeError" not in done.stderr
+    assert "-m mlx_lm server ?" in done.stdout
+
+
 def test_a_missing_pth_is_named_with_the_way_around_it(environment: Environment) -> None:
     (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
     try:

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
+from tests.packaging.conftest import PYTHONS, files_of, uv
 from tests.support.host import PTH, REPOSITORY, Environment, make_environment
-
-
-def uv(*command: str | Path, env: dict[str, str] | None = None) -> None:
-    """Run uv, or fail with what it said."""
-    program = shutil.which(
-        "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
-    assert program is not None, "uv is needed to build and install: pip install uv"
-    done = subprocess.run(
-        [program, *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
-    uv("build", "--quiet", "--wheel", "--out-dir", folder, REPOSITORY)
-    (path,) = folder.glob("*.whl")
-    return path
 
 
 def assert_activates(environment: Environment) -> None:
@@ -66,12 +41,30 @@ def test_c10_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not any("support" in name or "synthetic" in name for name in names)
 
 
-def test_c10_the_checks_stay_in_the_source_distribution(tmp_path: Path) -> None:
+def test_the_source_distribution_holds_all_that_tests_need(tmp_path: Path) -> None:
     uv("build", "--quiet", "--sdist", "--out-dir", tmp_path, REPOSITORY)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= {"models_check/__main__.py", "patches_check/__main__.py"}
+    assert names >= {"models_check/__main__.py", "patches_check/__main__.py", "LICENSE"}
+    if (REPOSITORY / ".git").exists():  # else this is such a distribution itself
+        listed = subprocess.check_output(["git", "ls-files"], text=True, cwd=REPOSITORY)
+        assert set(listed.split("\n")) - {""} - names == set()
+
+
+def test_the_metadata_names_each_python_and_where_to_look(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        about = message_from_bytes(archive.read(name))
+    classifiers = about.get_all("Classifier", [])
+    minors = [each.rpartition(" ")[2] for each in classifiers if "Python :: 3." in each]
+    assert minors == list(PYTHONS)
+    assert about["Requires-Python"] == f">={PYTHONS[0]}"
+    urls = dict(url.split(", ") for url in about.get_all("Project-URL", []))
+    assert urls.keys() >= {"Homepage", "Documentation", "Issues", "Changelog"}
+    assert all(url.startswith("https://") for url in urls.values())
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## [{about['Version']}] - 20" in changelog
 
 
 def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
@@ -84,11 +77,37 @@ def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path)
     assert_activates(environment)
 
 
-def test_uninstalling_takes_the_pth_with_it(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", ["uv", "pip"])
+def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> None:
+    """Neither files that were installed nor those that Python compiled.
+
+    What Python compiled with -O or -OO neither installer removes, of any package.
+    """
     environment = make_environment(tmp_path / "venv")
-    uv("pip", "install", "--quiet", "--no-deps", "--python", environment.python, wheel)
-    uv("pip", "uninstall", "--quiet", "--python", environment.python, "mlx-lm-kvpersist")
-    assert not (environment.site_packages / PTH.name).exists()
+    before = files_of(environment.folder)
+    if tool == "uv":
+        of = ("--quiet", "--python", str(environment.python))
+        install, uninstall = ["uv", "pip", "install", *of], ["uv", "pip", "uninstall", *of]
+    else:
+        pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
+        install, uninstall = [*pip, "install", "-q"], [*pip, "uninstall", "-q", "-y"]
+    run_tool(*install, "--no-deps", wheel)
+    command = ("python", "-m", "mlx_lm_kvpersist", "--version")
+    assert environment.run(*command, env={"PYTHONDONTWRITEBYTECODE": ""}).returncode == 0
+    added = files_of(environment.folder) - before
+    assert any("kvpersist/cli/__pycache__/" in name for name in added), "nothing was compiled"
+    run_tool(*uninstall, "mlx-lm-kvpersist")
+    assert files_of(environment.folder) - before <= {".lock"}, "uv's own"
+
+
+def run_tool(*command: str | Path) -> None:
+    """Run an installer, or fail with what it said."""
+    program, *arguments = command
+    if program == "uv":
+        uv(*arguments)
+        return
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_editable_install_activates(tmp_path: Path) -> None:
