@@ -372,7 +372,8 @@ def default_folder() -> Path:
 
 def device_memory_bytes() -> int:
     """Return the memory of MLX's device, or the machine's where the device does not say."""
-    size = mx.device_info().get("memory_size")
+    told = mx.device_info()
+    size = told.get("memory_size") or told.get("total_memory")  # by Metal, and by CUDA
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

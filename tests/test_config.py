@@ -4,6 +4,7 @@ import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist import config
@@ -34,6 +35,12 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert (made.canary, made.limits.verify, made.store_text) == (True, True, True)
     assert (made.precision, made.attention) == (PrecisionRequest(), "auto")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["memory_size", "total_memory"])
+def test_a_device_of_its_own_memory_counts_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {name: 123})
+    assert config.device_memory_bytes() == 123
 
 
 def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> None:

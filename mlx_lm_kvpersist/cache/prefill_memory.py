@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,10 @@ this length or took this long."""
 _MIN_MEASURED = 512
 _SCORE_BYTES = 64
 """Short chunks do not tell scores from other memory; these are those of 32 heads in 16 bits."""
+
+_MOST_SCORE_BYTES = 512
+"""No attention takes more: these are the scores of 64 heads twice in 32 bits. A device that is
+given work ahead keeps memory for several layers at once, which is not told from scores."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +69,30 @@ class PrefillMemory:
 
 
 def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
-    """Compute two short chunks, and tell from the memory they take what longer ones will."""
+    """Compute pairs of short chunks, and tell from the memory they take what longer ones will.
+
+    The second chunk of a pair is as long as the first and comes after it, so what it takes beyond
+    the first is for the first one's keys.
+    """
     key_bytes = max(map(_dequantized_bytes, spec.full), default=0)
-    longest = min(position_limit(model) or _LONGEST, _LONGEST)
-    sizes, per_token = [0, 0], [0.0, 0.0]
+    longest = min((position_limit(model) or 2 * _LONGEST) // 2, _LONGEST)
     most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
     n_tokens, seconds = min(_SHORTEST, longest), 0.0
-    while n_tokens <= longest and seconds < most_s:
+    while True:
         started = time.perf_counter()
-        peak = _peak(model, spec.make_cache, n_tokens)
+        caches = spec.make_cache()
+        first, second = (_peak(model, caches, n_tokens) for _ in range(2))
         seconds = time.perf_counter() - started
-        sizes = [sizes[1], n_tokens]
-        per_token = [per_token[1], max(0.0, peak / n_tokens - key_bytes)]
+        if 2 * n_tokens > longest or seconds > most_s:
+            break
         n_tokens *= 2
-    # peak = tokens * (activations + tokens * scores + a key)
-    score_bytes = max(0.0, (per_token[1] - per_token[0]) / (sizes[1] - sizes[0]))
-    if sizes[1] < _MIN_MEASURED:
+    score_bytes = (second - first) / n_tokens**2 - key_bytes / n_tokens
+    score_bytes = min(max(0.0, score_bytes), _MOST_SCORE_BYTES)
+    token_bytes = max(0.0, first / n_tokens - n_tokens * score_bytes - key_bytes)
+    if n_tokens < _MIN_MEASURED:
         score_bytes = _SCORE_BYTES
     stops_every = None if spec.any_prefix else PASSING_TOKENS
-    return PrefillMemory(per_token[1], score_bytes, key_bytes, limit_bytes, stops_every)
+    return PrefillMemory(token_bytes, score_bytes, key_bytes, limit_bytes, stops_every)
 
 
 def _dequantized_bytes(group: LayerGroup) -> int:
@@ -92,10 +100,10 @@ def _dequantized_bytes(group: LayerGroup) -> int:
     return group.full_precision_bytes // len(group.slots)
 
 
-def _peak(model: Any, make_cache: Callable[[], list[Any]], n_tokens: int) -> int:
-    """Return the most memory that a chunk takes beside what is there before and after it."""
-    caches = make_cache()
+def _peak(model: Any, caches: list[Any], n_tokens: int) -> int:
+    """Return the most memory that a chunk takes beside what is there before or after it."""
+    before = mx.get_active_memory()
     mx.reset_peak_memory()
     model(mx.array([[1] * n_tokens]), cache=caches)
     mx.eval([slot.state for slot in slots_of(caches) if not slot.empty()])
-    return max(0, mx.get_peak_memory() - mx.get_active_memory())
+    return max(0, mx.get_peak_memory() - max(before, mx.get_active_memory()))

@@ -83,7 +83,7 @@ def serving_changed(serving: bool) -> None:
 def prepare_messages(request: Any, args: Any, tokenizer: Any) -> None:
     """Change a request's messages in place before they are rendered.
 
-    Generation thread; where tokens are only counted, an HTTP thread.
+    On the HTTP thread of a request for the loaded model, else on the generation thread.
     """
 
 

@@ -146,7 +146,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             joins = self._joins(waiting)
             if not joins and waiting is not self._waiting[0]:
                 break
-            if joins and waiting.rendered is None and prefetches:
+            if joins and prefetches and not waiting.has_begun:
                 self._begin(waiting)
                 waiting.advance()
             if not joins or not prefetches or waiting.is_ready or waiting.reply.is_gone:
@@ -186,30 +186,49 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Tokenize a request and let plugins prefetch what it needs; a failure is its client's."""
         _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
+        waiting.has_begun = True
         try:
-            rendered = self._render(tokenizer, request, args)
-            self._check_length(rendered)
+            rendered = self._rendered(tokenizer, request, args)
         except Exception as error:
-            waiting.rendered = error
+            waiting.error = error
             return
-        waiting.rendered = rendered
         if rendered.prompt is not None:
             given = {"request": request, "args": args, "tokenizer": tokenizer}
             prompt = rendered.prompt
             waiting.is_fetched = manager.ask_first("prefetch", prompt=prompt, **given)
 
-    def generate(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, Iterator[Any]]:
+    def generate(
+        self, request: Any, generation_args: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Iterator[Any]]:
         """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
         queued_s = time.perf_counter()
         self.open_requests.begin(request)
         try:
-            context, tokens = super().generate(request, *args, **kwargs)
+            self._render_ahead(request, generation_args)
+            context, tokens = super().generate(request, generation_args, *args, **kwargs)
         except BaseException:
             self._ended(request, [])
             raise
         if context.tool_parser is not None:
             context.tool_parser = _checked(context.tool_parser)
         return context, self._timed(request, tokens, queued_s)
+
+    def _render_ahead(self, request: Any, args: Any) -> None:
+        """Tokenize a request for the loaded model here: replies go on meanwhile. HTTP thread.
+
+        What fails is done, and reported, where stock does it.
+        """
+        try:
+            if self._is_loaded(args) and has_text_only(request):
+                request.rendered = self._render(self.model_provider.tokenizer, request, args)
+        except Exception:
+            logger.debug("a prompt could not be made ahead", exc_info=True)
+
+    def _is_loaded(self, args: Any) -> bool:
+        """Whether a request asks for the model that is loaded."""
+        provider, name = self.model_provider, args.model.model
+        key = provider.model_key if provider.is_ready else None
+        return key is not None and provider._model_map.get(name, name) == key[0]
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
         """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
@@ -241,9 +260,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         waiting, self._entering = self._entering, None
         if waiting is not None and waiting.queued[1] is not request:
             waiting = None
-        rendered = self._rendered_before(waiting, tokenizer)
-        rendered = rendered or self._render(tokenizer, request, args)
-        self._check_length(rendered)
+        if waiting is not None and waiting.error is not None:
+            raise waiting.error
+        rendered = self._rendered(tokenizer, request, args)
+        request.rendered = None  # stock changes what it is given
         taken = None
         if rendered.prompt is not None:
             taken = manager.take_request(request, args, tokenizer, rendered.prompt)
@@ -267,12 +287,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
                 the model's processor knows.
         """
-        provider, name = self.model_provider, args.model.model
+        provider = self.model_provider
         if not provider.is_ready or provider.model_key is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
-        loaded = provider.model_key[0]
-        if provider._model_map.get(name, name) != loaded:
-            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the model that is")
+        if not self._is_loaded(args):
+            asked, loaded = args.model.model, provider.model_key[0]
+            raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
         if not has_text_only(request):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         args.sampling.top_k = 0  # to check it needs the model
@@ -281,16 +301,17 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         prompt: Prompt | None = manager.ask_first("spell_prompt", prompt=rendered.prompt, **given)
         return len(prompt.ids if prompt is not None else rendered.stock[0])
 
-    def _rendered_before(self, waiting: Waiting | None, tokenizer: Any) -> Rendered | None:
-        """Return what was made of a request while it waited; raise what was raised then."""
-        if waiting is None or waiting.rendered is None:
-            return None
-        if isinstance(waiting.rendered, Exception):
-            raise waiting.rendered
-        return waiting.rendered if waiting.rendered.tokenizer is tokenizer else None
+    def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
+        """Return what was made of a request with this tokenizer, else make it.
 
-    def _check_length(self, rendered: Rendered) -> None:
+        Raises:
+            RequestRefused: no prompt can be made, or it is longer than the model's context.
+        """
+        rendered: Rendered | None = getattr(request, "rendered", None)
+        if rendered is None or rendered.tokenizer is not tokenizer:
+            rendered = request.rendered = self._render(tokenizer, request, args)
         check_length(len(rendered.stock[0]), self.model_provider.max_context)
+        return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         if request.request_type == "chat":

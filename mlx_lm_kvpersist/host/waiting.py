@@ -30,13 +30,14 @@ class Rendered:
 class Waiting:
     """A request that was taken from the server's queue and has not entered yet.
 
-    `rendered` is None until the request was tokenized, and the exception where that failed.
+    `has_begun`: it was tokenized, or could not be, with `error`.
     """
 
     queued: Any
     """As it stood in the queue, with `reply` as the first: (reply, request, args)."""
     reply: ReplyQueue
-    rendered: Rendered | Exception | None = None
+    has_begun: bool = False
+    error: Exception | None = None
     is_fetched: Callable[[], bool] | None = None
 
     @classmethod
@@ -52,7 +53,7 @@ class Waiting:
     def advance(self) -> float:
         """Ask the plugin whether all is there; return how long that took, for it may work on it."""
         started = time.perf_counter()
-        if self.rendered is not None and not self.is_ready:
+        if self.has_begun and not self.is_ready:
             try:
                 self.is_ready = self.is_fetched is None or self.is_fetched()
             except Exception:

@@ -8,7 +8,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patches import PATCHES
 from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import RequestState
@@ -88,10 +89,10 @@ class Server:
         assert asked.error is None
         return asked
 
-    def _take(self, asked: Asked, max_tokens: int) -> None:
+    def args(self, max_tokens: int, model: str | None = None) -> Any:
         module = self.module
-        args = module.GenerationArguments(
-            model=module.ModelDescription(model=self.model, draft=None, adapter=None),
+        return module.GenerationArguments(
+            model=module.ModelDescription(model=model or self.model, draft=None, adapter=None),
             sampling=module.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
             logits=module.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
             stop_words=[],
@@ -102,8 +103,10 @@ class Server:
             seed=None,
             chat_template_kwargs=None,
         )
+
+    def _take(self, asked: Asked, max_tokens: int) -> None:
         try:
-            asked.context, responses = self.generator.generate(asked.request, args)
+            asked.context, responses = self.generator.generate(asked.request, self.args(max_tokens))
             for response in responses:
                 asked.times.append(time.monotonic())
                 asked.text += response.text
@@ -216,6 +219,39 @@ def test_replies_go_on_while_a_restore_is_joined(
     assert again.text == first.text and again.outcome.tier is Tier.WARM
     assert len(added) >= 4
     assert decoding.longest_gap_s(added[0], added[-1] + block_s) < 2 * block_s
+
+
+def test_replies_go_on_while_a_prompt_is_tokenized(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done on the thread of its client, and once."""
+    render, threads = type(server.generator)._render, []
+
+    def slowly(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        time.sleep(READ_S)
+        return render(*args)
+
+    decoding = server.decode()
+    monkeypatch.setattr(type(server.generator), "_render", slowly)
+    started = time.monotonic()
+    asked = server.served(synthetic_text(40, seed=7))
+    assert threads == [asked.thread]
+    assert decoding.longest_gap_s(started, started + READ_S) < READ_S / 2
+
+
+def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -> None:
+    """And what was made with the tokenizer of a model that went meanwhile is made again."""
+    server.served(synthetic_text(40))
+    request = server.module.CompletionRequest("text", "one two three", [], None, None)
+    server.generator._render_ahead(request, server.args(4, model="another"))
+    assert not hasattr(request, "rendered")
+    server.generator._render_ahead(request, server.args(4))
+    made = request.rendered
+    tokenizer = server.generator.model_provider.tokenizer
+    assert made.prompt.ids == tokenizer.encode("one two three")
+    request.rendered = replace(made, tokenizer=object(), prompt=Prompt([1], [[1]], ["user"]))
+    assert server.generator._rendered(tokenizer, request, server.args(4)).prompt == made.prompt
 
 
 def test_alone_it_is_restored_at_once(server: Server, slow_reads: list[str]) -> None:
