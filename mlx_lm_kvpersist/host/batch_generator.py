@@ -32,7 +32,7 @@ CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 ROUND = 64
 """Long chunks end at multiples of this."""
 
-IDLE_CHUNK_S = 1.0
+IDLE_CHUNK_S = 0.3
 """How long a chunk may take while nobody decodes. A prompt that arrives meanwhile waits for it."""
 
 IDLE_CHUNK = 512
