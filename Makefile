@@ -110,8 +110,9 @@ docs: $(VENV)/.installed-dev
 
 # What the README shows: real output, of this machine.
 picture: $(VENV)/.installed-dev
-	$(BIN)/python -m tools.docs.terminal docs/demo.svg --title "make demo" -- \
-	    $(BIN)/python -m mlx_lm_kvpersist demo
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m tools.docs.terminal docs/demo.svg \
+	    --title "mlx-lm-kvpersist demo --chars 24000" -- \
+	    $(BIN)/python -m mlx_lm_kvpersist demo --chars 24000
 
 patches: $(VENV)/.installed
 	$(SAY) "what is changed in the installed mlx-lm, and a conversation with a server that is killed"

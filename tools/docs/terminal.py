@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-_COLUMNS = 100
+_COLUMNS = 124
 _FONT_FACE = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)
 
 
