@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,19 +38,40 @@ def test_what_is_made_from_the_code_is_current(page: Path) -> None:
     assert remade(text_of(page)) == text_of(page), REMAKE
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Strict: a link or an anchor that leads nowhere is an error, and a page that is in no menu."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    done = subprocess.run(
-        [*command, "--site-dir", str(tmp_path / "site")],
-        cwd=REPOSITORY,
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site of a folder with docs/. With --quiet, mkdocs would not count warnings."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", "site"],
+        cwd=folder,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(REPOSITORY / "mkdocs.yml", folder)
+    return folder
+
+
+def test_the_site_builds_without_a_warning(copied: Path) -> None:
+    done = build(copied)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site" / "configuration" / "index.html").exists()
+    assert (copied / "site" / "configuration" / "index.html").exists()
+
+
+def test_links_that_lead_nowhere_are_seen(copied: Path) -> None:
+    """To an anchor, to a page; and a page that is in no menu."""
+    wrong = "[one](index.md#nowhere) [two](nowhere.md)"
+    (copied / "docs" / "new.md").write_text(wrong, encoding="utf-8")
+    done = build(copied)
+    assert done.returncode == 1
+    for what in ("#nowhere", "nowhere.md", 'not included in the "nav"'):
+        assert what in done.stderr, done.stderr
 
 
 def anchors(markdown: str) -> set[str]:
