@@ -85,7 +85,7 @@ class Bench:
         plugin = ("--plugin", "kvpersist", *store)
         ours = (*plugin, "--kvpersist-kv-measure-s", str(int(self.measure_s)))
         self.stock, self.ours = Side(()), Side(ours)
-        self.n_tokens = self._chars = 0
+        self.n_tokens = self._chars = self._probe_chars = 0
         self._starts_s = self._chars_per_token = 0.0
         self.spec: dict[str, Any] = {}
 
@@ -102,7 +102,8 @@ class Bench:
             stock.kill9()
             ours = stack.enter_context(self._server("kvpersist", self.ours))
             self.spec = ask(ours.url, SPEC_PATH)
-            self._chat(ours, [_user(f"Warm up.\n\n{document(1000)}")], 1)
+            with ongoing("kvpersist: warm up"):
+                self._chat(ours, [_user(f"Warm up.\n\n{document(self._probe_chars)}")], 1)
             for n, messages in enumerate(self.stock.messages, 1):
                 of = f"kvpersist, {n} of {len(self.stock.messages)}"
                 self._converse(ours, self.ours, messages[0]["content"], of)
@@ -138,6 +139,7 @@ class Bench:
                 reply = self._chat(server, [_user(prompt)], 24)
                 if reply.ttft_s > _LONG_PROBE_S:
                     break
+        self._probe_chars = n_chars
         n_computed = reply.prompt_tokens - reply.cached_tokens
         return Speed(
             load_s=self.stock.starts_s[0],
