@@ -231,7 +231,7 @@ class _Sweep:
             "cut anywhere", worst(found), stock_is_wrong=(self.finding.pieces or 0.0) > TOLERANCE
         )
 
-    def _last_logits(self, ids: list[int], caches: list[Any]) -> np.ndarray:
+    def _last_logits(self, ids: list[int], caches: list[Any]) -> np.ndarray[Any, Any]:
         """Feed ids and return the last token's logits, [1, vocab]."""
         logits = self.model(mx.array([ids]), cache=caches)[:, -1].astype(mx.float32)
         return np.array(logits)

@@ -300,7 +300,8 @@ def _cut(x: mx.array, axis: int, part: slice) -> mx.array:
     """Return a part of an axis; one of length 1 stands for any length."""
     if x.shape[axis] == 1:
         return x
-    return x[(*(slice(None),) * axis, part)]
+    place = (*(slice(None),) * axis, part)
+    return x[place]
 
 
 def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -47,7 +48,7 @@ def chain_of(ids: Sequence[int]) -> list[Block]:
     return nodes
 
 
-def plain_arrays(node: Block) -> dict[str, np.ndarray]:
+def plain_arrays(node: Block) -> dict[str, np.ndarray[Any, Any]]:
     """Return what a block must hold."""
     rng = np.random.default_rng(int.from_bytes(node.key, "little"))
     shape = (2, 1, node.n_tokens)
@@ -65,7 +66,7 @@ def window(node: Block) -> Block:
     return checkpoint(node.key, "window-32", BLOCK_TOKENS)
 
 
-def plain_part(part: Block) -> dict[str, np.ndarray]:
+def plain_part(part: Block) -> dict[str, np.ndarray[Any, Any]]:
     """Return what a part must hold."""
     rng = np.random.default_rng(int.from_bytes(part.key, "little"))
     return {
@@ -165,7 +166,7 @@ def check_part(folder: Path, part: Block) -> None:
     check_arrays(arrays, plain_part(part))
 
 
-def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray]) -> None:
+def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray[Any, Any]]) -> None:
     assert arrays.keys() == expected.keys()
     for name, array in expected.items():
         assert np.array(arrays[name]).tobytes() == array.tobytes(), name

@@ -108,7 +108,8 @@ class ServerProcess:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None and not isinstance(error, ServerError):
-            error.__notes__ = [*getattr(error, "__notes__", []), self._log_report()]
+            notes = [*getattr(error, "__notes__", []), self._log_report()]
+            vars(error)["__notes__"] = notes  # add_note of Python 3.11
         self.stop()
 
     @property
