@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mlx_lm_kvpersist.request.outcome import Reason
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "clients.md").read_text(encoding="utf-8")
-REUSE = (DOCS / "reuse.md").read_text(encoding="utf-8")
+REUSE = html.unescape((DOCS / "reuse.md").read_text(encoding="utf-8"))
 
 
 def test_sources_in_their_order() -> None:

@@ -167,3 +167,10 @@ def test_every_variable_stands_there() -> None:
         names |= set(re.findall(r'"(KVPERSIST_[A-Z_]+)"', text_of(source)))
     page = text_of(DOCS / "configuration.md")
     assert names and [name for name in names if f"| `{name}` |" not in page] == []
+
+
+def test_nothing_is_taken_for_html() -> None:
+    """`x-<vendor>-session-id` outside of code would be shown as `x--session-id`."""
+    for each in ALL_PAGES:
+        outside = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text_of(each), flags=re.DOTALL)
+        assert re.findall(r"<[a-z/][^>]*>", outside) == [], each.name
