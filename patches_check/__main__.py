@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         metavar="N",
         help="with --matrix run: only this row, counted from 1, and nothing is written; can be "
-        "given more than once",
+        "given more than once; 0 is none of them, for a checkout alone",
     )
     parser.add_argument(
         "--checkout",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +27,6 @@ class Conversation:
     tier_after: str
     same_reply: bool
     """Whether the restarted server replied as the killed one did."""
-    start_s: float
-    """From the command to the first token that the restarted server can generate."""
 
     def __str__(self) -> str:
         return (
@@ -62,9 +59,7 @@ def play(folder: Path) -> Conversation:
         before = server.chat(messages, "check", MAX_TOKENS)
         wait_until_written(store)
         server.kill9()
-        start = time.perf_counter()
         server.start()
-        start_s = time.perf_counter() - start
         after = server.chat(messages, "check", MAX_TOKENS)
     return Conversation(
         prompt_tokens=after.prompt_tokens,
@@ -72,5 +67,4 @@ def play(folder: Path) -> Conversation:
         cached_after=after.cached_tokens,
         tier_after=after.said("tier"),
         same_reply=after.text == before.text,
-        start_s=round(start_s, 1),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_ci_run_makes_the_tests_and_the_checks_of_patches(tmp_path: Path) -> Non
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "python3"},
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": sys.executable},
     )
-    assert done.stdout.splitlines() == ["make test PYTHON=python3", "make patches PYTHON=python3"]
+    assert done.stdout.splitlines() == [
+        f"make {target} PYTHON={sys.executable}" for target in ("test", "patches")
+    ]
     assert {"test", "patches"} <= targets()

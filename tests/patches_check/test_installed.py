@@ -212,7 +212,7 @@ def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPa
 def test_a_conversation_is_right_if_it_came_from_disk_and_went_on_alike(
     cached: int, tier: str, same: bool, is_right: bool
 ) -> None:
-    conversation = Conversation(10, 9, cached, tier, same, 1.0)
+    conversation = Conversation(10, 9, cached, tier, same)
     if is_right:
         conversation.check()
     else:
