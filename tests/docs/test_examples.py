@@ -21,7 +21,7 @@ CURLS = [block for block in blocks("sh") if re.search(r"^curl ", block.text, re.
 
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
-    return started.with_plugin(tiny_model)
+    return started.with_plugin(tiny_model, "--max-tokens", "16")
 
 
 def here(text: str, server: ServerProcess) -> str:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.precision import PrecisionRequest
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionRequest
+from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec
 from mlx_lm_kvpersist.config import DEFAULT_MAX_DISK_BYTES, KV_BITS
 from mlx_lm_kvpersist.units import show_bytes
 from models_check.configs import CONFIGS
 
 Config = Mapping[str, Any]
 
-_BITS = ("k6v4", "8", "16")
-"""What `auto` gives most layers, and what to choose instead."""
+_AUTO = KV_BITS["k6v4"]
+"""What `auto` gives most layers."""
 
 
 def _full(n_layers: int, n_kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -85,7 +86,7 @@ SHAPES: dict[str, tuple[str, Config]] = {
 }
 
 
-def spec_of(name: str, bits: str) -> ModelCacheSpec:
+def spec_of(name: str) -> ModelCacheSpec:
     """Return the spec of a model of this shape in bfloat16, as a server finds it.
 
     Nothing is evaluated: shapes and dtypes are known before.
@@ -95,14 +96,25 @@ def spec_of(name: str, bits: str) -> ModelCacheSpec:
     config = {"model_type": architecture, **CONFIGS[architecture], **config}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    return ModelCacheSpec.probe(model, PrecisionRequest(KV_BITS[bits]).choice(), evaluate=False)
+    return ModelCacheSpec.probe(model, PrecisionRequest(_AUTO).choice(), evaluate=False)
+
+
+def in_bits(group: LayerGroup, bits: int) -> LayerGroup:
+    """Return a group with all of its keys and values in these bits, where it is quantized."""
+    if group.precision is None:
+        return group
+    return replace(group, precision=KVPrecision.of(bits, group.precision.group_size))
 
 
 def row(name: str) -> str:
     """Return a model's row of the table."""
-    specs = [spec_of(name, bits) for bits in _BITS]
-    a_token = [spec.bytes_per_token for spec in specs]
-    a_checkpoint = specs[0].bytes_per_checkpoint
+    spec = spec_of(name)
+    a_token = [
+        spec.bytes_per_token,
+        sum(in_bits(group, 8).bytes_per_token for group in spec.full),
+        sum(group.full_precision_bytes for group in spec.full),
+    ]
+    a_checkpoint = spec.bytes_per_checkpoint
     cells = [
         name,
         *(show_bytes(n_bytes) for n_bytes in a_token),

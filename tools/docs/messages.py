@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import mlx_lm_kvpersist
@@ -58,6 +59,7 @@ class Said:
     status: int | None = None
 
 
+@cache
 def found() -> list[Said]:
     """Return all messages, in the order of the source. Raises ValueError for one without words."""
     return [
