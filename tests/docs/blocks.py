@@ -13,6 +13,7 @@ from tests.support.host import REPOSITORY
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "SECURITY.md",
     REPOSITORY / "benchmarks" / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
