@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..cache.precision import layout_in_words
 from ..units import show_bytes
 
 _COLUMNS = ("", "stock", "kvpersist", "times as fast", "kvpersist reused")
@@ -51,7 +52,7 @@ def as_markdown(content: dict[str, Any]) -> str:
         f"mlx-lm-kvpersist {found['mlx-lm-kvpersist']}, mlx-lm {found['mlx-lm']}, "
         f"mlx {found['mlx']}, Python {found['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
-        f"load {content['load_before']} before",
+        f"{device['processors']} processors, load {content['load_before']} before",
         f"{model['name']} ({model['type']}{bits}, {model['weights']}); "
         f"precision of kvpersist: {precision(content['kv'])}",
         f"prompts of {setting['prompt_tokens']:,} tokens, {setting['conversations']} of each; one "
@@ -77,6 +78,4 @@ def precision(spec: dict[str, Any]) -> str:
     """Return in which bits the plugin keeps a model's layers."""
     if not spec.get("kept"):
         return f"nothing is kept ({spec.get('why_not')})"
-    return ", ".join(
-        f"{len(group['slots'])} layers {group['bits'] or 'as they are'}" for group in spec["groups"]
-    )
+    return layout_in_words(spec["layout"])

@@ -94,11 +94,12 @@ CONTENT: dict[str, Any] = {
         "memory_size": 64 << 30,
         "kind": "gpu",
         "platform": "macOS-15",
+        "processors": 12,
     },
     "blas": None,
     "load_before": 0.5,
     "model": {"name": "some/model", "type": "llama", "weights": "4.2 GiB", "weight_bits": 4},
-    "kv": {"kept": True, "groups": [{"slots": [0, 1], "bits": "k6v4"}]},
+    "kv": {"kept": True, "layout": "4rb64"},
     "setting": {"prompt_tokens": 8190, "conversations": 3},
     "rows": [
         row("first token", "s", [2.0], [0.5], reused=(0, 8100)),
@@ -111,7 +112,11 @@ def test_the_table_names_its_conditions() -> None:
     text = as_markdown(CONTENT)
     for said in (
         *("mlx-lm-kvpersist 9.3, mlx-lm 9.2, mlx 9.1, Python 3.12.1", "Some chip, gpu, 64.0 GiB"),
-        *("some/model (llama, 4-bit, 4.2 GiB)", "2 layers k6v4", "8,190 tokens, 3 of each"),
+        *(
+            "some/model (llama, 4-bit, 4.2 GiB)",
+            "precision of kvpersist: keys 4 bits, values 4, rotated\n",
+            "8,190 tokens, 3 of each",
+        ),
         *("| first token | 2 s | 0.5 s | 4 | 8,100 tokens |", "took 250 s"),
         "| reply | 40 tokens/s | 50 tokens/s | 1.25 |  |",
     ):
