@@ -13,15 +13,31 @@ from typing import Any
 
 import pytest
 
-from tests.support import Message, ServerProcess, StartServer, synthetic_text
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    make_zoo_model,
+    synthetic_text,
+)
 from tests.support.waiting import wait_until
 
 from .stored import wait_for_writer
 
-SECONDS = [
-    pytest.param(12, 12, id="some"),
-    pytest.param(600, 50, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+CROWDS = [
+    pytest.param("llama", 9, 12, id="some"),
+    pytest.param("llama", 600, 50, id="many", marks=SLOW),
+    *(
+        pytest.param(family, 60, 12, id=family, marks=SLOW)
+        for family in ("gemma3_text", "mamba2", "falcon_h1")
+    ),
 ]
+"""The model, for how many seconds, and how many clients. One of each class of caches: all tokens,
+windows, states, and both in one layer."""
+
+LEFT_BYTES = 256 << 20
+"""What a process may hold more after a crowd: MLX keeps freed buffers."""
 
 
 class Crowd:
@@ -83,6 +99,12 @@ class Crowd:
             time.sleep(after_s)
 
 
+def resident_bytes(server: ServerProcess) -> int:
+    """Return how much memory the server's process has; 0 on a Mac."""
+    status = Path("/proc") / str(server.pid) / "statm"
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
+
 def held(server: ServerProcess) -> tuple[int, int]:
     """Return how many threads and descriptors the server's process has; 0 and 0 on a Mac."""
     process = Path("/proc") / str(server.pid)
@@ -91,14 +113,26 @@ def held(server: ServerProcess) -> tuple[int, int]:
     return len(os.listdir(process / "task")), len(os.listdir(process / "fd"))
 
 
-@pytest.mark.parametrize(("seconds", "n_clients"), SECONDS)
+@pytest.mark.parametrize(("family", "seconds", "n_clients"), CROWDS)
 def test_a_crowd_gets_what_everybody_would_get_alone(
-    seconds: float, n_clients: int, tiny_model: Path, start_server: StartServer
+    family: str,
+    seconds: float,
+    n_clients: int,
+    tiny_model: Path,
+    tmp_path: Path,
+    start_server: StartServer,
 ) -> None:
-    server = start_server.with_plugin(tiny_model)
+    model = tiny_model
+    if family != "llama":
+        model = make_zoo_model(tmp_path / "model", family)
+        config = json.loads((model / "config.json").read_text())
+        config["max_position_embeddings"] = 1 << 16  # its prompts are longer than its table
+        (model / "config.json").write_text(json.dumps(config))
+    server = start_server.with_plugin(model, "--kvpersist-ram", "64M")
     crowd = Crowd(server)
+    crowd.run(n_clients, min(seconds / 4, 10))  # what a crowd needs is there from here on
     wait_for_writer(server)
-    before = held(server)
+    before, bytes_before = held(server), resident_bytes(server)
     crowd.run(n_clients, seconds)
     assert not crowd.wrong, (len(crowd.wrong), crowd.n_replies, crowd.wrong[:3])
     assert crowd.n_replies >= n_clients and crowd.n_left >= n_clients / 4
@@ -109,4 +143,5 @@ def test_a_crowd_gets_what_everybody_would_get_alone(
         f"threads and descriptors as before: {before}",
         30,
     )
+    assert resident_bytes(server) <= bytes_before + LEFT_BYTES
     assert crowd.ask(crowd.prompts[0]) == crowd.alone[0]
