@@ -295,18 +295,20 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
         if not has_text_only(request):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
-        args.sampling.top_k = 0  # to check it needs the model
         rendered = self._render(provider.tokenizer, request, args)
         given = {"request": request, "args": args, "tokenizer": provider.tokenizer}
         prompt: Prompt | None = manager.ask_first("spell_prompt", prompt=rendered.prompt, **given)
         return len(prompt.ids if prompt is not None else rendered.stock[0])
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Return what was made of a request with this tokenizer, else make it.
+        """Return what was made of a request with this tokenizer, else make it. Generation thread.
 
         Raises:
-            RequestRefused: no prompt can be made, or it is longer than the model's context.
+            RequestRefused: no prompt can be made, it is too long, or an id is not the model's.
         """
+        # To know the model's ids its graph is built: beside one that runs, mlx 0.31.2 aborts.
+        if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
+            check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
         if rendered is None or rendered.tokenizer is not tokenizer:
             rendered = request.rendered = self._render(tokenizer, request, args)
@@ -316,9 +318,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         if request.request_type == "chat":
             manager.ask("prepare_messages", request=request, args=args, tokenizer=tokenizer)
-        # Here the model is loaded, and stock reports to the client what is raised.
-        if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
-            check_ids(args, self.model_provider.n_logits)
         try:
             stock = super()._tokenize(tokenizer, request, args)
         except Exception as error:

@@ -157,3 +157,38 @@ def test_a_prompt_with_images_is_not_touched() -> None:
         result = generator._tokenize(None, request, GENERATION_ARGS)
     assert result == ([1, 2], [[1, 2]], ["assistant"], "normal", vision)
     assert type(result[0]) is list
+
+
+def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
+    """Which ids the model has is asked on the generation thread: mlx 0.31.2 aborts elsewhere."""
+    asked: list[str] = []
+
+    class Provider(SimpleNamespace):
+        @property
+        def n_logits(self) -> int:
+            asked.append("n_logits")
+            return 10
+
+    generator = object.__new__(patched_server.ResponseGenerator)
+    generator.model_provider = Provider(
+        cli_args=ARGS,
+        processor=None,
+        max_context=None,
+        tokenizer=TOKENIZER,
+        is_ready=True,
+        model_key=("probe", None, None),
+        _model_map={},
+    )
+    args = SimpleNamespace(**vars(GENERATION_ARGS))
+    args.model, args.sampling = (
+        SimpleNamespace(model="probe"),
+        SimpleNamespace(top_k=10, temperature=1.0),
+    )
+    request = patched_server.CompletionRequest("text", "abc", [], None, None)
+    with plugged(Prepares()):
+        generator._render_ahead(request, args)
+        assert request.rendered is not None and generator.count_tokens(request, args) == 3
+        assert asked == []
+        with pytest.raises(RequestRefused, match="top_k is 10, expected 0"):
+            generator._tokenize(TOKENIZER, request, args)
+    assert asked == ["n_logits"]
