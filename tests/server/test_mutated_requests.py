@@ -19,6 +19,7 @@ from tests.api import bodies
 from tests.api.bodies import mutated
 from tests.support import ServerProcess, StartServer
 from tests.support.scripted import make_thinking_model
+from tests.support.stock import samples_with_xtc
 
 CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
 AGENTS, SESSIONS = "/v1/agents", "/v1/kvpersist/sessions"
@@ -48,7 +49,7 @@ CHAT: dict[str, Any] = {
     "frequency_penalty": 0.1,
     "repetition_penalty": 1.1,
     "repetition_context_size": 5,
-    "xtc_probability": 0.1,
+    "xtc_probability": 0.1 if samples_with_xtc() else 0.0,
     "xtc_threshold": 0.1,
     "logit_bias": {"5": 1.5},
     "logprobs": True,

@@ -44,6 +44,19 @@ def reads_lists_of_calls() -> bool:
     return not _IS_BEFORE_0_32
 
 
+def samples_with_xtc() -> bool:
+    """Tell whether a request may have an xtc_probability.
+
+    Sampling fails on 0.31.3, with or without the plugin: it makes an array of an id and a list.
+    """
+    return not _IS_BEFORE_0_32
+
+
+def refuses_negative_limits() -> bool:
+    """Tell whether max_tokens below 0 is refused; 0.31.3 serves it."""
+    return not _IS_BEFORE_0_32
+
+
 def heed_biases(server: ServerProcess) -> None:
     """Have the logit_bias of the next request heeded.
 
