@@ -109,6 +109,8 @@ def check_parameters(body: Mapping[str, Any], given: Any) -> None:
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
             setattr(given, name, float(number))  # MLX takes no such integer, and stock dies of it
+    # 0.32.0 lets 0 pass, and its generation thread ends.
+    require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
         size = getattr(given, name := f"{kind}_context_size")
         require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")

@@ -50,6 +50,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"stop": ["\ud800"]},
         "stop[0] is not valid Unicode at character 0",
     ),
+    "max_tokens of 0": ({"max_tokens": 0}, "at least 1"),
+    "max_tokens below 0": ({"max_tokens": -1}, "max_tokens"),
     "bias beyond the vocabulary": ({"logit_bias": {"99999": 1}}, "names token 99999, expected"),
     "bias below the vocabulary": ({"logit_bias": {"-99999": 1}}, "names token -99999"),
     "bias of a huge id": ({"logit_bias": {"9" * 30: 1}}, "logit_bias names token 999"),

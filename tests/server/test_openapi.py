@@ -12,7 +12,6 @@ import pytest
 
 from tests.support import ServerProcess, StartServer
 from tests.support.host import REPOSITORY
-from tests.support.stock import refuses_negative_limits
 
 SHORT = ("--phases", "coverage")
 LONG = ("--phases", "coverage,fuzzing,stateful", "--max-examples", "200", "--max-time", "200")
@@ -38,7 +37,6 @@ def test_schemathesis(
         *("--seed", "1", "--no-shrink", "--no-color", "--warnings", "off"),
         *("--continue-on-failure", "--request-timeout", "60", "--max-response-time", "60"),
         *("--generation-database", "none", *options),
-        *(() if refuses_negative_limits() else ("--exclude-checks", "negative_data_rejection")),
     ]
     environment = {
         **os.environ,

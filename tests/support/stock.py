@@ -52,11 +52,6 @@ def samples_with_xtc() -> bool:
     return not _IS_BEFORE_0_32
 
 
-def refuses_negative_limits() -> bool:
-    """Tell whether max_tokens below 0 is refused; 0.31.3 serves it."""
-    return not _IS_BEFORE_0_32
-
-
 def heed_biases(server: ServerProcess) -> None:
     """Have the logit_bias of the next request heeded.
 
