@@ -23,9 +23,7 @@ class Computing:
 
     def add(self, taken: Prepared) -> None:
         """A prompt begins to be computed; the handle is its `Sequence`."""
-        self._taken = [one for one in self._taken if is_computing(one)]
-        if len(taken.prompt.ids) - taken.n_cached >= MIN_SHARED:
-            self._taken.append(taken)
+        self._taken = [*filter(is_computing, self._taken), taken]
 
     def awaited(self, lookup: Lookup) -> bool:
         """Tell whether a prompt does better to wait for blocks that another is computing."""

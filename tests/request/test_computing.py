@@ -12,6 +12,7 @@ from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
 from mlx_lm_kvpersist.host.reply import ReplyQueue
 from mlx_lm_kvpersist.match.block import Root
 from mlx_lm_kvpersist.request.computing import Computing, common_length
+from mlx_lm_kvpersist.request.insert import MIN_TOKENS_BETWEEN
 from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
 
 ROOT = Root("model", "4b64")
@@ -112,6 +113,41 @@ def test_models_with_checkpoints_share_what_ends_at_one() -> None:
     assert computing.awaited(same)
     saved(taken, 2048)  # the end of the system prompt is too near to be another one
     assert not computing.awaited(same)
+
+
+@pytest.mark.parametrize(("n_common", "waits"), [(511, False), (512, True), (767, True)])
+def test_two_whole_blocks_are_worth_waiting_for(n_common: int, waits: bool) -> None:
+    computing = Computing()
+    computing.add(begun(IDS)[0])
+    same: Any = Found([*IDS[:n_common], *range(9000, 9100)])
+    assert computing.awaited(same) == waits
+    same.n_found = 1
+    assert not computing.awaited(same)
+
+
+@pytest.mark.parametrize(
+    ("n_system", "n_shared"), [(1100, 1100), (1101, 1024), (2000, 1024)], ids=str
+)
+def test_a_system_prompt_that_is_not_shared_to_its_end_is_not_awaited(
+    n_system: int, n_shared: int
+) -> None:
+    computing = Computing()
+    taken, _ = begun(IDS, n_system=n_system)
+    computing.add(taken)
+    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
+    saved(taken, n_shared - MIN_TOKENS_BETWEEN)
+    assert computing.awaited(same)
+    saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is made nearer than that
+    assert not computing.awaited(same)
+
+
+def test_a_request_that_is_served_alone_is_awaited_too() -> None:
+    """It has no reply queue of ours."""
+    computing = Computing()
+    taken, _ = begun(IDS)
+    taken.reply = None
+    computing.add(taken)
+    assert computing.awaited(Found(IDS))  # type: ignore[arg-type]
 
 
 def test_common_lengths() -> None:
