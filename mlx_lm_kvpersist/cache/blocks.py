@@ -14,7 +14,7 @@ layers, and no longer on the number of blocks times layers. Generation thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -245,6 +245,14 @@ class Joiner:
             }
             self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
+
+    def make_room(self) -> Iterator[None]:
+        """Make the buffers, one before each yield; else the first piece waits for all of them."""
+        for buffers in self._buffers.values():
+            for arrays in buffers.arrays.values():
+                for place in range(len(arrays)):
+                    mx.eval(arrays[place])
+                    yield
 
     def add(self, piece: Piece, window: int | None = None) -> None:
         """Add the next tokens of the full groups, or of those with a window.

@@ -24,8 +24,8 @@ _MEASURE_S, _CPU_MEASURE_S = 0.6, 0.05
 this length or took this long."""
 
 _MIN_MEASURED = 512
-_SCORE_BYTES = 64
-"""Short chunks do not tell scores from other memory; these are those of 32 heads in 16 bits."""
+_SCORE_BYTES = 160
+"""Short chunks do not tell scores from other memory; these are those of 40 heads in 32 bits."""
 
 _MOST_SCORE_BYTES = 512
 """No attention takes more: these are the scores of 64 heads twice in 32 bits. A device that is

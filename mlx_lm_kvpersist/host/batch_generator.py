@@ -39,7 +39,10 @@ IDLE_CHUNK = 512
 """While nobody decodes, chunks have at least so many tokens: fewer are slower on any device."""
 
 MOST_PASSED_OVER = 3
-"""So many chunks of others a prompt lets pass, then it is its turn."""
+"""So many chunks of others the oldest prompt lets pass, then it is its turn."""
+
+CLEAR_EVERY = 512
+"""Steps of the replies after which freed memory is given back, as in stock."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._limits: PrefillLimits | None = manager.ask_first("prefill_limits", model=model)
         self._prefills: list[Prefill] = []
         self._pace = Pace()
+        self._n_steps = 0
 
     def _make_batch(self, n: int) -> Any:
         if n > 0 and manager.is_implemented("merge_caches"):
@@ -124,6 +128,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         rows = self._rows()
         if not rows:
             return [], 0.0
+        self._n_steps += 1
+        if self._n_steps % CLEAR_EVERY == 0:
+            mx.clear_cache()
         started = time.perf_counter()
         try:
             return self._generation_batch.next(), time.perf_counter() - started
@@ -154,6 +161,12 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         n_free = min(
             self.prefill_batch_size - len(self._prefills), self.completion_batch_size - n_running
         )
+        if queue and n_free <= 0 and n_running < self.completion_batch_size:
+            shortest = min(queue, key=_n_left)
+            if all(_n_left(shortest) < one.n_left for one in self._prefills):
+                queue.remove(shortest)  # it will not take long
+                queue.appendleft(shortest)
+                n_free = 1
         for _ in range(min(n_free, len(queue))):
             uid, tokens = queue[0][0], queue[0][4]
             try:
@@ -166,10 +179,12 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._prefills.append(Prefill(uid, batch, batch.tokens[0], segments, n_new))
 
     def _turn(self) -> Prefill:
-        """Return the prompt to go on with: the one with the least left, or long passed over."""
-        longest = max(self._prefills, key=lambda one: one.passed_over)
-        turn = longest
-        if longest.passed_over < MOST_PASSED_OVER:
+        """Return the prompt to go on with: the one with the least left, or in its turn the oldest.
+
+        If all of them aged, short prompts would wait beside many long ones.
+        """
+        turn = self._prefills[0]
+        if turn.passed_over < MOST_PASSED_OVER:
             turn = min(self._prefills, key=lambda one: one.n_left)
         for other in self._prefills:
             other.passed_over = 0 if other is turn else other.passed_over + 1
@@ -266,7 +281,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             raise error
         if not isinstance(error, ClientGone):
             logger.error("a request failed", exc_info=error)
-        reply.fail(error)
+        reply.fail(error.with_traceback(None))  # its frames hold the caches
         ended.append(self._response(uid, (0, 0)))
 
     def _response(self, uid: int, progress: tuple[int, int]) -> Any:
@@ -310,6 +325,11 @@ class MergeAdapter:
         if not hasattr(self.cache, "merge"):
             raise ValueError(f"{type(self.cache)} does not yet support batching with history")
         return self.cache.merge(caches)
+
+
+def _n_left(sequence: Any) -> int:
+    """Return how many tokens of a sequence in stock's queue are to be computed."""
+    return sum(map(len, sequence[1]))
 
 
 def reply_of(tokens: Any) -> Any:

@@ -20,6 +20,8 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
     is_ready = False
     """Whether the default model is loaded, if there is one, and requests are served."""
+    is_loading = False
+    """Whether a model is being loaded, or plugins are being told of it."""
     fatal_error: BaseException | None = None
     """Why the server must end; `run` reports it."""
     _plugin_error: Exception | None = None
@@ -40,6 +42,13 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         return self._n_logits
 
     def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        self.is_loading = True
+        try:
+            self._load_and_tell(model_path, adapter_path, draft_model_path)
+        finally:
+            self.is_loading = False
+
+    def _load_and_tell(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> None:
         self._n_logits = self._plugin_error = self.max_context = None
         super()._load(model_path, adapter_path, draft_model_path)
         self.max_context = max_context(model_path, self.tokenizer)

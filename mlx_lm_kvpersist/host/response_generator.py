@@ -8,12 +8,13 @@ own client waits. If the generation thread ends, the server ends.
 from __future__ import annotations
 
 import _thread
+import copy
 import logging
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -24,15 +25,12 @@ from .context_length import check_length
 from .prompt import Prompt, TakenTokens
 from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .request_checks import check_ids, check_prompt_ids
-from .waiting import Rendered, Waiting, has_text_only
+from .waiting import Line, Rendered, Waiting, has_text_only
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
 else:
     Stock = object
-
-WORK_S = 0.005
-"""A waiting request whose plugin took longer has done a part of what it waits for."""
 
 LAST_ANSWERS_S = 1.0
 """How long the server still answers, with an error, before it ends."""
@@ -90,7 +88,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """The request that entered last."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._waiting: deque[Waiting] = deque()
+        self._line = Line()
         self._replies: list[ReplyQueue] = []
         """Those of the requests that have entered and not ended."""
         self.open_requests = OpenRequests()
@@ -111,8 +109,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             return super()._next_request(timeout)
         if timeout is None:
             request = self._enter(self._next_ready())
-        elif self._waiting:
-            request = self._enter(self._waiting.popleft())
+        elif self._line:
+            request = self._enter(self._line.oldest())
         else:
             queued = super()._next_request(timeout)
             request = self._enter(Waiting.of(queued) if queued is not None else None)
@@ -133,46 +131,27 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             waiting.reply.fail(ClientGone())
             return None
         self._entering = waiting
+        self._replies = [one for one in self._replies if not one.is_over]
         self._replies.append(waiting.reply)
         self._model = waiting.queued[2].model
         return waiting.queued
 
     def _next_ready(self) -> Waiting | None:
         while (queued := super()._next_request(None)) is not None:
-            self._waiting.append(Waiting.of(queued))
-        prefetches = manager.is_implemented("prefetch")
-        self._advance()
-        for waiting in list(self._waiting):
-            joins = self._joins(waiting)
-            if not joins and waiting is not self._waiting[0]:
-                break
-            if joins and prefetches and not waiting.has_begun:
-                self._begin(waiting)
-                waiting.advance()
-            if not joins or not prefetches or waiting.is_ready or waiting.reply.is_gone:
-                self._waiting.remove(waiting)
-                return waiting
-        if not isinstance(self._time_budget, UntilAsked):
+            self._line.add(queued)
+        begin = self._begin if manager.is_implemented("prefetch") else None
+        ready = self._line.next_ready(self._joins, begin)
+        if ready is None and not isinstance(self._time_budget, UntilAsked):
             self._time_budget = UntilAsked(self._time_budget, self._is_asked)
-        return None
-
-    def _advance(self) -> None:
-        """Ask after those that wait, until one is ready or has done some work."""
-        for waiting in self._waiting:
-            if waiting.is_ready or waiting.advance() > WORK_S:
-                return
+        return ready
 
     def _is_asked(self) -> bool:
         """Tell whether a request has come, is ready to enter, or is of no use any more."""
-        self._advance()
+        is_asked = self._line.step_ended() or not self.requests.empty()
         # Each reply that was stopped is told once: then stock removes it.
         n_stopped = sum(reply.is_stopped for reply in self._replies)
         self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]
-        return (
-            n_stopped > 0
-            or not self.requests.empty()
-            or any(waiting.is_ready or waiting.reply.is_gone for waiting in self._waiting)
-        )
+        return is_asked or n_stopped > 0
 
     def _joins(self, waiting: Waiting) -> bool:
         """Say whether a request can enter the batch that is being served."""
@@ -220,14 +199,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """
         try:
             if self._is_loaded(args) and has_text_only(request):
-                request.rendered = self._render(self.model_provider.tokenizer, request, args)
+                self._render_once(self.model_provider.tokenizer, request, args)
         except Exception:
             logger.debug("a prompt could not be made ahead", exc_info=True)
 
     def _is_loaded(self, args: Any) -> bool:
         """Whether a request asks for the model that is loaded."""
         provider, name = self.model_provider, args.model.model
-        key = provider.model_key if provider.is_ready else None
+        key = provider.model_key if provider.is_ready and not provider.is_loading else None
         return key is not None and provider._model_map.get(name, name) == key[0]
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
@@ -311,9 +290,30 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
         if rendered is None or rendered.tokenizer is not tokenizer:
-            rendered = request.rendered = self._render(tokenizer, request, args)
+            if rendered is not None:
+                request.messages = rendered.messages
+            rendered = self._render_once(tokenizer, request, args)
+        # Here the model is loaded that will serve it, and stock reports to the client what is
+        # raised.
+        if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
+            check_ids(args, self.model_provider.n_logits)
         check_length(len(rendered.stock[0]), self.model_provider.max_context)
         return rendered
+
+    def _render_once(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
+        """Render a request and keep the result with it; if that fails, its messages are as before.
+
+        Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
+        """
+        messages = request.messages
+        request.messages = copy.deepcopy(messages)
+        try:
+            made = replace(self._render(tokenizer, request, args), messages=messages)
+        except BaseException:
+            request.messages = messages
+            raise
+        request.rendered = made
+        return made
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
         if request.request_type == "chat":

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .prompt import Prompt
 from .reply import ReplyQueue
+
+GAP_S = 0.05
+"""How long requests may begin and enter between two steps of the replies."""
+
+WORK_S = 0.005
+"""A waiting request whose plugin took longer has done a part of what it waits for."""
+
+LARGE_S = 0.25
+"""A request that was worked on for longer lets those pass that need less."""
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +28,14 @@ logger = logging.getLogger(__name__)
 class Rendered:
     """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
 
-    `prompt` is None if it has images: plugins must not change it.
+    `prompt` is None if it has images: plugins must not change it. `messages` are those of the
+    request before they were rendered, which changes them.
     """
 
     tokenizer: Any
     stock: tuple[Any, ...]
     prompt: Prompt | None
+    messages: Any = None
 
 
 @dataclass(eq=False)
@@ -39,6 +51,10 @@ class Waiting:
     has_begun: bool = False
     error: Exception | None = None
     is_fetched: Callable[[], bool] | None = None
+    is_ready: bool = False
+    """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
+    spent_s: float = 0.0
+    """How long its plugin has worked on it between steps."""
 
     @classmethod
     def of(cls, queued: Any) -> Waiting:
@@ -47,19 +63,95 @@ class Waiting:
         reply = ReplyQueue(queue, request)
         return cls((reply, request, args), reply)
 
-    is_ready: bool = False
-    """Whether the request was tokenized and what a plugin prefetches for it is in RAM."""
-
     def advance(self) -> float:
         """Ask the plugin whether all is there; return how long that took, for it may work on it."""
         started = time.perf_counter()
-        if self.has_begun and not self.is_ready:
+        if self.has_begun and not (self.is_ready or self.reply.is_gone):
             try:
                 self.is_ready = self.is_fetched is None or self.is_fetched()
             except Exception:
                 logger.exception("a plugin's prefetch failed; the request enters without it")
                 self.is_ready = True
-        return time.perf_counter() - started
+        spent_s = time.perf_counter() - started
+        self.spent_s += spent_s
+        return spent_s
+
+
+class Line:
+    """The requests that have not entered yet, in the order in which they came.
+
+    Between two steps of the replies they may take about GAP_S, and one of them always gets on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiting] = deque()
+        self._gap_began_s: float | None = None
+        """When the last step of the replies had ended; None once the next may begin."""
+        self._n_gaps = 0
+        self._has_moved = False
+        """Whether a request has begun or entered since."""
+        self._is_behind = False
+        """Whether some were left for after the next step."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, queued: Any) -> None:
+        """Append an item of the server's queue."""
+        self._waiting.append(Waiting.of(queued))
+
+    def oldest(self) -> Waiting:
+        """Remove the first, whatever it waits for."""
+        return self._waiting.popleft()
+
+    def step_ended(self) -> bool:
+        """Let one that waits work on; tell whether any has to be looked at before the next step."""
+        self._begin_gap()
+        return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self._waiting)
+
+    def next_ready(
+        self, joins: Callable[[Waiting], bool], begin: Callable[[Waiting], None] | None
+    ) -> Waiting | None:
+        """Remove the next that may enter the batch now; None when a step comes first.
+
+        Nobody passes one that does not join. `begin` is called once for each that joins; without
+        it nobody waits for anything.
+        """
+        if self._gap_began_s is None:
+            self._begin_gap()
+        assert self._gap_began_s is not None
+        self._is_behind = False
+        for waiting in list(self._waiting):
+            if self._has_moved and time.perf_counter() - self._gap_began_s > GAP_S:
+                self._is_behind = True
+                break
+            is_joining = joins(waiting)
+            if not is_joining and waiting is not self._waiting[0]:
+                break
+            if is_joining and begin is not None and not waiting.has_begun:
+                self._has_moved = True
+                begin(waiting)
+                waiting.advance()
+            if not is_joining or begin is None or waiting.is_ready or waiting.reply.is_gone:
+                self._has_moved = True
+                self._waiting.remove(waiting)
+                return waiting
+        self._gap_began_s = None
+        return None
+
+    def _begin_gap(self) -> None:
+        """Ask after those that wait, until one is ready or has done some work.
+
+        Those that have worked for long let the others pass, but not in every gap.
+        """
+        self._gap_began_s, self._has_moved = time.perf_counter(), False
+        self._n_gaps += 1
+        in_order = list(self._waiting)
+        if self._n_gaps % 3:
+            in_order.sort(key=lambda one: one.spent_s > LARGE_S)
+        for waiting in in_order:
+            if waiting.is_ready or waiting.advance() > WORK_S:
+                return
 
 
 def has_text_only(request: Any) -> bool:

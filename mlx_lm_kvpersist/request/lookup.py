@@ -175,7 +175,8 @@ class Lookup:
         return self._reuse is not None
 
     def close(self) -> None:
-        """Let go of what was prefetched. Any number of times."""
+        """Let go of what was prefetched and restored. Any number of times."""
+        self._steps = None  # its frame holds this and half-filled caches
         if self._prefetch is not None:
             self._prefetch.release()
             self._prefetch = None

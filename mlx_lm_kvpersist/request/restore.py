@@ -180,8 +180,9 @@ def restore(
     those of the match. Returns None when nothing can be loaded, or when the canary found that the
     blocks are not this model's; then they go to quarantine.
 
-    Yields after each block. in_steps: whether replies go on between, so that no step may be long;
-    otherwise what is in RAM anyway is joined at once, which takes less time in all.
+    Yields after each block, and each buffer that is made. in_steps: whether replies go on between,
+    so that no step may be long; otherwise what is in RAM anyway is joined at once, which takes less
+    time in all.
     """
     lost: set[bytes] = set()
     while True:
@@ -233,6 +234,10 @@ def _read(
     started = perf_counter()
     room = headroom(n_prompt - checkpoint.n_tokens)
     joiner = Joiner(spec, checkpoint.n_tokens, room, n_held, whole=whole)
+    for _ in joiner.make_room() if in_steps else ():
+        restored.join_s += perf_counter() - started
+        yield
+        started = perf_counter()
     for one in needed:
         restored.join_s += perf_counter() - started
         yield

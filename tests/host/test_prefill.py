@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from queue import Queue
 from types import ModuleType, SimpleNamespace
@@ -358,3 +360,53 @@ def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
     assert all("bad luck" in str(client.error) for client in (running, joins))
     serving.run(again := serving.ask(3000, 70))
     assert again.answer == right_answer(again)
+
+
+@pytest.mark.parametrize("n_long", [2, 4, 7, 8])
+def test_a_short_prompt_does_not_wait_beside_many_long_ones(
+    serve: Callable[..., Serving], n_long: int
+) -> None:
+    """Nor for one of them to end, where as many are computed as the server allows."""
+    serving = serve(most=64)
+    for n in range(n_long):
+        serving.ask(1000 * (n + 1), 900 + n)
+    for _ in range(3 * n_long):
+        serving.step()
+    short = serving.ask(15_000, 120)
+    n_before = len(serving.order)
+    while not short.answer:
+        serving.step()
+    others = [one for one in serving.order[n_before:] if one != 15_000]
+    assert len(others) <= 3, others
+
+
+def test_freed_memory_is_given_back_beside_a_long_reply(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve(most=64)
+    client = serving.ask(1000, 20, max_tokens=1100)
+    while not client.answer:
+        serving.step()
+    cleared: list[int] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(len(client.answer)))
+    while len(client.answer) < 1090:
+        serving.step()
+    assert len(cleared) == 2
+
+
+def test_an_error_does_not_hold_the_caches_of_its_prompt(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Pytest keeps what is logged, with its traceback.
+    monkeypatch.setattr("mlx_lm_kvpersist.host.batch_generator.logger.error", lambda *_, **__: None)
+    serving = serve(most=64)
+    client = serving.ask(1000, 400)
+    (sequence,) = serving.generator._unprocessed_sequences
+    sequence[1][1][-2] = POISON
+    serving.step()
+    prefill = weakref.ref(serving.generator._prefills[0])
+    while serving.generator._prefills:
+        serving.step()
+    assert client.error is not None
+    gc.collect()
+    assert prefill() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,37 @@ def test_a_restore_ends_when_its_client_has_gone(
     with pytest.raises(ClientGone):
         lookup.restore(lambda: next(looks))
     assert not any(entry.prefetched for entry in stored.store.pool._entries.values())
+
+
+def test_the_buffers_are_not_all_made_in_one_step(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Touching the memory of a long prompt's caches takes longer than replies may wait."""
+    made: list[int] = []
+    evaluate = mx.eval
+
+    def counted(*arrays: Any) -> None:
+        made[-1] += sum(x.nbytes for _, x in tree_flatten(list(arrays)) if x.size > 0)
+        evaluate(*arrays)
+
+    lookup = look_up(stored, hot=True)
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.mx.eval", counted)
+    made.append(0)
+    while not lookup.advance(0.0) and sum(made) == made[-1]:
+        made.append(0)
+    assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 4
+
+
+def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None:
+    """No collector sees how much memory they hold."""
+    gc.collect()
+    gc.disable()
+    try:
+        lookup = look_up(stored)
+        assert not lookup.advance(0.0)
+        left = weakref.ref(lookup)
+        lookup.close()
+        del lookup
+        assert left() is None
+    finally:
+        gc.enable()
