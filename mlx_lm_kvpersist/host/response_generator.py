@@ -267,7 +267,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 the model's processor knows.
         """
         provider = self.model_provider
-        if not provider.is_ready or provider.model_key is None:
+        if not provider.is_ready or provider.is_loading or provider.model_key is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
         if not self._is_loaded(args):
             asked, loaded = args.model.model, provider.model_key[0]
@@ -293,10 +293,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             if rendered is not None:
                 request.messages = rendered.messages
             rendered = self._render_once(tokenizer, request, args)
-        # Here the model is loaded that will serve it, and stock reports to the client what is
-        # raised.
-        if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
-            check_ids(args, self.model_provider.n_logits)
         check_length(len(rendered.stock[0]), self.model_provider.max_context)
         return rendered
 
