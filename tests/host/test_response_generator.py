@@ -176,6 +176,7 @@ def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> 
         max_context=None,
         tokenizer=TOKENIZER,
         is_ready=True,
+        is_loading=False,
         model_key=("probe", None, None),
         _model_map={},
     )
