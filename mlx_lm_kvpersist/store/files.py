@@ -76,8 +76,13 @@ def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: 
     """
     new_file(path).close()
     metadata = metadata_of(block, root)
+    # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
+    empty = {name: [_name_of(x.dtype), x.shape] for name, x in arrays.items() if not x.size}
+    if empty:
+        metadata["empty"] = json.dumps(empty)
     metadata["checksum"] = checksum(arrays, metadata)
-    mx.save_safetensors(str(path), dict(arrays), metadata)
+    written = {name: array for name, array in arrays.items() if name not in empty}
+    mx.save_safetensors(str(path), written, metadata)
     if fsync:
         sync(path)
     return path.stat().st_size
@@ -132,6 +137,11 @@ def read_file(
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
+    try:
+        for name, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
+            arrays[name] = mx.zeros(shape, getattr(mx, dtype))
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise BlockCorrupt(f"{path.name}: its metadata cannot be read: {error!r}") from error
     if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
     if expected is not None and (block.key, block.packed_ids, block.start) != (
@@ -199,6 +209,11 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
     if not is_genuine:
         raise BlockCorrupt(f"{block}: what it says of itself does not hash to its key")
     return block, root
+
+
+def _name_of(dtype: mx.Dtype) -> str:
+    """Return the name that MLX has for a type, such as "float32"."""
+    return str(dtype).rpartition(".")[2]
 
 
 def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.files import (
     block_path,
     checksum,
+    metadata_of,
     open_regular,
     read_file,
     read_record,
@@ -47,6 +48,20 @@ def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
         assert loaded[name].dtype == dtype
         assert mx.array_equal(loaded[name], array)
     assert read_record(path)[:2] == (NODE, ROOT)
+
+
+@pytest.mark.parametrize(
+    "empty", ["[", '["a"]', '{"a": 1}', '{"a": ["nothing", [1]]}', '{"a": ["float32", ["x"]]}']
+)
+def test_empty_arrays_that_are_described_wrongly_are_damage(
+    tmp_path: Path, empty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = {**metadata_of(NODE, ROOT), "empty": empty}
+    monkeypatch.setattr("mlx_lm_kvpersist.store.files.metadata_of", lambda *_: described)
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    with pytest.raises(BlockCorrupt, match="metadata cannot be read"):
+        read_file(path)
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
