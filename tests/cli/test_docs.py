@@ -56,6 +56,7 @@ def test_every_fault_stands_there() -> None:
 def test_every_field_of_a_block_stands_there() -> None:
     assert fields_between("### A block's file", "### A checkpoint's file") == [
         *metadata_of(chain([1])[0], ROOT),
+        "empty",
         "checksum",
     ]
 
@@ -63,6 +64,7 @@ def test_every_field_of_a_block_stands_there() -> None:
 def test_every_field_of_a_part_stands_there() -> None:
     assert fields_between("### A checkpoint's file", "### A session's file") == [
         *metadata_of(state(chain([1])[0]), ROOT),
+        "empty",
         "checksum",
     ]
 
