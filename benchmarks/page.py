@@ -18,16 +18,17 @@ their replies mean nothing, their time and memory do.
 
 ## What the numbers do not show
 
-None of this ran on Apple silicon. The CPU runs are MLX's CPU backend on shared virtual machines,
-whose attention over a long prompt is slow enough to flatter every cache, and which fetch memory
-that is used for the first time from their host at a gigabyte a second or two: restores there pay
-for that more than for anything else, and vary with it by a factor of two. The GPU runs are its CUDA
-backend: other kernels than Metal's, memory of its own beside the machine's, and a disk behind a
-hypervisor, not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have
-to be measured again on a Mac before anybody relies on them; bytes do not depend on the machine.
-Quality was measured on one small model, which bears less than large ones;
-`mlx-lm-kvpersist quality` measures yours. Each result says what its side "ours" is: until
-2026-11-22 it had 4 bits, not rotated."""
+None of this ran on Apple silicon. The CPU runs are MLX's CPU backend on shared virtual machines
+with OpenBLAS preloaded (the reference BLAS of its wheel is 45 times as slow, which flatters every
+cache), and which fetch memory that is used for the first time from their host at a gigabyte a
+second or two: restores there pay for that more than for anything else, and vary with it by a factor
+of two. MLX's product over packed keys takes 1.6 times as long there as OpenBLAS over plain ones, so
+decoding is slower than stock's on a CPU, whatever the bits. The GPU runs are its CUDA backend:
+other kernels than Metal's, memory of its own beside the machine's, and a disk behind a hypervisor,
+not an SSD on the bus. So speedups of a restart and slowdowns of 4-bit attention have to be measured
+again on a Mac before anybody relies on them; bytes do not depend on the machine. Quality was
+measured on one small model, which bears less than large ones; `mlx-lm-kvpersist quality` measures
+yours. Each result says what its side "ours" is: until 2026-11-22 it had 4 bits, not rotated."""
 
 
 def make_page(
