@@ -197,14 +197,10 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         lookup = state.lookup = self._look_up(state, request, prompt)
         awaited = partial(self._computing.awaited, lookup)
-        if not lookup.prefetch() and not awaited():
+        if not (lookup.prefetch() or awaited()):
             return None
         step_s = self._config.max_stall_s * JOIN_SHARE
-
-        def advance() -> bool:
-            return (lookup.is_begun or not awaited()) and lookup.advance(step_s)
-
-        return advance
+        return lambda: (lookup.is_begun or not awaited()) and lookup.advance(step_s)
 
     def _look_up(self, state: RequestState, request: Any, prompt: Prompt) -> Lookup:
         loaded, store = self._loaded, self._store
