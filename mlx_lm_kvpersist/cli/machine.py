@@ -30,16 +30,17 @@ _SIZE, _REPEATS = 384, 3
 class Blas:
     """The library that computes MLX's products of matrices on this CPU.
 
-    gflops: 10^9 operations a second in a float32 product of 384 x 384, the best of three.
+    file: its path. gflops: 10^9 operations a second in a float32 product of 384 x 384, the best of
+    three.
     """
 
-    library: str
+    file: str
     is_reference: bool
     gflops: float
 
     def __str__(self) -> str:
         kind = ", the reference BLAS" if self.is_reference else ""
-        return f"{Path(self.library).name}{kind}, {self.gflops:.3g} GFLOP/s"
+        return f"{Path(self.file).name}{kind}, {self.gflops:.3g} GFLOP/s"
 
 
 def versions() -> dict[str, str]:

@@ -21,8 +21,9 @@ from tests.support import StartServer
 from tests.support.host import REPOSITORY
 from tests.support.scripted import ScriptedServer, call
 
+from .alone import run_alone
 from .stored import wait_for_writer
-from .test_real_clients import NOWHERE, Agent, make_server, requests
+from .test_real_clients import Agent, make_server, requests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -68,30 +69,6 @@ def install(folder: Path, *packages: str) -> Path:
     return made / "bin"
 
 
-def alone(home: Path, command: list[str | Path], **variables: str) -> str:
-    """Run a command that reaches this machine only; return what it printed."""
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(home),
-        "HTTP_PROXY": NOWHERE,
-        "HTTPS_PROXY": NOWHERE,
-        "NO_PROXY": "127.0.0.1",
-        **variables,
-    }
-    done = subprocess.run(
-        list(map(str, command)),
-        env=env,
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def restarted(server: ScriptedServer) -> list[dict[str, Any]]:
     """Return what the server says of its requests, kill it, and start it again."""
     asked = requests(server)
@@ -132,7 +109,7 @@ def test_aider(start_server: StartServer, tmp_path: Path) -> None:
     options += ["--analytics-disable", "--no-show-release-notes", "--restore-chat-history"]
 
     def ask(question: str) -> str:
-        return alone(home, [programs / "aider", *options, "--message", question])
+        return run_alone(home, home, [programs / "aider", *options, "--message", question])
 
     server.say("Hello there.")
     assert "Hello there." in ask("Hi. What can you do?")
@@ -158,7 +135,7 @@ def test_langchain(start_server: StartServer, tmp_path: Path) -> None:
     counts = []
     for _ in range(2):
         server.say("Because.", "Because.")
-        said = alone(tmp_path, [programs / "python", script]).splitlines()
+        said = run_alone(tmp_path, tmp_path, [programs / "python", script]).splitlines()
         assert [line.partition(" ")[0] for line in said] == ["Because."] * 2
         counts += [int(n) for n in re.findall(r"'cache_read': (\d+)", "\n".join(said))]
         asked = restarted(server)

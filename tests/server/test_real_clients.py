@@ -6,7 +6,6 @@ They are installed with npm, have a home of their own, and reach nothing but thi
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ import pytest
 from tests.support import StartServer
 from tests.support.scripted import ScriptedServer, call, make_thinking_model
 
+from .alone import run_alone
 from .stored import wait_for_writer
 
 pytestmark = [
@@ -27,8 +27,6 @@ pytestmark = [
 ]
 
 NOTE = "The password is swordfish.\n"
-NOWHERE = "http://127.0.0.1:9"
-"""A proxy that does not answer, for every address but this machine's."""
 
 
 class Agent(ABC):
@@ -52,27 +50,8 @@ class Agent(ABC):
 
     def run(self, *command: str, **env: str) -> str:
         """Run the client in its home; return what it printed."""
-        variables = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
-            "HTTP_PROXY": NOWHERE,
-            "HTTPS_PROXY": NOWHERE,
-            "NO_PROXY": "127.0.0.1",
-            **self.env,
-            **env,
-        }
-        done = subprocess.run(
-            [str(self.bin / command[0]), *command[1:]],
-            env=variables,
-            cwd=self.work,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        program = [str(self.bin / command[0]), *command[1:]]
+        return run_alone(self.home, self.work, program, **self.env, **env)
 
     @abstractmethod
     def ask(self, question: str, *, again: bool) -> str:
