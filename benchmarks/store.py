@@ -33,7 +33,7 @@ from mlx_lm_kvpersist.cache.spec import ModelCacheSpec, token_arrays
 from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.restore import restore
+from mlx_lm_kvpersist.request.restore import nearest_checkpoint, restore
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.index import Leaf
 
@@ -280,7 +280,9 @@ class _Bench:
         with self._opened(folder) as store:
             started = time.perf_counter()
             ids = [*match.ids, *range(64)]
-            steps = restore(match, match.n_tokens, ids, ROOT, store, model, canary=False)
+            checkpoint = nearest_checkpoint(path, match.n_tokens, store, self.spec)
+            assert checkpoint is not None
+            steps = restore(checkpoint, ids, ROOT, store, model, set(), canary=False)
             try:
                 while True:
                     next(steps)

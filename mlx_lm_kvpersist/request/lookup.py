@@ -30,9 +30,9 @@ MIN_STEPWISE_BYTES = 64 << 20
 _LOOK_S = 0.1
 """How often a restore looks whether its client is still there."""
 
-_MAX_TRIES = 3
+_MAX_MATCHED = 3
 """Blocks can disappear between find and restore: a turn that is being saved replaces the end of the
-turn before it, another server evicts, a check fails. Then the prompt is matched again."""
+turn before it, another server evicts, a check fails. Then the prompt is matched again, so often."""
 
 
 @dataclass(frozen=True)
@@ -217,30 +217,33 @@ class Lookup:
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
         n_quarantined = self._store.counters.blocks_quarantined
-        n_wanted = 0
+        n_wanted = n_matched = 0
+        lost: set[bytes] = set()
         found: _Found | None = None
         restored: Restored | None = None
-        for _ in range(_MAX_TRIES):
-            restored = None  # two restores at once may be more than there is room for
-            if self._store.n_changes != self._n_changes:
+        while restored is None:
+            if self._store.n_changes != self._n_changes and n_matched < _MAX_MATCHED:
+                n_matched += 1
                 self._find()
             if self._found is None:
                 break
             found = self._found
             n_wanted = max(n_wanted, found.n_tokens)
+            checkpoint = nearest_checkpoint(
+                found.match.path, found.n_tokens, self._store, self.model.spec, lost
+            )
+            if checkpoint is None:
+                break
             restored = yield from restore(
-                found.match,
-                found.n_tokens,
+                checkpoint,
                 found.prompt.ids,
                 self.root,
                 self._store,
                 self.model,
+                lost,
                 canary=self._policy.canary,
                 in_steps=in_steps,
             )
-            n_reused = restored.n_tokens if restored else 0
-            if n_reused == found.n_tokens or self._store.n_changes == self._n_changes:
-                break
         is_damaged = self._store.counters.blocks_quarantined > n_quarantined
         outcome = self._outcome(found, restored, n_wanted, is_damaged=is_damaged)
         if found is None or restored is None:

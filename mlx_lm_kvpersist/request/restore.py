@@ -32,7 +32,6 @@ from ..cache.spec import (
     token_arrays,
 )
 from ..match.block import Block, Root
-from ..match.tree import Match
 from ..store.block_store import BlockStore
 from .model import LoadedModel
 
@@ -70,9 +69,10 @@ class Needed:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A place in a chain to go on from, and all that is read for it, in this order."""
+    """A place to go on from, the blocks before it, and all that is read for it, in this order."""
 
     n_tokens: int
+    chain: list[Block]
     needed: list[Needed]
 
 
@@ -87,6 +87,7 @@ def nearest_checkpoint(
 
     Whatever has its key in `lost` counts as missing.
     """
+    n_tokens = min([n_tokens, *(block.start for block in path if block.key in lost)])
     if n_tokens <= 0:
         return None
     path = [block for block in path if block.start < n_tokens]
@@ -100,13 +101,12 @@ def nearest_checkpoint(
                 break
     if needed is None:
         return None
+    chain = [block for block in path if block.start < n_tokens]
     # Blocks come last: without its windows and state a checkpoint is of no use.
-    for block in path if spec.full else ():
+    for block in chain if spec.full else ():
         n_used = min(block.stop, n_tokens) - block.start
-        if n_used <= 0:
-            break
         needed.append(Needed(block, 0, n_used, tuple(token_arrays(spec.full, block.n_tokens))))
-    return Checkpoint(n_tokens, needed)
+    return Checkpoint(n_tokens, chain, needed)
 
 
 def needed_at(
@@ -164,63 +164,24 @@ class Restored:
 
 
 def restore(
-    match: Match,
-    n_tokens: int,
+    checkpoint: Checkpoint,
     ids: Sequence[int],
     root: Root,
     store: BlockStore,
     model: LoadedModel,
+    lost: set[bytes],
     *,
     canary: bool,
     in_steps: bool = False,
 ) -> Generator[None, None, Restored | None]:
-    """Load the first `n_tokens` of a match; fewer, up to an earlier place, if blocks are missing.
+    """Load what a checkpoint needs into caches with room for the rest of the prompt `ids`.
 
-    The caches get room for the rest of the prompt. `ids` are all of its tokens; they begin with
-    those of the match. Returns None when nothing can be loaded, or when the canary found that the
-    blocks are not this model's; then they go to quarantine.
+    Returns None when a block cannot be read, or the canary found that what was read is not this
+    model's, which then goes to quarantine. `lost` gets the keys of these blocks.
 
     Yields after each block, and each buffer that is made. in_steps: whether replies go on between,
     so that no step may be long; otherwise what is in RAM anyway is joined at once, which takes less
     time in all.
-    """
-    lost: set[bytes] = set()
-    while True:
-        checkpoint = nearest_checkpoint(match.path, n_tokens, store, model.spec, lost)
-        if checkpoint is None:
-            return None
-        restored = yield from _read(checkpoint, len(ids), root, store, model, in_steps=in_steps)
-        if isinstance(restored, Restored):
-            break
-        lost.add(restored.key)
-        if not restored.is_checkpoint:
-            n_tokens = restored.start
-    yield
-    if canary and restored.from_disk:
-        restored_ids = ids[: restored.n_tokens]
-        difference = canary_difference(model.model, model.spec, restored.caches, restored_ids)
-        if not difference <= CANARY_TOLERANCE:
-            for block in restored.from_disk:
-                store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")
-            return None
-    store.pool.trust(block.key for block in restored.from_disk)
-    used = [block.key for block in match.path if block.start < restored.n_tokens]
-    store.touch(used, [one.block for one in checkpoint.needed if one.block.is_checkpoint])
-    return restored
-
-
-def _read(
-    checkpoint: Checkpoint,
-    n_prompt: int,
-    root: Root,
-    store: BlockStore,
-    model: LoadedModel,
-    *,
-    in_steps: bool,
-) -> Generator[None, None, Restored | Block]:
-    """Read what a checkpoint needs into caches, or return the first block that cannot be read.
-
-    A block that does not fit the model goes to quarantine. Yields after each block.
     """
     spec, restored = model.spec, Restored(checkpoint.n_tokens)
     n_from_disk: dict[int | None, int] = {}
@@ -232,7 +193,7 @@ def _read(
     coming = store.load_all([one.block for one in needed], root)
     whole = not in_steps and all(one.block.key in store.pool for one in needed)
     started = perf_counter()
-    room = headroom(n_prompt - checkpoint.n_tokens)
+    room = headroom(len(ids) - checkpoint.n_tokens)
     joiner = Joiner(spec, checkpoint.n_tokens, room, n_held, whole=whole)
     for _ in joiner.make_room() if in_steps else ():
         restored.join_s += perf_counter() - started
@@ -244,10 +205,12 @@ def _read(
         started = perf_counter()
         loaded = next(coming)
         if loaded is None:
-            return one.block
+            lost.add(one.block.key)
+            return None
         if (misfit := arrays_fit(one.forms, loaded.arrays)) is not None:
             store.quarantine(one.block, f"does not fit the model: {misfit}")
-            return one.block
+            lost.add(one.block.key)
+            return None
         loaded_bytes = n_bytes(loaded.arrays)
         restored.n_bytes += loaded_bytes
         if loaded.from_disk:
@@ -265,4 +228,16 @@ def _read(
     restored.caches = joiner.finish()
     restored.join_s += perf_counter() - started
     restored.n_from_disk = max(n_from_disk.values(), default=0)
+    yield
+    if canary and restored.from_disk:
+        restored_ids = ids[: restored.n_tokens]
+        difference = canary_difference(model.model, spec, restored.caches, restored_ids)
+        if not difference <= CANARY_TOLERANCE:
+            for block in restored.from_disk:
+                store.quarantine(block, f"canary: recomputed KV differs by {difference:.0%}")
+                lost.add(block.key)
+            return None
+    store.pool.trust(block.key for block in restored.from_disk)
+    used = [block.key for block in checkpoint.chain]
+    store.touch(used, [one.block for one in needed if one.block.is_checkpoint])
     return restored

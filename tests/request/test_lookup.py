@@ -253,7 +253,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
 
     monkeypatch.setattr(talk.store, "load_all", remove_and_read)
     fed, caches, outcome = talk.ask(list(talk.loaded.tokenizer.encode(text + " And so on")))
-    assert len(gone) == 3 and outcome.n_reused > 0
+    assert len(gone) == 4 and outcome.n_reused > 0
     assert_same_logits(talk, fed, caches, outcome.n_reused)
 
 
