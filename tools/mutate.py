@@ -1,6 +1,6 @@
 """Change the source in small ways, run the tests that should notice, and list what none noticed.
 
-`make mutate` runs it over the folders that decide what a reply is made of: api, cache, match,
+`make mutate` runs it over the folders that decide what a reply is made of: api, cache, host, match,
 request and store. Mutants are made in copies of the tree, never in the tree itself. Results are
 kept in `.mutants/results.json`: an interrupted run goes on where it stopped. `mutants.toml` lists
 the mutants that may survive, each with the reason.
@@ -43,7 +43,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "mlx_lm_kvpersist"
-FOLDERS = ("api", "cache", "match", "request", "store")
+FOLDERS = ("api", "cache", "host", "match", "request", "store")
 RESULTS = ROOT / ".mutants" / "results.json"
 ACCEPTED = Path(__file__).with_name("mutants.toml")
 MIN_TIMEOUT_S = 30.0
@@ -71,6 +71,11 @@ TESTS = {
     "cache/sample": _ALLOCATION,
     "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_blocks.py"],
     "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
+    "host/batch_generator": ["tests/host/test_batch_generator.py", "tests/host/test_prefill.py"],
+    "host/manager": ["tests/host/test_manager.py", "tests/host/test_response_generator.py"],
+    "host/pace": ["tests/host/test_prefill.py", "-k", "pace or kernel or longer"],
+    "host/prompt": ["tests/host/test_response_generator.py", "tests/host/test_prefill.py"],
+    "host/reply": ["tests/host/test_prefill.py", "tests/host/test_waiting.py"],
     "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
     "match/tree": ["tests/store/test_pool.py", *_MATCHING],

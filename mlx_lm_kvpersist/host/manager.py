@@ -149,7 +149,7 @@ def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Pre
             joined = [token for segment in fed.segments for token in segment]
             if len(fed.segments) != len(fed.segment_types) or not all(fed.segments):
                 wrong = "segments without a type or without ids"
-            elif not joined or joined != fed.ids:
+            elif joined != fed.ids:
                 wrong = "segments that are not its ids cut up"
             elif not 0 <= n_cached < len(fed.ids) or (n_cached > 0) != bool(prepared.caches):
                 wrong = f"{n_cached} cached of {len(fed.ids)} tokens, or caches for none"

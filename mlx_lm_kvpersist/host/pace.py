@@ -44,9 +44,9 @@ class Pace:
         many as take as long as the overhead: fewer would hardly be quicker.
         """
         place = position.bit_length()
-        known = max((p for p in self._sums if p <= place), default=min(self._sums, default=0))
-        if known not in self._sums:
+        if not self._sums:
             return 0
+        known = max((p for p in self._sums if p <= place), default=min(self._sums))
         weight, *sums = self._sums[known]
         n, s, n_squared, n_s = (one / weight for one in sums)
         token_s = s / n

@@ -75,6 +75,3 @@ class TakenTokens(list[int]):
         if isinstance(index, slice):
             return TakenTokens(super().__getitem__(index), self.taken)
         return super().__getitem__(index)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (list, (list(self),))

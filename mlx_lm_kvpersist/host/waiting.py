@@ -66,7 +66,7 @@ class Waiting:
     def advance(self) -> float:
         """Ask the plugin whether all is there; return how long that took, for it may work on it."""
         started = time.perf_counter()
-        if self.has_begun and not (self.is_ready or self.reply.is_gone):
+        if self.has_begun and not self.reply.is_gone:
             try:
                 self.is_ready = self.is_fetched is None or self.is_fetched()
             except Exception:
@@ -156,6 +156,6 @@ class Line:
 
 def has_text_only(request: Any) -> bool:
     """Tell whether no message of a request holds anything but text, such as an image."""
-    contents = (message.get("content") for message in request.messages or ())
+    contents = (message.get("content") for message in request.messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+    return all(part.get("type") == "text" for part in parts)

@@ -108,6 +108,19 @@ def test_a6_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFix
             assert manager.ask_first("make_prompt_cache", model=None) == ["caches"]
     failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 1 and "failed in hook make_prompt_cache" in failures[0].message
+    assert failures[0].exc_info, "the first failure of a kind has its traceback"
+
+
+def test_what_failed_before_the_server_began_is_logged_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Checks at startup ask the same hooks; later failures would be at DEBUG only."""
+    failing = answering(ValueError("bug"))
+    for n_failures in (1, 2):
+        with plugged(*failing):
+            assert manager.ask_first("make_prompt_cache", model=None) is None
+        failures = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(failures) == n_failures
 
 
 def test_a6_one_plugin_can_be_asked_alone() -> None:

@@ -284,11 +284,28 @@ def test_pace_is_careful_where_nothing_is_known() -> None:
     pace.learn(0, 500, 0.5)
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
     assert pace.tokens(0, 9.0) == pytest.approx(2000, abs=1)  # four times as many at once
-    assert pace.tokens(5000, 1.0) == pytest.approx(500, abs=1)
+    for seconds, n_tokens in ((1.0, 500), (2.0, 1000)):  # twice as slow so far from the start
+        assert pace.tokens(5000, seconds) == pytest.approx(n_tokens, abs=1)
     for n in (300, 500):
         pace.learn(5000, n, n * 4e-3)
     assert pace.tokens(5000, 1.0) == pytest.approx(250, abs=1)
     assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+
+
+def test_pace_goes_by_the_nearest_place_that_it_knows() -> None:
+    pace = Pace()
+    for position, seconds in ((5000, 1.0), (50_000, 5.0)):
+        pace.learn(position, 500, seconds)
+    assert pace.tokens(0, 1.0) == pytest.approx(500, abs=1)
+
+
+def test_pace_of_one_chunk_is_that_of_its_tokens() -> None:
+    """Only a short one may be all overhead; one that was quick enough tells nothing of that."""
+    short, long = Pace(), Pace()
+    short.learn(0, 32, 0.01)
+    assert short.tokens(0, 1.0) == 128
+    long.learn(0, 512, 1.0)
+    assert long.tokens(0, 0.5) == 256
 
 
 @pytest.mark.parametrize(
@@ -316,6 +333,9 @@ def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
     before = pace.tokens(5000, 0.1)
     pace.learn(5000, 384, 3.0)
     assert pace.tokens(5000, 0.1) == before
+    pace.learn(5000, 1024, 1.5 * (0.02 + 1024e-4))  # this much slower is a slower device
+    assert before / 2 < pace.tokens(5000, 0.1) < before
+    before = pace.tokens(5000, 0.1)
     pace.learn(5000, 384, 3.0)
     assert pace.tokens(5000, 0.1) < before / 2
 

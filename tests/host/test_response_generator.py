@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
+from mlx_lm_kvpersist.errors import ClientGone, ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
@@ -59,7 +59,7 @@ def test_ids_and_their_slices_know_who_took_them(patched_server: ModuleType) -> 
     key = ids[:2]
     key += [1, 2]  # as the batch generator does
     key.append(3)
-    assert key == [97, 98, 1, 2, 3]
+    assert key == [97, 98, 1, 2, 3] and key[-1] == 3
     assert isinstance(key, TakenTokens) and key[:].taken is prepared
     assert prepared.plugin is plugin
 
@@ -78,6 +78,14 @@ def test_a6_a_plugin_that_fails_or_answers_nonsense_leaves_the_request_to_the_ne
         with plugged(Prepares(first), second := Prepares(prompt)):
             _, (ids, *_) = tokenize(patched_server)
         assert ids == [7] and ids.taken.plugin is second
+
+
+def test_a_client_that_left_is_no_failure_of_the_plugin_that_noticed(
+    patched_server: ModuleType,
+) -> None:
+    with plugged(Prepares(ClientGone()), Prepares(Prompt([7], [[7]], ["user"]))):
+        with pytest.raises(ClientGone):
+            tokenize(patched_server)
 
 
 def test_messages_are_prepared_for_chats_only(patched_server: ModuleType) -> None:
