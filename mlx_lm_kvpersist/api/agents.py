@@ -165,15 +165,16 @@ class AgentsAPI:
                 prefilled = {"tokens": usage["prompt_tokens"], "reused": n_reused}
             return 201, {**self._describe(agent), "prefilled": prefilled}
         except BaseException:
-            self._agents.pop((agent.namespace, agent.id), None)
+            with self._lock:
+                self._agents.pop((agent.namespace, agent.id), None)
             raise
 
     def _list(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
         query = parse_qs(handler.path.partition("?")[2], keep_blank_values=True)
-        limit = query.get("limit", [str(_PAGE)])[-1]
-        is_limit = limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE
-        require(is_limit, "limit", limit, f"a number from 1 to {_MAX_PAGE}")
+        asked = query.get("limit", [str(_PAGE)])[-1]
+        limit = int(asked) if re.fullmatch("[0-9]{1,3}", asked) else 0
+        require(1 <= limit <= _MAX_PAGE, "limit", asked, f"a number from 1 to {_MAX_PAGE}")
         own = namespace(handler.headers, by_key=self._by_key)
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.namespace == own]
@@ -182,7 +183,7 @@ class AgentsAPI:
             if query["after"][-1] not in ids:
                 raise RequestRefused("after names no agent, expected the last id of a page", 404)
             agents = agents[ids.index(query["after"][-1]) + 1 :]
-        page = [self._describe(agent) for agent in agents[: int(limit)]]
+        page = [self._describe(agent) for agent in agents[:limit]]
         return 200, {"object": "list", "data": page, "has_more": len(agents) > len(page)}
 
     def _show(self, handler: Any, body: Body) -> Answer:
@@ -258,6 +259,8 @@ class AgentsAPI:
             del headers[name]
             headers[name] = agent.session
         with self._lock:
+            if self._agents.get((agent.namespace, agent.id)) is not agent:
+                raise RequestRefused(f"the agent {agent.id} was deleted", 404)
             agent.n_running += 1
         try:
             yield

@@ -69,7 +69,7 @@ def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
         return None
     try:
         decoded = json.loads(user_id)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = _USER_ID_SESSION.search(user_id)
         return found[1] if found else None
     return _text(decoded.get("session_id")) if isinstance(decoded, dict) else None

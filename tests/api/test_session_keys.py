@@ -41,6 +41,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str | None]] = {
     "metadata session_id": ({}, {"metadata": {"session_id": "m"}}, "m"),
     "user_id as json": ({}, {"metadata": {"user_id": '{"session_id": "j", "u": 1}'}}, "j"),
     "user_id with suffix": ({}, {"metadata": {"user_id": f"user_1_account__session_{UUID}"}}, UUID),
+    "user_id that no parser bears": ({}, {"metadata": {"user_id": "[" * 100_000}}, None),
     "a person": (
         {},
         {"user": "ada", "safety_identifier": "ada", "metadata": {"user_id": "a"}},

@@ -1,0 +1,127 @@
+"""Agents, with chat completions of our own behind them; tests/server has a real server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from email.message import Message
+from io import BytesIO
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.api.agents import AgentsAPI
+from mlx_lm_kvpersist.errors import RequestRefused
+
+
+class Chat:
+    """Computes nothing; `during` is called while a prompt is computed."""
+
+    def __init__(self) -> None:
+        self.during: Callable[[], None] = lambda: None
+
+    def read_body(self, handler: Any) -> dict[str, Any]:
+        body: dict[str, Any] = handler.body
+        return body
+
+    def answer(self, handler: Any, chat_body: dict[str, Any]) -> None: ...
+
+    def prefill(self, handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
+        self.during()
+        return {"prompt_tokens": 1}
+
+
+class Sessions:
+    """A store without sessions."""
+
+    def describe(self, namespace: str, name: str) -> dict[str, Any]:
+        return {}
+
+    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
+        return False
+
+    def evict(self, namespace: str, name: str) -> None: ...
+    def remove(self, namespace: str, name: str) -> None: ...
+
+
+class Service:
+    def __init__(self) -> None:
+        self.chat, self.sessions = Chat(), Sessions()
+        given: Any = {"key": None, "by_key": False, "session_header": None}
+        self.api = AgentsAPI(self.chat, lambda: self.sessions, lambda name: None, **given)
+        self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
+
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Return the status and the content of an answer."""
+        headers = Message()
+        headers["Host"] = "localhost"
+        sent: list[int] = []
+        handler = SimpleNamespace(
+            headers=headers,
+            command=method,
+            path=path,
+            body=body or {},
+            client_address=("127.0.0.1", 0),
+            wfile=BytesIO(),
+            send_response=sent.append,
+            send_header=lambda name, value: None,
+            end_headers=lambda: None,
+        )
+        route = path.partition("?")[0].replace("/v1/agents/a", "/v1/agents/{id}")
+        self.handle[method, route](handler)
+        return sent[0], json.loads(handler.wfile.getvalue() or "null")
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+def test_an_agent_that_is_being_made_is_not_deleted(service: Service) -> None:
+    found: list[int] = []
+    service.chat.during = lambda: found.append(service.call("DELETE", "/v1/agents/a")[0])
+    assert service.call("POST", "/v1/agents", {"id": "a", "system": "s"})[0] == 201
+    assert found == [409]
+    assert service.call("DELETE", "/v1/agents/a")[0] == 204
+
+
+def test_an_agent_that_is_deleted_while_a_request_is_read_does_not_come_back(
+    service: Service,
+) -> None:
+    class Slow(dict[str, Any]):
+        def get(self, name: str, default: Any = None) -> Any:
+            if name == "messages":
+                assert service.call("DELETE", "/v1/agents/a")[0] == 204
+            return super().get(name, default)
+
+    service.call("POST", "/v1/agents", {"id": "a"})
+    asked = Slow(messages=[{"role": "user", "content": "x"}])
+    status, answer = service.call("POST", "/v1/agents/a/generate", asked)
+    assert (status, answer["error"]["message"]) == (404, "the agent a was deleted")
+
+
+def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> None:
+    is_there, may_fail = Event(), Event()
+
+    class Slow(dict[Any, Any]):
+        def values(self) -> Any:
+            for each in super().values():
+                may_fail.set()
+                time.sleep(0.05)
+                yield each
+
+    def refuse(namespace: str, name: str) -> dict[str, Any]:
+        is_there.set()
+        assert may_fail.wait(5)
+        raise RequestRefused("no")
+
+    service.api._agents = Slow()
+    service.sessions.describe = refuse  # type: ignore[method-assign]
+    thread = Thread(target=service.call, args=("POST", "/v1/agents", {"id": "a"}))
+    thread.start()
+    assert is_there.wait(5)
+    assert service.call("GET", "/v1/agents")[0] == 400  # the store says no
+    thread.join()
