@@ -1,8 +1,9 @@
 """`python -m tools.trace_restore`: the functions and files of the package that one restore runs.
 
 A chat of a tiny model is stored, dropped from RAM, and continued. Counted is what runs in the hook
-`take_request`, from the tokenized prompt to the restored caches, on all threads. `--list` names the
-functions. Comprehensions count with the function that holds them.
+`take_request`, from the tokenized prompt to the restored caches, on all threads, the canary's
+forward pass included. Layers are dequantized, so that the count does not depend on what is quickest
+here. `--list` names the functions. Comprehensions count with the function that holds them.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Server:
         parser = argparse.ArgumentParser()
         self.plugin.add_options(parser)
         options = ["--kvpersist-dir", str(store), "--kvpersist-kv-bits", "4"]
-        args = parser.parse_args([*options, "--kvpersist-kv-rotate", "off"], copy.copy(ARGS))
+        options += ["--kvpersist-kv-rotate", "off", "--kvpersist-attention", "dequantize"]
+        args = parser.parse_args(options, copy.copy(ARGS))
         args.model = str(model)
         plugins = manager.make_manager()
         plugins.register(self.plugin, name="kvpersist")

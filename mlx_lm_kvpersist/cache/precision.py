@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 GROUP_SIZES = (64, 32, 128)
@@ -46,7 +47,7 @@ class Quantization:
                 f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
             )
 
-    @property
+    @cached_property  # asked at every step of every layer
     def is_own(self) -> bool:
         """Whether numbers stay in full precision: one array instead of three."""
         return self.bits == OWN_BITS
@@ -97,11 +98,11 @@ class KVPrecision:
         )
         return cls(keys, values)
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         return self.keys.group_size
 
-    @property
+    @cached_property
     def is_packed(self) -> bool:
         """Whether both keys and values are quantized."""
         return not (self.keys.is_own or self.values.is_own)

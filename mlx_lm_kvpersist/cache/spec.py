@@ -121,7 +121,7 @@ class LayerGroup:
             names[part] = [f"{self.name}.{part}{field}" for field in fields]
         return names
 
-    @property
+    @cached_property
     def sides(self) -> dict[str, Quantization | None]:
         """How keys ("k") and values ("v") are quantized; None for full precision."""
         if self.precision is None:
