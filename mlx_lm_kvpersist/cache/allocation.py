@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from .divergence import Reference, logits_of
+from .divergence import Reference
 from .precision import (
     OWN_BITS,
     Allocation,
@@ -173,7 +173,7 @@ class _Measuring:
         few = mx.array([list(self.ids[:_FEW_TOKENS])])
         for _ in range(2):  # the first one compiles kernels
             started_s = time.perf_counter()
-            logits = logits_of(self.model(few, cache=self._caches(self.own)))
+            logits = self.model(few, cache=self._caches(self.own))
             mx.eval(logits)
             per_token_s = (time.perf_counter() - started_s) / few.size
         self.most_tokens = min(len(self.ids), Reference.most_tokens(logits.shape[-1]))

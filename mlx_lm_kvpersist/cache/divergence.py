@@ -23,13 +23,6 @@ _LEAST_LOGPROB = -1e4
 """Masked tokens have -inf, and -inf - -inf is no number. float16 holds this."""
 
 
-def logits_of(out: Any) -> mx.array:
-    """Return the logits [B, n, vocabulary] of what a model returned."""
-    out = out[0] if isinstance(out, tuple) else out
-    logits: mx.array = getattr(out, "logits", out)
-    return logits
-
-
 class Reference:
     """A model's own predictions of a text, and how far those over other caches are from them.
 
@@ -66,7 +59,7 @@ class Reference:
     def _run(self, caches: list[Any]) -> Iterator[mx.array]:
         """Yield log-probabilities [n, vocabulary] of the text, lazy, some rows at a time."""
         for start in range(0, self._ids.shape[1], _CHUNK):
-            logits = logits_of(self._model(self._ids[:, start : start + _CHUNK], cache=caches))[0]
+            logits = self._model(self._ids[:, start : start + _CHUNK], cache=caches)[0]
             mx.eval(logits)
             n_rows = max(1, _MOST_CHUNK_BYTES // (mx.float32.size * logits.shape[-1]))
             for row in range(0, logits.shape[0], n_rows):

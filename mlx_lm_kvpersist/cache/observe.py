@@ -41,7 +41,6 @@ class AttentionCall:
     """One call of attention over packed keys; `keys` are what the cache returned."""
 
     shape: AttentionShape
-    n_queries: int
     keys: Any
 
 
@@ -62,7 +61,7 @@ def observed_attention() -> Iterator[list[AttentionCall]]:
             return before(queries, q_keys, q_values, scale, mask, *a, **kw)
         out = q_keys.attend(queries, q_values, scale, mask)
         shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
-        calls.append(AttentionCall(shape, queries.shape[2], q_keys))
+        calls.append(AttentionCall(shape, q_keys))
         return out
 
     setattr(base, _TARGET, observe)
@@ -73,41 +72,33 @@ def observed_attention() -> Iterator[list[AttentionCall]]:
 
 
 def probe_packed(
-    model: Any,
-    make_caches: Callable[[], Sequence[Any]],
-    layers: Sequence[int] | None = None,
-    evaluate: bool = True,
+    model: Any, make_caches: Callable[[], Sequence[Any]], layers: Sequence[int]
 ) -> list[AttentionShape | None]:
     """Return, for each slot, the shape of its layer's attention, or None if it must dequantize.
 
-    `make_caches` returns a new prompt cache. Its quantized slots at the places `layers` (None: all
-    of them) are tried packed, together. If the model fails, or its logits differ from those over
-    dequantized keys (compared only with `evaluate`), all are None.
+    `make_caches` returns a new prompt cache, without plans. Its quantized slots at the places
+    `layers` are tried packed, together. If the model fails, or its logits differ from those over
+    dequantized keys, all are None.
     """
     caches = list(make_caches())
     slots = slots_of(caches)
     refused: list[AttentionShape | None] = [None] * len(slots)
-    tried = [
-        i
-        for i in (range(len(slots)) if layers is None else layers)
-        if isinstance(slots[i], SequenceQuantizedKVCache)
-    ]
+    tried = [i for i in layers if isinstance(slots[i], SequenceQuantizedKVCache)]
     for i in tried:
         slots[i].plan = forced_plan("packed", can_take_packed=True)
     shapes = list(refused)
     try:
         with observed_attention() as calls:
             for tokens in _PROMPT:
-                calls.clear()
-                logits = _logits(model(mx.array([tokens]), cache=caches))
+                logits = model(mx.array([tokens]), cache=caches)[:, -1]
                 found = {id(call.keys.buffers): call for call in calls}
                 for i in tried:
                     call = found.get(id(slots[i].keys))
-                    if call is None or call.n_queries != len(tokens):
+                    if call is None:
                         logger.debug("layer %d does not attend over its packed keys", i)
                         return refused
                     shapes[i] = call.shape
-            if evaluate and not _agrees(model, make_caches, logits):
+            if not _agrees(model, make_caches, logits):
                 logger.debug("packed keys change the model's output")
                 return refused
     except Exception as error:
@@ -125,10 +116,7 @@ def _agrees(model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.arr
     compared: list[mx.array] = []
     for prompt in (_PROMPT, _CUT):
         caches = list(make_caches())
-        for slot in slots_of(caches):
-            if isinstance(slot, SequenceQuantizedKVCache):
-                slot.plan = None
-        compared.append([_logits(model(mx.array([ids]), cache=caches)) for ids in prompt][-1])
+        compared.append([model(mx.array([ids]), cache=caches)[:, -1] for ids in prompt][-1])
     expected, cut = compared
     noise = _TIMES_NOISE * logits_difference(expected, cut)
     tolerance = min(max(noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)
@@ -139,10 +127,3 @@ def logits_difference(one: mx.array, other: mx.array) -> float:
     """Return how far logits differ, as a share of their spread (root mean squares)."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     return float(mx.sqrt(mx.square(one - other).mean()) / (mx.std(one) + 1e-6))
-
-
-def _logits(out: Any) -> mx.array:
-    """Return the logits of the last token; some models return a tuple or an object."""
-    out = out[0] if isinstance(out, tuple) else out
-    logits: mx.array = getattr(out, "logits", out)[:, -1]
-    return logits

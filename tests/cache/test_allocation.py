@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,17 +371,44 @@ def test_no_position_beyond_the_table_is_read(
     assert read == [100]
 
 
-def test_a_large_vocabulary_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(ids: mx.array, cache: Any) -> mx.array:
-        return mx.random.normal((1, ids.shape[1], 1000), key=mx.random.key(ids.shape[1] + cache[0]))
+def at_random(ids: mx.array, cache: Any) -> mx.array:
+    """Stands for a model of 200 tokens."""
+    return mx.random.normal((1, ids.shape[1], 200), key=mx.random.key(ids.shape[1] + cache[0]))
 
-    whole = Reference(model, IDS, [1]).divergence([2])
-    monkeypatch.setattr(divergence_of, "_MOST_CHUNK_BYTES", 4 * 1000 * 7)
-    some = Reference(model, IDS, [1])
-    assert max(each.shape[0] for each in some._expected) == 7
+
+def test_a_large_vocabulary_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Reference(at_random, IDS, [1]).divergence([2])
+    monkeypatch.setattr(divergence_of, "_MOST_CHUNK_BYTES", 4 * 200 * 7)
+    some = Reference(at_random, IDS, [1])
+    n_rows = [each.shape[0] for each in some._expected]
+    assert max(n_rows) == 7 and sum(n_rows) == len(IDS)
     assert some.divergence([2]).value == pytest.approx(whole.value, rel=1e-4)
     assert some.divergence([2]).error == pytest.approx(whole.error, rel=1e-3)
     assert Reference.most_tokens(262_144) == 512
+
+
+def test_predictions_that_need_too_much_memory_are_held_in_half_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = Reference(at_random, IDS, [1]).divergence([2])
+    monkeypatch.setattr(divergence_of, "_MOST_BYTES", 4 * 200 * len(IDS))
+    assert Reference(at_random, IDS, [1]).divergence([2]) == whole
+    monkeypatch.setattr(divergence_of, "_MOST_BYTES", 2 * 200 * len(IDS))
+    assert Reference.most_tokens(200) == len(IDS)
+    half = Reference(at_random, IDS, [1])
+    assert sum(each.nbytes for each in half._expected) <= 2 * 200 * len(IDS)
+    assert half.divergence([2]).value == pytest.approx(whole.value, abs=1e-4)
+
+
+def test_the_error_of_a_few_tokens(model: Any, spec: ModelCacheSpec) -> None:
+    own = allocated(model, spec, Allocation(dict.fromkeys(spec.slots_of_full)))
+    one, two, three = (
+        Reference(model, IDS[:n], own.make_cache()).divergence(spec.make_cache()) for n in (1, 2, 3)
+    )
+    nats = [one.value, 2 * two.value - one.value, 3 * three.value - 2 * two.value]
+    assert one.error == 0
+    assert two.error == pytest.approx(stdev(nats[:2]) / math.sqrt(2), rel=1e-3)
+    assert three.error == pytest.approx(stdev(nats) / math.sqrt(3), rel=1e-3)
 
 
 def test_neighbours_are_measured_together_where_time_is_short(

@@ -549,19 +549,19 @@ def test_models_whose_attention_takes_packed_keys(
         request.getfixturevalue("patched")
     before = vars(base).copy()
     model = ARCHITECTURES[architecture]()
-    precision = KVPrecision.of(8, 32, 4)
-    found = probe_packed(model, lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers])
+
+    def probed(precision: KVPrecision) -> list[AttentionShape | None]:
+        return probe_packed(
+            model, lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers], [0, 1]
+        )
+
     shapes = {
         "llama": AttentionShape(4, 2, 64, 64),
         "qwen3": AttentionShape(6, 2, 64, 64),
         "deepseek_v2": AttentionShape(4, 4, 64, 32),
     }
-    assert found == [shapes[architecture]] * 2
-    plain = KVPrecision.of(16, 32, 4)
-    assert probe_packed(model, lambda: [SequenceQuantizedKVCache(plain) for _ in model.layers]) == [
-        None,
-        None,
-    ]
+    assert probed(KVPrecision.of(8, 32, 4)) == [shapes[architecture]] * 2
+    assert probed(KVPrecision.of(16, 32, 4)) == [None, None]
     assert vars(base) == before
 
 
@@ -575,23 +575,35 @@ def test_layers_of_which_some_are_ours() -> None:
             for cache in caches
         ]
 
-    assert probe_packed(model, make_caches) == [None, AttentionShape(2, 1, 64, 64)]
-    assert probe_packed(model, make_caches, layers=[0]) == [None, None]
-    assert probe_packed(model, make_caches, layers=[1])[1] is not None
+    shapes = [None, AttentionShape(2, 1, 64, 64)]
+    assert probe_packed(model, make_caches, [0, 1]) == shapes
+    assert probe_packed(model, make_caches, [0]) == [None, None]
+    assert probe_packed(model, make_caches, [1]) == shapes
 
 
 class OneLayer:
-    """Stands for a model: one layer that does with its cache what `attend` does."""
+    """Stands for a model: one layer that does with its cache what `attend` does.
 
-    def __init__(self, attend: Callable[[Any, Any, Any, mx.array], mx.array]) -> None:
-        self.attend = attend
+    With `noise` its logits depend by so much on the chunks that a prompt came in.
+    """
+
+    def __init__(
+        self, attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float = 0.0
+    ) -> None:
+        self.attend, self.noise = attend, noise
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        n = tokens.shape[1]
-        queries = mx.random.normal((1, 4, n, 64), key=mx.random.key(n))
-        keys, values = cache[0].update_and_fetch(*random_kv(n, n))
+        n, start = tokens.shape[1], cache[0].offset
+        given = (x[:, :, start : start + n] for x in random_kv(1, 8))
+        queries = mx.random.normal((1, 4, 8, 64), key=mx.random.key(2))[:, :, start : start + n]
+        keys, values = cache[0].update_and_fetch(*(x * (1 + self.noise * n) for x in given))
         out = self.attend(cache[0], keys, values, queries)
         return out.swapaxes(1, 2).reshape(1, n, -1)
+
+
+def by_the_host(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
+    return out
 
 
 def with_sinks(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
@@ -607,24 +619,39 @@ def by_itself(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array
 
 def by_its_bits(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
     """Runs either way, and gives something else for packed keys."""
-    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
-    return -out if hasattr(cache, "bits") else out
+    out = by_the_host(cache, keys, values, queries)
+    return out[:, ::-1] if hasattr(cache, "bits") else out
+
+
+def too_little(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    out = by_the_host(cache, keys, values, queries)
+    return out / 2 if hasattr(cache, "bits") else out
 
 
 def untouched(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
     return queries
 
 
+def probed(attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float) -> bool:
+    """Whether one layer that attends so is found to take packed keys."""
+    precision = KVPrecision.of(8, 32)
+    model = OneLayer(attend, noise)
+    return probe_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0]) != [None]
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0])
 @pytest.mark.parametrize("attend", [with_sinks, by_itself, by_its_bits, untouched])
 def test_models_that_need_plain_keys(
-    attend: Callable[[Any, Any, Any, mx.array], mx.array],
+    attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float
 ) -> None:
-    def make_caches() -> list[Any]:
-        return [SequenceQuantizedKVCache(KVPrecision.of(4, 32))]
+    """Also a model whose logits depend on the chunks that a prompt came in."""
+    assert not probed(attend, noise)
 
-    assert probe_packed(OneLayer(attend), make_caches) == [None]
-    if attend is by_its_bits:
-        assert probe_packed(OneLayer(attend), make_caches, evaluate=False) != [None]
+
+def test_models_that_take_packed_keys_differ_by_their_noise_alone() -> None:
+    """What is less than a chunk more or less changes is no fault of packed keys."""
+    assert probed(by_the_host, 0.0) and probed(by_the_host, 3.0)
+    assert not probed(too_little, 0.0) and probed(too_little, 3.0)
 
 
 def test_calls_are_observed_and_others_left_alone() -> None:
@@ -636,8 +663,9 @@ def test_calls_are_observed_and_others_left_alone() -> None:
         base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
         plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
         cache.precision = KVPrecision.of(8, 32)
-        base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
-    assert [(call.shape, call.n_queries) for call in seen] == [(AttentionShape(4, 2, 64, 32), 1)]
+        found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
+    assert [call.shape for call in seen] == [AttentionShape(4, 2, 64, 32)]
+    assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
     assert base.quantized_scaled_dot_product_attention is stock
 
 
