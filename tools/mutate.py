@@ -85,7 +85,7 @@ TESTS = {
     "host/manager": ["tests/host/test_manager.py", "tests/host/test_response_generator.py"],
     "host/pace": ["tests/host/test_prefill.py", "-k", "pace or kernel or longer"],
     "host/prompt": ["tests/host/test_response_generator.py", "tests/host/test_prefill.py"],
-    "host/reply": ["tests/host/test_prefill.py", "tests/host/test_waiting.py"],
+    "host/reply": ["tests/host/test_reply.py", "tests/host/test_prefill.py"],
     "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
     "match/tree": ["tests/store/test_pool.py", *_MATCHING],

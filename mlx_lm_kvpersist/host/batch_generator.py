@@ -71,7 +71,7 @@ class Prefill:
     @property
     def is_ready(self) -> bool:
         """Whether only the last token is left, with which its reply begins."""
-        return len(self.segments) == 1 and len(self.segments[0]) == 1
+        return len(self.segments) == 1
 
 
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
@@ -92,10 +92,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._n_steps = 0
 
     def _make_batch(self, n: int) -> Any:
-        if n > 0 and manager.is_implemented("merge_caches"):
-            queue = self._unprocessed_sequences
-            adapted = [MergeAdapter(cache) for cache in queue[0][3]]
-            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
+        queue = self._unprocessed_sequences
+        adapted = [MergeAdapter(cache) for cache in queue[0][3]]
+        queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
         return super()._make_batch(n)
 
     # One step.
@@ -112,8 +111,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         ended: list[Any] = []
         generated, step_s = self._decode(ended)
         self._drop_stopped(ended)
-        if len(self._generation_batch) >= self.completion_batch_size:
-            return ended, generated
         self._admit(ended)
         for prefill in [one for one in self._prefills if one.is_ready]:
             self._guarded(prefill, lambda one: self._begin_reply(one, ended), ended)
@@ -126,8 +123,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:
         """Make one step of all replies, and say how long it took."""
         rows = self._rows()
-        if not rows:
-            return [], 0.0
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
             mx.clear_cache()
@@ -203,8 +198,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         most = min(most, max(in_time, CHUNKS[0]))
         size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
         # Chunks that end at round places have the shapes of those before them.
-        over = (position + size) % min(ROUND, 1 << size.bit_length() - 1)
-        return min(size - over if over < size else size, len(prefill.segments[0]))
+        over = position % min(ROUND, size)
+        return min(size - over, len(prefill.segments[0]))
 
     def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
         """Compute the next tokens of a prompt. The logits are never evaluated."""

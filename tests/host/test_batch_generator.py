@@ -53,7 +53,7 @@ def test_otherwise_stock_merges(patched_server: ModuleType, answer: Any) -> None
     assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
 
 
-def test_without_a_merging_plugin_nothing_is_adapted(patched_server: ModuleType) -> None:
+def test_without_a_plugin_stock_merges(patched_server: ModuleType) -> None:
     batch = make_batch(patched_server, [[KVCache()]])
     assert [type(cache) for cache in batch.prompt_cache] == [BatchKVCache]
 

@@ -94,14 +94,18 @@ class Serving:
         self.clients: dict[int, Client] = {}
         self.order: list[int] = []
         """Whose prompt each step went on with, by its first id."""
+        self.progress: list[tuple[int, int]] = []
+        self.segment_ends: list[int] = []
 
-    def ask(self, first: int, n_prompt: int, max_tokens: int = 4) -> Client:
+    def ask(
+        self, first: int, n_prompt: int, max_tokens: int = 4, *, is_taken: bool = True
+    ) -> Client:
         client = Client(self.plugin, first, n_prompt)
         (client.uid,) = self.generator.insert_segments(
             segments=[[client.ids[: n_prompt // 2], client.ids[n_prompt // 2 :]]],
             max_tokens=[max_tokens],
             caches=[[KVCache()]],
-            all_tokens=[client.tokens[:0]],
+            all_tokens=[client.tokens[:0] if is_taken else []],
         )
         self.clients[client.uid] = client
         return client
@@ -112,6 +116,9 @@ class Serving:
         for response in prompts:
             client = self.clients[response.uid]
             self.order.append(client.ids[0])
+            self.progress.append(response.progress)
+            if response.end_of_segment:
+                self.segment_ends.append(response.progress[0])
             client.reply.put(response.progress)
             if client.context._should_stop:
                 gone.append(response.uid)
@@ -164,6 +171,42 @@ def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Servi
     assert max(len(rows) for rows in prompts) == 1 and max(prompts) == [64]
 
 
+@pytest.mark.parametrize(
+    ("most", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 5, 14])]
+)
+def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
+    serve: Callable[..., Serving], most: int, chunks: list[int]
+) -> None:
+    serving = serve(most=most)
+    serving.run(client := serving.ask(1000, 40))
+    assert client.answer == right_answer(client)
+    assert [rows[0] for rows in serving.model.computed[: len(chunks)]] == chunks
+
+
+def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving]) -> None:
+    """Else the next step of the replies would wait for it, however long it is."""
+    serving = serve(most=64)
+    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not look at
+    gc.collect()
+    before = mx.get_active_memory()
+    serving.step()
+    assert mx.get_active_memory() - before >= serving.generator.prompt_cache_nbytes > 0
+
+
+@pytest.mark.parametrize("unused_bytes", [1 << 10, 1 << 40])
+def test_freed_memory_above_the_plugins_limit_is_given_back(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, unused_bytes: int
+) -> None:
+    serving = serve(most=64)
+    serving.ask(1000, 600)
+    cleared: list[None] = []
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: unused_bytes)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(None))
+    for _ in range(3):
+        serving.step()
+    assert len(cleared) == (3 if unused_bytes > serving.plugin.limits.max_unused_bytes else 0)
+
+
 def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
     serve: Callable[..., Serving],
 ) -> None:
@@ -188,6 +231,18 @@ def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
     assert long.answer[0] == 3000
 
 
+def test_a_prompt_that_is_nearly_done_goes_before_a_shorter_one(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    serving.ask(1000, 800)
+    for _ in range(10):
+        serving.step()
+    serving.ask(5000, 300)
+    serving.step()
+    assert serving.order == [1000] * 11
+
+
 def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Serving]) -> None:
     serving = serve(most=64)
     client = serving.ask(1000, 300)
@@ -199,15 +254,66 @@ def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Servi
         assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
 
 
+def test_clients_are_told_how_far_their_prompt_is(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.run(serving.ask(1000, 300))
+    assert serving.progress == [(n, 300) for n in (64, 128, 150, 192, 256, 299, 300)]
+    assert serving.segment_ends == [150, 299, 300]
+
+
+def test_a_segment_of_one_token_is_not_the_last(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.run(client := serving.ask(1000, 3))
+    assert client.answer == right_answer(client)
+
+
+def test_without_limits_of_a_plugin_stock_computes_prompts(patched_server: ModuleType) -> None:
+    model = Counting()
+    stream = mx.default_stream(mx.default_device())
+    with plugged():
+        generator = patched_server.BatchGenerator(model, stream=stream)
+        serving = Serving(generator, Plugin(PrefillLimits(1.0, lambda position: 64)), model)
+        serving.run(*(clients := [serving.ask(1000 * n, 40) for n in (1, 2)]))
+        generator.close()
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    assert any(len(rows) == 2 and rows[0] > 1 for rows in model.computed)
+
+
+@pytest.mark.parametrize("n_prompts", [1, 8])
+def test_no_more_at_a_time_than_the_server_allows(
+    serve: Callable[..., Serving], n_prompts: int
+) -> None:
+    serving = serve(most=64)
+    serving.generator.completion_batch_size = 2
+    serving.generator.prefill_batch_size = n_prompts
+    clients = [serving.ask(1000 * n, 50, max_tokens=12) for n in range(1, 6)]
+    while not all(len(client.answer) == 12 for client in clients):
+        serving.step()
+        assert len(serving.generator._prefills) <= n_prompts
+    assert max(map(len, serving.model.computed)) == 2
+
+
+def test_a_request_that_no_plugin_took_is_computed_too(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 1
+    clients = [serving.ask(1000 * n, 100, is_taken=False) for n in (1, 2)]
+    serving.run(*clients)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    bad = serving.ask(POISON - 50, 51, is_taken=False)
+    with pytest.raises(RuntimeError, match="bad luck"):
+        serving.run(bad)
+
+
 def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Serving]) -> None:
     serving = serve(most=64)
     serving.generator.prefill_batch_size = 2
     decoding, stays = serving.ask(1000, 20, 4000), serving.ask(2000, 500)
     while not decoding.answer:
         serving.step()
-    prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 30)
+    prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 700)
     serving.step()
     assert prefilling.uid in [one.uid for one in serving.generator._prefills]
+    assert waiting.uid in [one[0] for one in serving.generator._unprocessed_sequences]
     for client in (decoding, prefilling, waiting):
         client.request.client_gone = True
     serving.step()
@@ -217,6 +323,18 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
     n_computed = len(serving.model.computed)
     serving.run(stays)
     assert stays.answer == right_answer(stays) and len(serving.model.computed) - n_computed < 20
+
+
+def test_nothing_is_computed_for_clients_that_left(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 1
+    clients = [serving.ask(1000 * n, 300) for n in (1, 2)]
+    serving.step()
+    for client in clients:
+        client.request.client_gone = True
+    serving.model.computed.clear()
+    serving.step()
+    assert not serving.model.computed
 
 
 def test_an_error_in_a_prompt_ends_this_request_alone(serve: Callable[..., Serving]) -> None:
@@ -246,23 +364,23 @@ def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
     assert again.answer == right_answer(again)
 
 
+@pytest.mark.parametrize(("step_s", "most"), [(0.0, 512), (0.1, 256)])
 def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
-    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, step_s: float, most: int
 ) -> None:
-    """A clock that goes on by 0.35 ms a token stands for a device."""
+    """A clock that goes on by 0.35 ms a token stands for a device; a step takes time, too."""
     now_s = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now_s)
     monkeypatch.setattr("mlx_lm_kvpersist.host.batch_generator.time", clock)
     serving = serve(most=4096, max_stall_s=0.2)
-    counted = serving.model.__call__
+    computed = Counting.__call__
 
-    class Slow(Counting):
-        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
-            nonlocal now_s
-            now_s += 0.35e-3 * ids.shape[1]
-            return counted(ids, cache)
+    def slow(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+        nonlocal now_s
+        now_s += 0.35e-3 * ids.shape[1] if ids.shape[1] > 1 else step_s
+        return computed(model, ids, cache)
 
-    serving.generator.model = Slow()
+    monkeypatch.setattr(Counting, "__call__", slow)
     alone = serving.ask(1000, 9000, 500)
     serving.step()
     while not alone.answer:
@@ -274,8 +392,8 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
     while not beside.answer:
         serving.step()
     chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
-    assert chunks[0] <= 512 and max(chunks) <= 512 and sum(chunks) == 2999
-    assert sorted(chunks)[len(chunks) // 2] == 512
+    assert max(chunks) <= most and sum(chunks) == 2999
+    assert sorted(chunks)[len(chunks) // 2] == most
 
 
 def test_pace_is_careful_where_nothing_is_known() -> None:
@@ -359,6 +477,7 @@ def test_caches_that_cannot_be_merged_end_their_request_alone(
     serving.run(good := serving.ask(1000, 100))
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and not bad.answer
+    assert not serving.generator._currently_processing, "its prompt is still held"
 
 
 def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
@@ -382,22 +501,24 @@ def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
     assert again.answer == right_answer(again)
 
 
-@pytest.mark.parametrize("n_long", [2, 4, 7, 8])
+@pytest.mark.parametrize("n_long", [2, 7, 8, 9])
 def test_a_short_prompt_does_not_wait_beside_many_long_ones(
     serve: Callable[..., Serving], n_long: int
 ) -> None:
     """Nor for one of them to end, where as many are computed as the server allows."""
     serving = serve(most=64)
     for n in range(n_long):
-        serving.ask(1000 * (n + 1), 900 + n)
+        serving.ask(1000 * (n + 1), 3000 + n)
     for _ in range(3 * n_long):
         serving.step()
     short = serving.ask(15_000, 120)
     n_before = len(serving.order)
     while not short.answer:
         serving.step()
+        assert len(serving.order) < n_before + 50
     others = [one for one in serving.order[n_before:] if one != 15_000]
     assert len(others) <= 3, others
+    assert len(serving.generator._unprocessed_sequences) == max(0, n_long - 8)
 
 
 def test_freed_memory_is_given_back_beside_a_long_reply(
