@@ -10,8 +10,9 @@ KVPersistError
 │   └── PatchNotEffective       it was patched, and the server does not use it
 ├── SelfTestFailed              the end-to-end check at startup gave a wrong answer
 ├── ModelNotSupported           this model's cache cannot be kept
-├── RequestRefused              a request cannot be served (HTTP status 400)
+├── RequestRefused              a request cannot be served (its HTTP status: 400, or another)
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
+├── ClientGone                  a client closed its connection before its reply had ended
 └── StoreError
     ├── StoreFormatError        the store was written by a newer version
     └── BlockCorrupt            the file of a block or part is not what its name promises

@@ -53,7 +53,7 @@ class ResponsesAPI:
                 )
         names: dict[str, tuple[str, str]] = {}
         tools = list(_tools("tools", body.get("tools"), "", names))
-        chat: dict[str, Any] = {"messages": _messages(body, names)}
+        chat: dict[str, Any] = {"messages": _messages(body)}
         if tools:
             chat["tools"] = tools
         chat |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
@@ -99,7 +99,7 @@ def _full_name(namespace: str, name: str) -> str:
     return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
-def _messages(body: Mapping[str, Any], names: Mapping[str, tuple[str, str]]) -> list[Message]:
+def _messages(body: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a chat completion.
 
     What the assistant thought, said and called in one turn are items here and one message there.

@@ -126,7 +126,7 @@ class DemoServer:
         try:
             self._wait_for_model()
         except BaseException:
-            self._process.kill()
+            self.kill9()
             raise
 
     def _wait_for_model(self) -> None:

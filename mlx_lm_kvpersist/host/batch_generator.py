@@ -115,9 +115,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         for prefill in [one for one in self._prefills if one.is_ready]:
             self._guarded(prefill, lambda one: self._begin_reply(one, ended), ended)
         if self._prefills:
-            prefill = self._turn()
-            n_tokens = self._chunk(prefill, step_s)
-            self._guarded(prefill, lambda one: self._compute(one, n_tokens), ended)
+            self._guarded(
+                self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)), ended
+            )
         return ended, generated
 
     def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:

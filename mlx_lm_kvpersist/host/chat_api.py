@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..errors import RequestRefused
 from .chat_output import ClientConnection, StockOutput
 from .chat_tap import Counter, Tap
-from .request_checks import discard_body, read_json
+from .request_checks import check_body_length, discard_body, read_json
 
 CHAT_PATH = "/v1/chat/completions"
 Events = list[dict[str, Any]]
@@ -97,13 +97,10 @@ def serve(handler: Any, api: ChatAPI) -> None:
     with _errors_to_client(handler, api) as connection:
         request = api.translate(read_json(handler), handler.headers)
         tools = None if request.chat_body.get("tool_choice") == "none" else request.tools
-        tap = Tap(handler.generator, tools, connection)
+        tap = Tap(handler.generator, tools)
         connection.request, connection.tap = request, tap
-        try:
-            _run_stock(handler, request.chat_body, tap, connection, beats=request.stream)
-            connection.finish()
-        finally:
-            tap.stop()
+        _run_stock(handler, request.chat_body, tap, connection, beats=request.stream)
+        connection.finish()
 
 
 def count_tokens(handler: Any, api: ChatAPI) -> None:
@@ -206,6 +203,7 @@ def _run_stock(
 def _stock(handler: Any, chat_body: dict[str, Any], output: Any) -> Any:
     """Return stock's handler of a chat completion, with its own `wfile`, about to serve it."""
     payload = json.dumps(chat_body).encode()
+    check_body_length(str(len(payload)))  # here its client can still be told
     inner = copy.copy(handler)
     inner.__dict__.pop("do_POST", None)  # the route that led here
     inner.path, inner.rfile, inner.wfile = CHAT_PATH, io.BytesIO(payload), output

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import select
-import socket
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +14,6 @@ from .request_checks import discard_body
 if TYPE_CHECKING:
     from .chat_api import ChatAPI, Events, Translated
     from .chat_tap import Tap
-
-_LOOK_S = 0.5
-"""Between two looks whether the client is still there."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +85,13 @@ class ClientConnection(StockOutput):
     def __init__(self, handler: Any, api: ChatAPI) -> None:
         super().__init__()
         self._handler, self._api = handler, api
-        self._is_open = self._is_gone = False
-        self._looked_s = 0.0
+        self._is_open = False
         self._finish_reason: str | None = None
         self._usage: dict[str, Any] = {}
         self._reasoning: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
 
     # Stock's side.
-
-    def write(self, written: bytes) -> int:
-        self.check()
-        return super().write(written)
 
     def began(self) -> None:
         if self.status == 200:
@@ -134,14 +123,6 @@ class ClientConnection(StockOutput):
         self._send(events)
 
     # The client's side.
-
-    def check(self) -> None:
-        """Raise ConnectionAbortedError if the client went away, so that stock stops."""
-        if time.monotonic() - self._looked_s > _LOOK_S:
-            self._looked_s = time.monotonic()
-            self._is_gone = self._is_gone or _has_closed(self._handler.connection)
-        if self._is_gone:
-            raise ConnectionAbortedError("the client went away")
 
     def finish(self) -> None:
         """Send the end of the reply, or of a client that does not stream, the whole."""
@@ -192,13 +173,3 @@ class ClientConnection(StockOutput):
         for name, value in (*of_plugins, *more):
             self._handler.send_header(name, value)
         self._handler.end_headers()
-
-
-def _has_closed(connection: Any) -> bool:
-    """Tell whether a client has closed its connection."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    try:
-        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
-    except OSError:
-        return True

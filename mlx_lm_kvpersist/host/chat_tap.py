@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import RequestRefused
-from .chat_output import ClientConnection
 
 
 class Tap:
@@ -15,10 +14,8 @@ class Tap:
     tools: those that may be called. None has every call told as the text that it is.
     """
 
-    def __init__(
-        self, generator: Any, tools: list[dict[str, Any]] | None, connection: ClientConnection
-    ) -> None:
-        self._generator, self._tools, self._connection = generator, tools, connection
+    def __init__(self, generator: Any, tools: list[dict[str, Any]] | None) -> None:
+        self._generator, self._tools = generator, tools
         self._context: Any = None
         self.stop_word: str | None = None
         self._unread: list[str] = []
@@ -43,16 +40,10 @@ class Tap:
         self._context = context
         if context.tool_parser is not None:
             context.tool_parser = self._reading_calls(context.tool_parser)
-        return context, self._watched(responses, args.stop_words)
-
-    def stop(self) -> None:
-        """Have no more tokens generated.
-
-        Stock does so only once its own headers are sent; a client that went away before would have
-        its whole reply computed, and no request that cannot join the batch would be served.
-        """
-        if self._context is not None:
-            self._context.stop()
+        if args.stop_words:
+            # Once the reply has been computed, another model may take this one's place.
+            responses = self._watched(responses, args.stop_words, self.model_provider.tokenizer)
+        return context, responses
 
     def _reading_calls(self, parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
         """Let the parser know deferred tools, and keep what it cannot read: stock drops that."""
@@ -76,24 +67,25 @@ class Tap:
         self._unread.clear()
         return text
 
-    def _watched(self, responses: Iterator[Any], stop_words: list[str]) -> Iterator[Any]:
-        """Pass the tokens on; note which stop word ended them, and stop when the client went."""
+    def _watched(
+        self, responses: Iterator[Any], stop_words: list[str], tokenizer: Any
+    ) -> Iterator[Any]:
+        """Pass the tokens on; note which stop word ended them."""
         ids: list[int] = []
         for response in responses:
-            self._connection.check()
             ids.append(response.token)
-            if response.finish_reason == "stop" and stop_words:
-                self.stop_word = self._stop_word(ids, stop_words)
+            if response.finish_reason == "stop":
+                self.stop_word = stop_word_of(ids, stop_words, tokenizer)
             yield response
 
-    def _stop_word(self, ids: list[int], stop_words: list[str]) -> str | None:
-        """Return the stop word whose tokens end a reply, as stock compares them."""
-        tokenizer = self.model_provider.tokenizer
-        if ids[-1] in tokenizer.eos_token_ids:
-            return None
-        spelled = {word: tokenizer.encode(word, add_special_tokens=False) for word in stop_words}
-        found = [word for word, own in spelled.items() if own and ids[-len(own) :] == own]
-        return max(found, key=len, default=None)
+
+def stop_word_of(ids: list[int], stop_words: list[str], tokenizer: Any) -> str | None:
+    """Return the stop word whose tokens end a reply, as stock compares them."""
+    if ids[-1] in tokenizer.eos_token_ids:
+        return None
+    spelled = {word: tokenizer.encode(word, add_special_tokens=False) for word in stop_words}
+    found = [word for word, own in spelled.items() if own and ids[-len(own) :] == own]
+    return max(found, key=len, default=None)
 
 
 class Counter:

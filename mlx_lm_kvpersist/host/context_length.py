@@ -38,7 +38,7 @@ def max_context(model: str, tokenizer: Any) -> int | None:
         file = folder / "config.json" if is_folder else try_to_load_from_cache(model, "config.json")
         config = json.loads(Path(str(file)).read_text(encoding="utf-8"))
         stated = length_of(config)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return None
     own = getattr(tokenizer, "model_max_length", None)
     if stated and isinstance(own, int) and own < _UNSTATED:

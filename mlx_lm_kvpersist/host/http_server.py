@@ -23,6 +23,7 @@ from ..fields import require_text
 from . import manager
 from .chat_output import StockOutput
 from .completion_output import CompletionOutput
+from .model_provider import loaded_name
 from .request_checks import (
     check_bias,
     check_body_length,
@@ -190,8 +191,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         check_parameters(self.body, self)
         if is_alias(self.requested_model):
             provider = self.response_generator.model_provider
-            loaded = provider.model_key[0] if provider.model_key else self.requested_model
-            self.requested_model = "default_model" if provider.cli_args.model else loaded
+            own = "default_model" if provider.cli_args.model else loaded_name(provider)
+            self.requested_model = own or self.requested_model
         if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -207,7 +208,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         Claude Code offers only names that begin with "claude".
         """
         provider = self.response_generator.model_provider
-        loaded = provider.model_key[0] if provider.model_key else provider.cli_args.model
+        loaded = loaded_name(provider) or provider.cli_args.model
         models = []
         if Path(HF_HUB_CACHE).is_dir():
             inner, output = copy.copy(self), StockOutput()

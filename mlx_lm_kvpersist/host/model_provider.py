@@ -86,6 +86,12 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         self.is_ready = True
 
 
+def loaded_name(provider: Any) -> str | None:
+    """Return which model is loaded, None while there is none. Any thread."""
+    key = provider.model_key  # asked once: another model may be loaded in between
+    return key[0] if key is not None else None
+
+
 def let_plugins_make_caches(model: Any) -> bool:
     """Set `make_cache` on this model, unless no plugin makes caches for it.
 

@@ -16,6 +16,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
+from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -225,7 +226,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
         taken = generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
         for text in "wap":
             request = server.CompletionRequest("text", text, [], None, None)
-            generator.requests.put((None, request, GENERATION_ARGS))
+            generator.requests.put((Queue(), request, GENERATION_ARGS))
         served = [generator._next_request(0.1), generator._next_request()]
         stayed = generator._next_request()
         plugin.fetched = True

@@ -22,6 +22,7 @@ from weakref import WeakSet
 from ..errors import ClientGone, GenerationStopped, RequestRefused
 from . import manager
 from .context_length import check_length
+from .model_provider import loaded_name
 from .prompt import Prompt, TakenTokens
 from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .request_checks import check_ids, check_prompt_ids
@@ -51,8 +52,7 @@ class RequestQueue(Queue[Any]):
         with self._closing:
             if self._error is not None:
                 raise self._error
-            if item[0] is not None:
-                self._reply_queues.add(item[0])
+            self._reply_queues.add(item[0])
             super().put(item, block, timeout)
 
     @property
@@ -206,8 +206,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _is_loaded(self, args: Any) -> bool:
         """Whether a request asks for the model that is loaded."""
         provider, name = self.model_provider, args.model.model
-        key = provider.model_key if provider.is_ready and not provider.is_loading else None
-        return key is not None and provider._model_map.get(name, name) == key[0]
+        loaded = loaded_name(provider) if provider.is_ready and not provider.is_loading else None
+        return loaded is not None and provider._model_map.get(name, name) == loaded
 
     def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
         """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
@@ -267,10 +267,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 the model's processor knows.
         """
         provider = self.model_provider
-        if not provider.is_ready or provider.is_loading or provider.model_key is None:
+        loaded = loaded_name(provider)
+        if not provider.is_ready or provider.is_loading or loaded is None:
             raise RequestRefused("no model is loaded yet, try again in a moment", 503)
         if not self._is_loaded(args):
-            asked, loaded = args.model.model, provider.model_key[0]
+            asked = args.model.model
             raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
         if not has_text_only(request):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
 from mlx_lm_kvpersist.host import completion_output, http_server, request_checks
+from mlx_lm_kvpersist.host.chat_tap import Tap
 from mlx_lm_kvpersist.host.probes import ARGS
 from tests.support.host import plugged
 
@@ -77,6 +79,18 @@ def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.Monk
     assert "94 of the body's 100 bytes did not come within" in json.loads(body)["oh"]
 
 
+def test_a_body_that_grows_too_large_on_its_way_is_told_so(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's own answer would close the connection before its client is told anything."""
+    monkeypatch.setattr(request_checks, "MAX_BODY_BYTES", 2 << 20)
+    status, _, body = words.ask(
+        request(json.dumps({"say": "é" * 900_000}, ensure_ascii=False).encode())
+    )
+    assert (status, json.loads(body)["status"]) == (413, 413)
+    assert "expected at most 2 MiB" in json.loads(body)["oh"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_error_before_the_reply_has_its_status(words: WordsServer, stream: bool) -> None:
     words.generator.error = RequestRefused("no such agent", 413)
@@ -134,11 +148,56 @@ def test_headers_and_beats_while_nothing_comes(
     )
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_nobody_is_told_the_rest(words: WordsServer, stream: bool) -> None:
-    """A client that has gone away stops its generation, within a second."""
+def test_a_stop_word_is_known_after_another_model_was_loaded() -> None:
+    ids = {"x": 7, "y": 8}
+    tokenizer = SimpleNamespace(
+        eos_token_ids=[0], encode=lambda word, add_special_tokens: [ids[word]]
+    )
+    provider = SimpleNamespace(tokenizer=tokenizer)
+    said = [
+        SimpleNamespace(token=8, finish_reason=None),
+        SimpleNamespace(token=7, finish_reason="stop"),
+    ]
+    context = SimpleNamespace(tool_parser=None)
+    generator = SimpleNamespace(
+        model_provider=provider, generate=lambda *args, **kwargs: (context, iter(said))
+    )
+    tap = Tap(generator, [])
+    _, tokens = tap.generate(None, SimpleNamespace(stop_words=["x", "y"]))
+    provider.tokenizer = None
+    assert list(tokens) == said and tap.stop_word == "x"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
+def test_a_model_that_is_unloaded_meanwhile_is_no_error(words: WordsServer, path: str) -> None:
+    class Provider:
+        """Another model is loaded as soon as anybody has asked for this one."""
+
+        cli_args = Namespace(**{**vars(ARGS), "model": None})
+        keys = iter([("m",)])
+
+        @property
+        def model_key(self) -> Any:
+            return next(self.keys, None)
+
+    words.generator.model_provider = Provider()
+    if path == "/v1/models":
+        status, _, body = words.ask(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        assert "claude-m" in [model["id"] for model in json.loads(body)["data"]]
+    else:
+        message = {"role": "user", "content": "x"}
+        status, _, body = words.post({"model": "claude-x", "messages": [message]}, path)
+        assert json.loads(body)["model"] == "m"
+    assert status == 200
+
+
+def test_nobody_is_told_the_rest(words: WordsServer) -> None:
+    """A client that has gone away stops its generation, within a second.
+
+    Where nothing is sent before the end, the server's own generator sees that it went.
+    """
     words.generator.pause_s = 0.02
-    payload = {"say": "x", "stream": stream}
+    payload = {"say": "x", "stream": True}
     with plugged(words.plugin):
         words.generator.cli_args = Namespace(**{**vars(ARGS), "max_tokens": 500})
         theirs, thread = words.connect()

@@ -68,7 +68,10 @@ def test_the_larger_of_two_counts(
     assert max_context(model, SimpleNamespace(model_max_length=tokenizers)) == found
 
 
-@pytest.mark.parametrize("text", ["{bad", "[]", "5", "\xff"])
+ENDLESS = '{"n_ctx": 8, "rope_scaling": {"type": "linear", "factor": 1e999}}'
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", "5", "\xff", ENDLESS])
 def test_what_cannot_be_read_limits_nothing(tmp_path: Path, text: str) -> None:
     assert max_context(write(tmp_path, text), SimpleNamespace()) is None
     assert max_context(str(tmp_path / "none"), SimpleNamespace()) is None

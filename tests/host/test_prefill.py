@@ -349,6 +349,24 @@ def test_an_error_in_a_prompt_ends_this_request_alone(serve: Callable[..., Servi
     assert again.answer == right_answer(again)
 
 
+def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
+    serve: Callable[..., Serving],
+) -> None:
+    def most(position: int) -> int:
+        if position >= 200:
+            raise RuntimeError("bad luck")
+        return 64
+
+    serving = serve(most=64)
+    serving.generator._limits = PrefillLimits(1.0, most)
+    good, bad = serving.ask(1000, 200), serving.ask(2000, 400)
+    serving.run(good)
+    assert good.answer == right_answer(good)
+    while not bad.context._should_stop:
+        serving.step()
+    assert "bad luck" in str(bad.error) and not bad.answer
+
+
 def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
     serve: Callable[..., Serving],
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -125,7 +126,7 @@ def test_running_replies_end_before_the_server_does(ended: list[int]) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert not ended and serving.requests.is_closed
         with pytest.raises(GenerationStopped, match="ask again"):
-            serving.requests.put((None, None, None))
+            serving.requests.put((Queue(), None, None))
         serving.open_requests.end(serving.request)
         wait_until(lambda: ended == [signal.SIGTERM], "the end")
 

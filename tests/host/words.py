@@ -80,7 +80,7 @@ class WordsGenerator:
 
     def __init__(self, server: ModuleType) -> None:
         self.cli_args, self.is_healthy = ARGS, True
-        self.model_provider = SimpleNamespace(model_key=("m",), cli_args=ARGS)
+        self.model_provider: Any = SimpleNamespace(model_key=("m",), cli_args=ARGS)
         self._states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
         self.wait_s = self.pause_s = 0.0
         self.progress: tuple[int, int] | None = None
