@@ -294,9 +294,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return {**others, **found}
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
-        caches = self.extract_cache(uids) if return_prompt_caches else {}
+        caches = super().remove(uids, return_prompt_caches)
         self._prefills = [one for one in self._prefills if one.uid not in uids]
-        super().remove(uids)
         return caches
 
     @property

@@ -59,8 +59,12 @@ class Plugin:
     def insert_cache(
         self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
     ) -> None:
-        keys: Any = prompt_cache[0].state[0][0, 0, :, 0].astype(mx.int32).tolist()
-        self.saved.append((handle, cache_type, list(tokens), keys))
+        self.saved.append((handle, cache_type, list(tokens), keys_of(prompt_cache)))
+
+
+def keys_of(caches: list[Any]) -> list[int]:
+    keys: list[int] = caches[0].state[0][0, 0, :, 0].astype(mx.int32).tolist()
+    return keys
 
 
 class Client:
@@ -95,7 +99,8 @@ class Serving:
         self.order: list[int] = []
         """Whose prompt each step went on with, by its first id."""
         self.progress: list[tuple[int, int]] = []
-        self.segment_ends: list[int] = []
+        self.segment_ends: list[tuple[list[int], list[int]]] = []
+        """The tokens and the keys of each prompt where a segment ended: there stock saves."""
 
     def ask(
         self, first: int, n_prompt: int, max_tokens: int = 4, *, is_taken: bool = True
@@ -112,13 +117,14 @@ class Serving:
 
     def step(self) -> None:
         prompts, replies = self.generator.next()
+        ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
+        for caches, tokens in self.generator.extract_cache(ended).values():
+            self.segment_ends.append((list(tokens), keys_of(caches)))
         gone = []
         for response in prompts:
             client = self.clients[response.uid]
             self.order.append(client.ids[0])
             self.progress.append(response.progress)
-            if response.end_of_segment:
-                self.segment_ends.append(response.progress[0])
             client.reply.put(response.progress)
             if client.context._should_stop:
                 gone.append(response.uid)
@@ -254,11 +260,11 @@ def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Servi
         assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
 
 
-def test_clients_are_told_how_far_their_prompt_is(serve: Callable[..., Serving]) -> None:
+def test_the_server_is_told_how_far_a_prompt_is(serve: Callable[..., Serving]) -> None:
     serving = serve(most=64)
-    serving.run(serving.ask(1000, 300))
+    serving.run(client := serving.ask(1000, 300))
     assert serving.progress == [(n, 300) for n in (64, 128, 150, 192, 256, 299, 300)]
-    assert serving.segment_ends == [150, 299, 300]
+    assert serving.segment_ends == [(client.ids[:n],) * 2 for n in (150, 299)]
 
 
 def test_a_segment_of_one_token_is_not_the_last(serve: Callable[..., Serving]) -> None:
@@ -316,8 +322,11 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
     assert waiting.uid in [one[0] for one in serving.generator._unprocessed_sequences]
     for client in (decoding, prefilling, waiting):
         client.request.client_gone = True
+    serving.order.clear()
     serving.step()
     gone = decoding, prefilling, waiting
+    # Stock forgets a request after a response.
+    assert {3000, 4000} <= set(serving.order)
     assert all(isinstance(client.error, ClientGone) for client in gone)
     assert not serving.generator.extract_cache([client.uid for client in gone])
     n_computed = len(serving.model.computed)
@@ -325,7 +334,25 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
     assert stays.answer == right_answer(stays) and len(serving.model.computed) - n_computed < 20
 
 
-def test_nothing_is_computed_for_clients_that_left(serve: Callable[..., Serving]) -> None:
+def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    decoding = serving.ask(1000, 20, 100)
+    while not decoding.answer:
+        serving.step()
+    computed = serving.ask(2000, 300)
+    serving.step()
+    uids = [decoding.uid, computed.uid]
+    removed = serving.generator.remove(uids, return_prompt_caches=True)
+    for client in (decoding, computed):
+        caches, tokens = removed[client.uid]
+        assert keys_of(caches)[: len(tokens)] == tokens
+        assert tokens[:20] == client.ids[:20]
+    assert not serving.generator.extract_cache(uids) and not serving.generator._prefills
+
+
+def test_clients_that_left_cost_neither_time_nor_lines_of_the_log(
+    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
+) -> None:
     serving = serve(most=64)
     serving.generator.prefill_batch_size = 1
     clients = [serving.ask(1000 * n, 300) for n in (1, 2)]
@@ -334,16 +361,19 @@ def test_nothing_is_computed_for_clients_that_left(serve: Callable[..., Serving]
         client.request.client_gone = True
     serving.model.computed.clear()
     serving.step()
-    assert not serving.model.computed
+    assert not serving.model.computed and not caplog.records
 
 
-def test_an_error_in_a_prompt_ends_this_request_alone(serve: Callable[..., Serving]) -> None:
+def test_an_error_in_a_prompt_ends_this_request_alone(
+    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
+) -> None:
     serving = serve(most=64)
     good = serving.ask(1000, 200)
     bad = serving.ask(POISON - 150, 151)
     serving.run(good)
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and bad.context._should_stop and not bad.answer
+    assert "bad luck" in caplog.text
     assert not serving.generator.extract_cache([bad.uid])
     serving.run(again := serving.ask(2000, 70))
     assert again.answer == right_answer(again)
@@ -464,7 +494,7 @@ def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
 
 def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
     pace = Pace()
-    for n_tokens in (256, 512):
+    for n_tokens in (256, 512, 256, 512):
         pace.learn(5000, n_tokens, 0.02 + n_tokens * 1e-4)
     before = pace.tokens(5000, 0.1)
     pace.learn(5000, 384, 3.0)
