@@ -77,11 +77,17 @@ def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: 
     new_file(path).close()
     metadata = metadata_of(block, root)
     # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
-    empty = {name: [_name_of(x.dtype), x.shape] for name, x in arrays.items() if not x.size}
+    empty = {name: x for name, x in arrays.items() if not x.size}
     if empty:
-        metadata["empty"] = json.dumps(empty)
-    metadata["checksum"] = checksum(arrays, metadata)
-    written = {name: array for name, array in arrays.items() if name not in empty}
+        described = {name: [_name_of(x.dtype), x.shape] for name, x in empty.items()}
+        metadata["empty"] = json.dumps(described)
+    written = {name: x for name, x in arrays.items() if x.size}
+    if mx.cuda.is_available():
+        # CUDA moves what is read here into the host's memory; the next restore would have to wait
+        # until it is back. So a copy is read.
+        written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
+        mx.eval(written)
+    metadata["checksum"] = checksum({**written, **empty}, metadata)
     mx.save_safetensors(str(path), written, metadata)
     if fsync:
         sync(path)

@@ -4,12 +4,14 @@ import os
 import stat
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.store import files
 from mlx_lm_kvpersist.store.files import (
     block_path,
     checksum,
@@ -34,7 +36,11 @@ NODE = Block(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize("copies", [False, True], ids=["as-they-are", "copies-as-on-cuda"])
+def test_reads_what_was_written(
+    tmp_path: Path, dtype: mx.Dtype, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: copies)
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
     arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer keeps keys alone
     mx.eval(arrays)
@@ -48,6 +54,23 @@ def test_reads_what_was_written(tmp_path: Path, dtype: mx.Dtype) -> None:
         assert loaded[name].dtype == dtype
         assert mx.array_equal(loaded[name], array)
     assert read_record(path)[:2] == (NODE, ROOT)
+
+
+def test_on_cuda_the_writer_reads_no_array_of_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host reads there leaves the GPU's memory."""
+    arrays, read = arrays_of(NODE), []
+
+    def noted(array: Any) -> memoryview:
+        read.append(array)
+        return memoryview(array)
+
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(files, "memoryview", noted, raising=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=False)
+    assert len(read) == len(arrays)
+    assert not any(one is array for one in read for array in arrays.values())
 
 
 @pytest.mark.parametrize(
