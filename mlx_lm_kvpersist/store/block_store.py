@@ -43,8 +43,6 @@ class StoreCounters:
     turns_not_saved: int = 0
     blocks_quarantined: int = 0
     """Blocks and checkpoints."""
-    blocks_gone: int = 0
-    """Blocks and checkpoints that were found, and no longer there when they were read."""
     failures: set[str] = field(default_factory=set)
     """What keeps turns from being saved right now; each is logged once."""
 
@@ -152,12 +150,8 @@ class BlockStore(BlockReader):
         self.counters.blocks_quarantined += 1
         self._lose(block.key, reason)
 
-    def _is_gone(self, block: Block) -> None:
-        """Forget what was found and is not there. Any thread."""
-        self.counters.blocks_gone += 1
-        self._lose(block.key)
-
     def _lose(self, key: bytes, reason: str | None = None) -> None:
+        """Forget what is not there or, for a reason, must not be used. Any thread."""
         self._lost.add(key)
         if reason is not None:
             self.pool.drop(key)
@@ -309,11 +303,10 @@ class BlockStore(BlockReader):
     # Writer thread.
 
     def _save(self, turn: Turn, pinned: list[KVBlock]) -> None:
+        lost = self._lost.copy()
         try:
             keep = self._writer.waiting_keys()
-            saved = self.disk.save(
-                turn, self._arrays_of, keep, self._writer.rest, self._lost.copy()
-            )
+            saved = self.disk.save(turn, self._arrays_of, keep, self._writer.rest, lost)
         except Exception as error:  # whatever it is, the turn's pins are let go of
             self._failed("save a turn", error)
             self._abandon(turn, pinned)
@@ -325,13 +318,14 @@ class BlockStore(BlockReader):
         self.counters.turns_saved += 1
         self.counters.failures.clear()
         for block in (*saved.blocks, *saved.checkpoints):
-            self._lost.discard(block.key)
+            if block.key in lost:  # what was lost meanwhile may not have been written anew
+                self._lost.discard(block.key)
             entry = self.pool.get(block.key)
             if entry is not None:
                 entry.on_disk = True
         self._release(turn, pinned)
         for replaced, _ in saved.leaf.replaced if saved.leaf else ():
-            self.pool.drop(replaced)
+            self.drop_unpinned(replaced)
         for block in set(saved.superseded).difference(saved.checkpoints):
             self.drop_unpinned(block.key)
 

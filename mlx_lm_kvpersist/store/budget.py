@@ -58,13 +58,17 @@ class WriteMeter:
         self.total_bytes = 0
 
     def add(self, n_bytes: int) -> None:
+        self._forget_old()
         self._written.append((self._clock(), n_bytes))
         self.total_bytes += n_bytes
 
     def last_hour_bytes(self) -> int:
+        self._forget_old()
+        return sum(n_bytes for _, n_bytes in self._written)
+
+    def _forget_old(self) -> None:
         while self._written and self._written[0][0] < self._clock() - _HOUR_S:
             self._written.popleft()
-        return sum(n_bytes for _, n_bytes in self._written)
 
 
 def free_bytes(folder: Path) -> int:

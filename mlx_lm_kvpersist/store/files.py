@@ -58,8 +58,7 @@ def checkpoint_path(folder: Path, key: bytes) -> Path:
 
 def path_of(folder: Path, block: Block) -> Path:
     """Return where a block or a checkpoint is kept."""
-    kind, name = "parts" if block.is_checkpoint else "blocks", block.key.hex()
-    return folder / kind / name[:2] / f"{name}.safetensors"
+    return (checkpoint_path if block.is_checkpoint else block_path)(folder, block.key)
 
 
 def key_of(path: Path) -> bytes | None:
@@ -143,11 +142,7 @@ def read_file(
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
-    try:
-        for name, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
-            arrays[name] = mx.zeros(shape, getattr(mx, dtype))
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise BlockCorrupt(f"{path.name}: its metadata cannot be read: {error!r}") from error
+    add_empty(arrays, metadata)
     if verify and metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
     if expected is not None and (block.key, block.packed_ids, block.start) != (
@@ -210,11 +205,26 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
                 pending=bytes.fromhex(metadata["pending"]),
             )
         is_genuine = block.is_genuine and block.is_checkpoint == is_checkpoint
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (*MALFORMED, OverflowError) as error:
         raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
     if not is_genuine:
         raise BlockCorrupt(f"{block}: what it says of itself does not hash to its key")
     return block, root
+
+
+def add_empty(arrays: dict[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Add the arrays without elements, which stand in the metadata of a file alone.
+
+    Raises BlockCorrupt when the metadata describe anything else.
+    """
+    try:
+        for name, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
+            if math.prod(shape):  # before there is a checksum, no memory is taken
+                raise ValueError(f"{name} has the shape {shape}")
+            arrays[name] = mx.zeros(shape, getattr(mx, dtype))
+            mx.eval(arrays[name])  # another thread may use it
+    except (*MALFORMED, OverflowError, RuntimeError) as error:
+        raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
 
 
 def _name_of(dtype: mx.Dtype) -> str:

@@ -189,9 +189,10 @@ class IndexReader:
         return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
 
     def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
-        """Return all blocks on the way to these leaves, at most 500, those before others first.
+        """Return all blocks on the way to these leaves, parents before children.
 
         Of each: its key, its parent's key, its start, its tokens, its bytes with its checkpoints'.
+        `leaves` are at most 500.
         """
         rows = self._db.execute(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "

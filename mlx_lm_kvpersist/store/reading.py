@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import BlockCorrupt, StoreError
+from ..errors import BlockCorrupt, StoreFormatError
 from ..match.block import Block, Root
 from .files import Arrays, path_of, read_file
 from .pool import BlockPool, KVBlock
@@ -98,7 +98,7 @@ class BlockReader(ABC):
         """Take a block or checkpoint out of use that failed a check. Any thread."""
 
     @abstractmethod
-    def _is_gone(self, block: Block) -> None:
+    def _lose(self, key: bytes) -> None:
         """Forget what was found and is not there. Any thread."""
 
     def load(self, block: Block, root: Root) -> Loaded | None:
@@ -166,7 +166,8 @@ class BlockReader(ABC):
         for block, n_bytes in wanted:
             if prefetch.stopped:
                 return
-            if block.key in self.pool:
+            if there := self.pool.pin([block.key], prefetch=True):
+                prefetch.add(there)  # it may have come since, for another prompt
                 continue
             n_bytes += sum(one.n_bytes for one in list(self._prefetches))
             if n_bytes > self.pool.max_bytes // 2:
@@ -186,13 +187,13 @@ class BlockReader(ABC):
                 raise BlockCorrupt(f"{block} belongs to another model")
         except FileNotFoundError:
             logger.warning("%s is no longer on disk", block)
-            self._is_gone(block)
+            self._lose(block.key)
             return None
-        except StoreError as error:
+        except BlockCorrupt as error:
             self.quarantine(block, str(error))
             return None
-        except (OSError, MemoryError) as error:
-            # It says nothing of the file: the next read tries again.
+        except (OSError, MemoryError, StoreFormatError) as error:
+            # It says nothing of the file: the next read tries again, or a newer version.
             if self._can_read:
                 logger.warning("%s cannot be read now: %s", block, error or "no memory")
             self._can_read = False
@@ -243,8 +244,9 @@ class Workers:
             self._changed.notify_all()
         for future, _ in dropped:
             future.cancel()
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:

@@ -40,6 +40,7 @@ from .files import (
     MALFORMED,
     MAX_HEADER_BYTES,
     OwnHeader,
+    add_empty,
     block_of,
     checksum,
     open_regular,
@@ -199,6 +200,7 @@ class SessionFile:
             what, root = block_of(metadata, is_checkpoint=number >= self._n_blocks)
         except StoreFormatError as error:
             raise StoreFormatError(f"{self.path}: file {number}: {error}") from error
+        add_empty(arrays, metadata)
         if metadata.get("checksum") != checksum(arrays, metadata):
             raise BlockCorrupt(f"{what.key.hex()} does not match its checksum")
         texts = (root.fingerprint, root.precision, root.namespace, root.session, root.model)

@@ -196,3 +196,5 @@ class Writer:
                     self._running = None
                     self._let_go(task)
                     self._changed.notify_all()
+            # An idle writer must not hold the arrays of the last turn.
+            del task

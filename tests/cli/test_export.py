@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -496,3 +497,22 @@ def test_choices_from_anywhere_are_checked(
     assert str(forged) in other.err and other.err.count("\n") == 1
     assert not (other.folder / PRECISION_FILE).exists()
     assert not block_files(other.folder)
+
+
+def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) -> None:
+    """The values of an indexer: the file of a block only describes them."""
+    node = chain([77])[0]
+    part = state(node)
+    empty = {"1.v": mx.zeros((2, 1, 1, 0), mx.bfloat16)}
+    mx.eval(empty)
+    with closing(BlockStore(run.folder, LIMITS)) as store:
+        new = [(node, arrays_of(node) | empty), (part, arrays_of_part(part) | empty)]
+        leaf = Leaf("indexer", node.key, node.stop, (node.key,))
+        store.save_turn(Turn(ROOT, (node,), leaf, checkpoints=(part,)), new)
+    path = run.folder.with_name("indexer.safetensors")
+    assert run("sessions", "export", "indexer", path) == 0
+    assert other("sessions", "import", path, "--create") == 0, other.err
+    with closing(BlockStore(other.folder, LIMITS)) as store:
+        for what in (node, part):
+            loaded = store.load(what, ROOT)
+            assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)

@@ -44,3 +44,13 @@ def test_d_what_was_written_an_hour_ago_is_refunded() -> None:
     assert meter.last_hour_bytes() == 0
     meter.add(7)
     assert (meter.last_hour_bytes(), meter.total_bytes) == (7, 127)
+
+
+def test_writes_older_than_an_hour_take_no_memory() -> None:
+    """Without a limit nobody asks how much was written."""
+    now = 0.0
+    meter = WriteMeter(clock=lambda: now)
+    for _ in range(100):
+        now += 1800.0
+        meter.add(1)
+    assert len(meter._written) <= 3

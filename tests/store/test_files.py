@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,17 @@ def test_on_cuda_the_writer_reads_no_array_of_the_pool(
 
 
 @pytest.mark.parametrize(
-    "empty", ["[", '["a"]', '{"a": 1}', '{"a": ["nothing", [1]]}', '{"a": ["float32", ["x"]]}']
+    "empty",
+    [
+        "[",
+        "[" * 9999,
+        '["a"]',
+        '{"a": 1}',
+        '{"a": ["nothing", [0]]}',
+        '{"a": ["float32", ["x"]]}',
+        '{"a": ["float32", [1099511627776, 0]]}',
+        '{"a": ["float32", [2000000000, 2000000000]]}',
+    ],
 )
 def test_empty_arrays_that_are_described_wrongly_are_damage(
     tmp_path: Path, empty: str, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +96,18 @@ def test_empty_arrays_that_are_described_wrongly_are_damage(
     write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
     with pytest.raises(BlockCorrupt, match="metadata cannot be read"):
         read_file(path)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_empty_arrays_may_be_read_by_any_thread(tmp_path: Path, verify: bool) -> None:
+    """MLX raises on an array that another thread has not evaluated."""
+    empty = mx.zeros((2, 1, 3, 0), mx.bfloat16)
+    mx.eval(empty)
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, {"0.v": empty}, fsync=False)
+    with ThreadPoolExecutor(1) as reader:
+        _, _, arrays = reader.submit(read_file, path, verify=verify).result()
+    mx.eval(mx.concatenate([arrays["0.v"], arrays["0.v"]], axis=2))
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, Prefetch, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.store.reading import Workers
 from tests.support import wait_until
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -186,3 +188,51 @@ def test_load_all_reads_little_beyond_what_is_taken(
     coming.close()
     store.close()
     assert len(n_read) <= 4
+
+
+def test_what_another_prompt_has_read_stays_for_both(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may be served, and let go, before the second."""
+    store, nodes = stored
+    both_wait = threading.Event()
+    read = store._read
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        both_wait.wait(10)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(store, "_read", later)
+    first, second = (store.prefetch([(n, BLOCK_BYTES) for n in nodes[:3]], ROOT) for _ in "12")
+    both_wait.set()
+    wait_until(lambda: second.finished, "reading ahead")
+    first.release()
+    fill(store, 20)
+    assert in_ram(store, nodes) == 3
+    second.release()
+    fill(store, 20)
+    assert in_ram(store, nodes) == 0
+
+
+def test_the_end_waits_for_all_that_reads_together() -> None:
+    workers, may_end = Workers("test", 4), threading.Event()
+    for _ in range(4):
+        workers.submit(may_end.wait)
+    started = time.monotonic()
+    assert not workers.close(0.3)
+    assert time.monotonic() - started < 0.9
+    may_end.set()
+    assert workers.close(10)
+
+
+def test_a_file_of_a_newer_version_stays_where_it_is(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions may share a folder for a moment: while one is upgraded."""
+    store, nodes = stored
+    monkeypatch.setattr("mlx_lm_kvpersist.store.files.FORMAT", 0)
+    assert store.load(nodes[0], ROOT) is None
+    store.drain()
+    monkeypatch.undo()
+    assert store.counters.blocks_quarantined == 0
+    assert store.load(nodes[0], ROOT) is not None

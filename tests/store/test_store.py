@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -15,7 +17,7 @@ from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.index import Index
+from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.pool import KVBlock
 
@@ -253,3 +255,45 @@ def test_only_the_newest_pinned_turns_of_a_name_stay_pinned(store: BlockStore) -
     by_leaf = {session.leaf: session.pinned for session in store.index.sessions()}
     assert [by_leaf[nodes[-1].key] for nodes in chains] == [False] * 2 + [True] * 8
     assert by_leaf[chain([90])[-1].key]
+
+
+def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes[:1])
+    save = store.disk.save
+
+    def saving(*args: Any) -> Turn | None:
+        saved = save(*args)
+        store.quarantine(nodes[0], "a reader found damage")
+        return saved
+
+    monkeypatch.setattr(store.disk, "save", saving)
+    save_turn(store, nodes)
+    assert nodes[0].key not in store.index
+    assert len(list((store.folder / "quarantine").glob("*.safetensors"))) == 1
+
+
+def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore) -> None:
+    """The same prompt was answered twice, and the first conversation went on meanwhile."""
+    head, tail = chain([1], [2, 3])
+    save_turn(store, [head, tail], "first")
+    longer = chain([1], [2, 3, 4])
+    may_go_on = threading.Event()
+    store.submit(may_go_on.wait)
+    for nodes, name, replaced in (
+        (longer, "first", ((tail.key, longer[1].key),)),
+        ([head, tail], "second", ()),
+    ):
+        new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
+        keys = tuple(node.key for node in nodes)
+        leaf = Leaf(name, keys[-1], nodes[-1].stop, keys, replaced)
+        store.save_turn(Turn(ROOT, tuple(nodes), leaf), new)
+    may_go_on.set()
+    store.drain()
+    assert {session.name: session.leaf for session in store.index.sessions()} == {
+        "first": longer[1].key,
+        "second": tail.key,
+    }
+    assert tail.key in store.index and store.counters.turns_not_saved == 0

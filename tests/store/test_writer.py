@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -415,3 +416,13 @@ def test_a10_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     may_go_on.set()
     writer.drain()
     assert left_out == ["first"]
+
+
+def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:
+    """Its blocks may leave RAM before anything else is written."""
+    held = threading.Event()
+    is_freed = weakref.ref(held)
+    writer.submit(held.set)
+    writer.drain()
+    del held
+    wait_until(lambda: is_freed() is None, "the writer to let go of what it has done")
