@@ -73,7 +73,7 @@ TESTS = {
         *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),
         "tests/cache/test_precision.py",
     ],
-    "cache/probe": ["tests/cache/test_spec.py", "tests/cache/test_precision.py"],
+    "cache/probe": ["tests/cache/test_probe.py", "tests/cache/test_spec.py"],
     "cache/quantized": [
         *("tests/cache/test_quantized.py", "tests/cache/test_attention.py"),
         *("-k", "not long"),

@@ -257,6 +257,8 @@ class _Running:
             shrunk = mx.exp(before.highest - highest)
             total = before.total * shrunk + total
             out = before.out * shrunk + out
+        # Without this the weights of all tiles stay until the sums are computed, after the last.
+        (out,) = mx.depends([out], [total])
         return cls(highest, total, out)
 
 

@@ -48,7 +48,7 @@ by this many times the difference that other chunks of the prompt make: some per
 """
 
 
-def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool = True) -> ModelCacheSpec:
+def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
     """Return the spec of a model for the requested precision.
 
     Full groups get the first precision whose group size divides their last dimensions and with
@@ -211,12 +211,10 @@ def _working(
     groups: list[LayerGroup], why_not: Callable[[Sequence[LayerGroup]], str | None]
 ) -> list[LayerGroup]:
     """Leave groups in full precision if the model cannot work with their quantized form."""
-    if not any(group.precision for group in groups) or why_not(groups) is None:
-        return groups
     working = [replace(group, precision=None) for group in groups]
     for place, group in enumerate(groups):
         if group.precision is not None:
-            reason = why_not([*working[:place], group, *working[place + 1 :]])
+            reason = why_not([*working[:place], group])
             working[place] = replace(working[place], why=reason) if reason else group
     return working
 
@@ -250,8 +248,6 @@ def _batching(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> Batching
     Correctness is tested over the model's `own` caches, without the noise of quantizing. Those of
     `spec` only must not fail.
     """
-    if not all(hasattr(cache, "merge") for cache in spec.template):
-        return Batching.NONE
     alone = [_alone(model, own, [row]) for row in _ROWS]
     cut = [_alone(model, own, [row[:2], row[2:]]) for row in _ROWS]
     mx.eval(alone, cut)

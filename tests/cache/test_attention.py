@@ -23,6 +23,7 @@ from mlx_lm_kvpersist.cache.attention import (
     Mask,
     PackedKV,
     Strategy,
+    _hidden,
     dequantized_attention,
     packed_attention,
     tiled_attention,
@@ -231,7 +232,10 @@ def test_windows(n_queries: int, window: int) -> None:
     check(case, create_causal_mask(n_queries, case.n_keys - n_queries, window_size=window))
 
 
-SHAPES = ["[N, S]", "[S]", "[B, 1, N, S]", "[B, H, N, S]", "[1, 1, 1, S]", "[1, H, N, S]"]
+SHAPES = [
+    *("[N, S]", "[S]", "[B, 1, N, S]", "[B, H, N, S]", "[1, 1, 1, S]", "[1, H, N, S]"),
+    *("[N, 1]", "[B, H, 1, 1]"),
+]
 
 
 def mask_shape(case: Case, name: str) -> tuple[int, ...]:
@@ -243,7 +247,7 @@ def mask_shape(case: Case, name: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("n_queries", [1, 6])
 @pytest.mark.parametrize("is_bool", [True, False], ids=["bool", "added"])
 def test_shapes_of_masks(shape: str, n_queries: int, is_bool: bool) -> None:
-    case = Case(n_queries=n_queries, n_rows=3)
+    case = Case(n_queries=n_queries, n_rows=3, n_keys=40 if n_queries > 1 else 2)
     noise = mx.random.normal(mask_shape(case, shape), key=mx.random.key(4))
     check(case, noise > -0.3 if is_bool else 3 * noise)
 
@@ -389,6 +393,39 @@ def test_packed_scores_are_bounded() -> None:
     ]
     assert peaks[1] < peaks[0] / 4
     assert peaks[1] < 20 * few_bytes
+
+
+def test_scores_of_tiles_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all queries and keys would need 8 MiB, and more with every key."""
+    case = Case(n_rows=1, n_kv_heads=1, n_queries=256, n_keys=4000, n_spare=0)
+    queries, keys, values = case.arrays()
+    mx.eval(queries, keys, values)
+    tile_bytes = case.head_bytes(500)
+    sizes = []
+
+    def noted(scores: mx.array, *given: Any) -> mx.array:
+        sizes.append(scores.nbytes)
+        return _hidden(scores, *given)
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.attention._hidden", noted)
+    tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, "causal", tile_bytes))
+    assert max(sizes) == tile_bytes and tiled < 24 * tile_bytes
+
+
+def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, values = Case().arrays()
+    dequantized: list[int] = []
+    dequantize = pk.dequantize
+
+    def noted(*given: Any) -> mx.array:
+        dequantized.append(1)
+        return dequantize(*given)
+
+    monkeypatch.setattr(pk, "dequantize", noted)
+    for keys.strategy, expected in (("packed", False), ("dequantize", True), ("tiled", True)):
+        dequantized.clear()
+        keys.attend(queries, values, 0.1, None)
+        assert bool(dequantized) is expected
 
 
 # --- the plan, and the caches that ask it

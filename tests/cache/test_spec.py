@@ -135,11 +135,12 @@ def test_nothing_is_quantized_unless_asked_for() -> None:
     ("make_model", "why"),
     [
         (lambda: tiny_llama(head_dim=80), "no group size of 64, 32, 128 divides 80"),
+        (lambda: OddLayers([(2, 80, 64)]), "no group size of 64, 32, 128 divides 80 and 64"),
         (lambda: OddLayers([(2, 64, 0)]), "no group size of 64, 32, 128 divides 64 and 0"),
         (lambda: OddLayers([(2, 64, 64)], dtype=mx.int32), "MLX does not quantize int32"),
         (lambda: ReadsItsCache([(2, 64, 64)]), "the model's attention does not take it"),
     ],
-    ids=["head-80", "no-values", "integers", "reads-its-cache"],
+    ids=["head-80", "keys-80", "no-values", "integers", "reads-its-cache"],
 )
 def test_what_cannot_be_quantized_stays_in_its_own_precision(
     make_model: Callable[[], Any], why: str
