@@ -225,8 +225,8 @@ def add_options(parser: ArgumentParser) -> None:
         "--kvpersist-min-reuse",
         type=parse_share,
         metavar="SHARE",
-        help="Reuse a conversation that the prompt diverges from only if at least this share of "
-        "its text, such as 0.8, matches (default: decided by measured speeds)",
+        help="Reuse a diverging conversation only if at least this share of its stored text "
+        "matches, such as 0.8 (default: decided by measured speeds)",
     )
     group.add_argument(
         "--kvpersist-normalise",

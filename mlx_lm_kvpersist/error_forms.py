@@ -1,7 +1,8 @@
-"""Errors in the forms that clients of OpenAI and of Anthropic read."""
+"""Errors in the forms that clients of OpenAI and of Anthropic read, and what such a form says."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 _ANTHROPIC_TYPES = {
@@ -26,3 +27,12 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
     """Return an error in Anthropic's form: the body of a reply, or an event in a stream."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def message_of(body: bytes) -> str:
+    """Return what an error's body says, in any of the forms of the APIs; "" for anything else."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
         "cache",
         "config",
+        "error_forms",
         "errors",
         "host",
         "match",

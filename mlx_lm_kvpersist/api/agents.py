@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, quote, unquote
 from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import refuse, require, require_objects, require_text
-from .admin import check_site, send, why_refused
+from .admin import check_operator, check_site, send
 from .session_keys import names_namespace, namespace
 
 AGENTS_PATH = "/v1/agents"
@@ -249,8 +249,7 @@ class AgentsAPI:
             check_site(handler.headers, self._key)
         if not everywhere and names_namespace(handler.headers, by_key=self._by_key):
             return
-        if refusal := why_refused(handler.client_address[0], handler.headers, self._key):
-            raise RequestRefused(refusal, 403)
+        check_operator(handler, self._key)
 
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:

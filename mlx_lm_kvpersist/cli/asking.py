@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from ..api.admin import KEY_VARIABLE
+from ..error_forms import message_of
 from ..errors import KVPersistError
 
 _TIMEOUT_S = 10.0
@@ -35,7 +36,7 @@ def ask(
             return json.load(reply)
     except HTTPError as error:
         with error:
-            if why := _message(error.read()):
+            if why := message_of(error.read()):
                 raise KVPersistError(f"{url} refused: {why}") from error
             raise KVPersistError(
                 f"{url} answered {error.code} to {path}; "
@@ -46,12 +47,3 @@ def ask(
             f"no answer from {url} ({error}); name a running server with --url, "
             "or its store with --kvpersist-dir"
         ) from error
-
-
-def _message(body: bytes) -> str:
-    """Return what a refusal says, in any of the forms of the APIs; "" for anything else."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return ""

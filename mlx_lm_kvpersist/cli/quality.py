@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             {
                 "model": args.model,
                 "reference": dtype,
-                "text": {**about_text, "tokens": len(ids), "predicted": scores["16"].n_tokens},
+                "text": {**about_text, "tokens": len(ids), "predicted": scores[REFERENCE].n_tokens},
                 "window": args.window,
                 "stride": args.stride,
                 "needle_context": None if args.no_needle else args.context,

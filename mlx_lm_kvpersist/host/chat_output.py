@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..error_forms import message_of
 from ..errors import RequestRefused
 from .completion_output import is_own_header
 from .request_checks import discard_body
@@ -62,11 +63,8 @@ class StockOutput:
     def refusal(self) -> RequestRefused:
         """Return why the reply is an error."""
         code = getattr(self.inner.failure, "code", None)
-        try:
-            error = json.loads(self.unread)["error"]
-            said = str(error["message"] if isinstance(error, dict) else error)
-        except (ValueError, KeyError, TypeError):
-            said = self.unread.decode(errors="replace") or "the server gave no reason"
+        said = message_of(self.unread) or self.unread.decode(errors="replace")
+        said = said or "the server gave no reason"
         return RequestRefused(said, self.status, code)
 
     def refusal_in_stream(self) -> RequestRefused:

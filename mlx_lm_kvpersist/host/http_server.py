@@ -209,21 +209,21 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """
         provider = self.response_generator.model_provider
         loaded = loaded_name(provider) or provider.cli_args.model
+        name = str(Path(loaded).resolve()) if loaded and Path(loaded).exists() else loaded
         models = []
         if Path(HF_HUB_CACHE).is_dir():
             inner, output = copy.copy(self), StockOutput()
             inner.wfile, inner.log_request = output, lambda *args: None
             super(PluginAPIHandler, inner).handle_models_request()
             models = json.loads(output.unread)["data"]
-        elif loaded:
-            name = str(Path(loaded).resolve()) if Path(loaded).exists() else loaded
+        elif name:
             models = [{"id": name, "object": "model", "created": self.created}]
-        alias = alias_of(loaded, self.created) if loaded else {"id": ""}
+        alias = alias_of(name, self.created) if name else {"id": ""}
         asked = self.path.partition("?")[0].removeprefix("/v1/models").strip("/")
         if asked and asked == alias["id"]:
             self._answer_json(200, alias)
             return
-        if loaded and not asked:
+        if name and not asked:
             models.append(alias)
         self._answer_json(200, {"object": "list", "data": models, "has_more": False})
 
@@ -266,7 +266,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""
         if self._completion is not None and self._is_ok:
-            self._is_ok = False
             answers = manager.ask_all("response_headers", request=self._completion)
             for name, value in (header for answer in answers for header in answer):
                 if is_header(name, value):

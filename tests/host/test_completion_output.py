@@ -156,6 +156,16 @@ def test_an_error_in_the_reply_is_an_object(words: WordsServer) -> None:
     assert (error["message"], error["type"]) == ("out of memory", "server_error")
 
 
+@BOTH
+def test_an_error_in_a_reply_that_is_sent_whole_has_its_own_head_only(
+    words: WordsServer, path: str, body: dict[str, Any]
+) -> None:
+    words.generator.breaks = RuntimeError("out of memory")
+    status, headers, answer = words.post({**body, "stream": False}, path)
+    assert (status, json.loads(answer)) == (500, {"error": "out of memory"})
+    assert "X-Words" not in headers
+
+
 def test_a_beat_to_nobody_harms_nobody(words: WordsServer, quick: None) -> None:
     words.generator.wait_s = 0.8
     theirs, thread = words.connect()

@@ -274,3 +274,6 @@ def test_downloaded_models_and_the_own_one_under_two_names(
     alias = listed("/v1/models/claude-Qwen3-8B-4bit")
     assert (alias["type"], alias["object"]) == ("model", "model")
     assert [m["id"] for m in listed("/v1/models/some/model")["data"]] == ["some/model", str(own)]
+    monkeypatch.chdir(own)
+    arguments.model, provider.model_key = ".", (".", None, None)
+    assert [model["id"] for model in listed("/v1/models")["data"]] == names
