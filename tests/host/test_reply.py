@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +53,11 @@ def test_an_error_is_told_and_stops_the_reply() -> None:
     assert taken(queue) == [context, error] and context._should_stop
 
 
-def test_a_reply_that_never_began_can_fail() -> None:
+@pytest.mark.parametrize("end", [ReplyQueue.put, ReplyQueue.fail])
+def test_a_reply_that_never_began_can_fail(end: Callable[[ReplyQueue, Exception], None]) -> None:
     queue: Queue[Any] = Queue()
     reply = ReplyQueue(queue, SimpleNamespace(client_gone=False))
-    reply.put(error := ValueError("no such model"))
+    end(reply, error := ValueError("no such model"))
     assert taken(queue) == [error] and reply.is_over and not reply.is_stopped
 
 
