@@ -202,7 +202,7 @@ def test_the_arrays_are_evaluated() -> None:
     (block,) = split_blocks(MIXED, mixed, [(0, 40)])
     (window,) = split_windows(MIXED, 16, mixed, [(24, 40)])
     state = copy_state(MIXED, mixed)
-    arrays += [*block.values(), *window.values(), *state.values()]
+    arrays += [*block.values(), *window.values(), *copy_state(MIXED, mixed).values()]
     for whole in (True, False):
         pieces = Pieces(40, [Piece(block, 0, 40)], {16: [Piece(window, 0, 16)]}, state)
         joined = join(MIXED, pieces, 5, whole=whole)

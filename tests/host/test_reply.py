@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from queue import Queue
 from types import SimpleNamespace
@@ -99,9 +100,12 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     for _ in range(2):  # the thread that looks ends in between
         ours, theirs = socket.socketpair()
         unknown, stays = SimpleNamespace(), SimpleNamespace(connection=ours)
+        before = set(threading.enumerate())
         with ours:
             requests.begin(unknown)
             requests.begin(stays)
+            (looking,) = set(threading.enumerate()) - before
+            assert looking.daemon, "the process would not end before the reply"
             assert len(requests) == 2 and not requests.wait_for_none(0.25)
             assert not hasattr(stays, "client_gone")
             theirs.close()
