@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from queue import Queue
 from types import SimpleNamespace
@@ -115,6 +116,16 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
             requests.end(unknown)
             assert requests.wait_for_none(5)
         wait_until(lambda: not requests._is_watched, "the end of the thread", 5)
+
+
+def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
+    requests = OpenRequests()
+    requests.begin(request := SimpleNamespace())
+    clock = threading.Timer(0.2, requests.end, (request,))
+    clock.start()
+    began = time.monotonic()
+    assert requests.wait_for_none(30) and time.monotonic() - began < 20
+    clock.join()
 
 
 def test_a_batchs_time_ends_by_itself_or_when_asked() -> None:
