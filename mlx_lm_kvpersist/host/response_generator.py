@@ -237,8 +237,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         the model is told, may refuse a request; `take_request` only makes it faster.
         """
         waiting, self._entering = self._entering, None
-        if waiting is not None and waiting.queued[1] is not request:
-            waiting = None
         if waiting is not None and waiting.error is not None:
             raise waiting.error
         rendered = self._rendered(tokenizer, request, args)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
@@ -83,6 +85,34 @@ def test_a8_whoever_waits_when_the_queue_closes_is_answered() -> None:
     assert waiting.get_nowait() is error
     with pytest.raises(GenerationStopped):
         requests.put((Queue(), "request", "args"))
+
+
+def test_a8_nobody_slips_in_while_the_queue_closes() -> None:
+    is_there = threading.Event()
+
+    class Slow(WeakSet[Any]):
+        def add(self, item: Any) -> None:
+            is_there.set()
+            time.sleep(0.1)
+            super().add(item)
+
+    requests, waiting = RequestQueue(), Queue[Any]()
+    requests._reply_queues = Slow()
+    late = InThread(lambda: requests.put((waiting, "request", "args")))
+    assert is_there.wait(5)
+    requests.close(error := GenerationStopped("the end"))
+    late.join()
+    assert waiting.get_nowait() is error
+
+
+def test_a_server_that_takes_no_requests_is_not_healthy(patched_server: ModuleType) -> None:
+    generator = object.__new__(patched_server.ResponseGenerator)
+    generator.model_provider = SimpleNamespace(is_ready=True)
+    generator._generation_thread = threading.current_thread()
+    generator.requests = Queue()
+    assert generator.is_healthy
+    generator.requests.refuse(GenerationStopped("the end"))
+    assert not generator.is_healthy
 
 
 def test_a_server_that_is_stopped_answers_whoever_waits(

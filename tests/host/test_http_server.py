@@ -16,7 +16,7 @@ from huggingface_hub import scan_cache_dir
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 from mlx_lm_kvpersist.host import http_server
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.http_server import handler_with, is_header, plugin_routes
+from mlx_lm_kvpersist.host.http_server import handler_with, is_alias, is_header, plugin_routes
 from mlx_lm_kvpersist.host.probes import ARGS, ProbeConnection, answer
 from mlx_lm_kvpersist.host.routes import Route
 from tests.support.host import plugged
@@ -67,6 +67,7 @@ def test_a_refused_generation_gets_no_header(
             captured.append(make_handler)
 
         def serve_forever(self) -> None:
+            captured.append(getattr(self, "request_queue_size", 5))
             captured[0](connection, ("127.0.0.1", 0), self)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +82,7 @@ def test_a_refused_generation_gets_no_header(
     assert "X-Echo" not in reply
     assert "no such agent" in reply
     assert echo.calls == [["request_received", "s", False]]
+    assert captured[1] == 128  # connections may wait
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
@@ -191,6 +193,51 @@ def test_a_path_that_fails_is_a_500(
         answered = answer(patched_server, b"GET /echo/broken HTTP/1.1\r\n\r\n")
     assert " 500 " in answered.splitlines()[0]
     assert "GET /echo/broken failed" in caplog.text
+
+
+class Late:
+    """Fails when it has answered."""
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        def handle(handler: Any) -> None:
+            handler.send_response(204)
+            handler.end_headers()
+            raise RuntimeError("too late")
+
+        return [Route("GET", "/late", handle)]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_that_fails_when_it_has_answered_says_nothing_more(
+    patched_server: ModuleType,
+) -> None:
+    with plugged(Late()):
+        answered = answer(patched_server, b"GET /late HTTP/1.1\r\n\r\n")
+    assert " 204 " in answered.splitlines()[0] and answered.count("HTTP/1.") == 1
+
+
+def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> None:
+    braces, plain = Route("GET", "/x/{id}", print), Route("GET", "/x/y", print)
+    routes = {("GET", route.path): route for route in (braces, plain)}
+    handler = object.__new__(handler_with(server.APIHandler, routes))
+    handler.command = "GET"
+
+    def found(path: str) -> Route | None:
+        handler.path = path
+        route: Route | None = handler._route()
+        return route
+
+    paths = ("/x/y?a=/x/z", "/x/z", "/x/", "/x", "/x/y/z", "/v/y")
+    assert [found(path) for path in paths] == [plain, braces, None, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_own"),
+    [("claude-opus-5", True), ("anthropic.claude", True), ("anthropic/claude-mlx", False)],
+)
+def test_names_of_anthropics_models_are_the_servers_own(model: str, is_own: bool) -> None:
+    assert is_alias(model) is is_own
 
 
 def test_two_plugins_cannot_answer_one_path() -> None:

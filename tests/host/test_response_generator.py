@@ -9,9 +9,9 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
+from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS, PROVIDER
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
-from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
+from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator, RequestQueue
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -165,6 +165,53 @@ def test_a_prompt_with_images_is_not_touched() -> None:
         result = generator._tokenize(None, request, GENERATION_ARGS)
     assert result == ([1, 2], [[1, 2]], ["assistant"], "normal", vision)
     assert type(result[0]) is list
+
+
+class Times:
+    """Notes when the tokens of each reply came."""
+
+    def __init__(self) -> None:
+        self.n_tokens: list[int] = []
+
+    @hookimpl
+    def reply_timed(self, times_s: list[float]) -> None:
+        self.n_tokens.append(len(times_s))
+
+
+def test_a_request_is_open_until_it_has_ended_however_it_ends(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patched_server.ResponseGenerator, "_generate", lambda self: None)
+    generator = patched_server.ResponseGenerator(PROVIDER, None)
+    generator.join()
+    answers: list[list[Any]] = []
+
+    class Answering(RequestQueue):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item)
+            for each in answers.pop():
+                item[0].put(each)
+
+    def ask() -> Any:
+        return generator.generate(SimpleNamespace(), GENERATION_ARGS)[1]
+
+    generator._requests = Answering()
+    context = SimpleNamespace(tool_parser=None)
+    with plugged(times := Times()):
+        answers += [[context, "a", "b", None], [context, "a", "b"], [RuntimeError("no")]]
+        with pytest.raises(RuntimeError, match="no"):
+            ask()
+        assert not len(generator.open_requests) and times.n_tokens == [0]
+        left = ask()
+        assert next(left) == "a" and len(generator.open_requests) == 1
+        left.close()
+        assert not len(generator.open_requests) and times.n_tokens == [0, 1]
+        assert list(ask()) == ["a", "b"]
+        assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2]
+        generator.requests.refuse(RuntimeError("the end"))
+        with pytest.raises(RuntimeError, match="the end"):
+            ask()
+        assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2, 0]
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:

@@ -231,6 +231,17 @@ def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) ->
     assert len(generator._replies) <= before + 1
 
 
+def test_a_reply_that_its_own_thread_stopped_is_told_once(generator: Any) -> None:
+    """Otherwise every step of the replies would end the batch's time."""
+    put(generator, "s", seed=1)
+    reply = generator._next_request(IDLE)[0]
+    reply._queue = SimpleNamespace(put=lambda item: None)
+    reply.put(context := SimpleNamespace(_should_stop=False))
+    assert not generator._is_asked()
+    context._should_stop = True
+    assert [generator._is_asked(), generator._is_asked()] == [True, False]
+
+
 CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
@@ -270,12 +281,20 @@ def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
     generator: Any, chat: Any
 ) -> None:
     """Rendering changes messages; mlx-lm 0.31.3 fails on those that it has changed."""
+
+    class Marks:
+        @hookimpl
+        def prepare_messages(self, request: Any) -> None:
+            request.messages[0]["content"] += "!"
+
     before = copy.deepcopy(chat.messages)
-    generator._render_ahead(chat, chat_args())
-    assert chat.rendered is not None and chat.rendered.messages == before
-    ahead, *_ = generator._rendered(generator.model_provider.tokenizer, chat, chat_args()).stock
-    again, *_ = generator._tokenize(chat_tokenizer(), chat, chat_args())
-    assert again == ahead
+    with plugged(Marks()):
+        generator._render_ahead(chat, chat_args())
+        assert chat.rendered is not None and chat.rendered.messages == before
+        own = generator.model_provider.tokenizer
+        ahead, *_ = generator._rendered(own, chat, chat_args()).stock
+        again, *_ = generator._tokenize(chat_tokenizer(), chat, chat_args())
+    assert again == ahead and b"x!'" in bytes(again)
 
 
 def test_a_prompt_that_cannot_be_made_ahead_says_why_when_it_enters(
