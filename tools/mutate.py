@@ -58,7 +58,7 @@ _ALLOCATION = ["tests/cache/test_allocation.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
     "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
-    "cache/allocation": [*_ALLOCATION, "-k", "not mixed and not kept"],
+    "cache/allocation": [*_ALLOCATION, "-k", "not mixed"],
     "cache/attention": ["tests/cache/test_attention.py", "-k", "not long"],
     "cache/batch": ["tests/cache/test_batch.py", "tests/cache/test_full_precision_batch.py"],
     "cache/divergence": [
@@ -66,8 +66,6 @@ TESTS = {
         "-k",
         "diverge or masked or vocabulary or memory or error_of",
     ],
-    "cache/kept_allocation": [*_ALLOCATION, "-k", "kept or taken or layouts or chosen"],
-    "cache/kept_file": ["tests/cache/test_calibration.py", *_ALLOCATION, "-k", "kept or file"],
     "cache/observe": ["tests/cache/test_attention.py", "-k", "models or layers_of or observed"],
     "cache/packed": [
         *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),

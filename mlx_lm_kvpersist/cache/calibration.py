@@ -88,7 +88,7 @@ _LADDERS: Mapping[str, tuple[_Work, ...]] = {
 def with_plans(
     model: Any,
     spec: ModelCacheSpec,
-    cache_file: Path | None,
+    cache_file: Path,
     choice: Strategy | Literal["auto"] = "auto",
 ) -> ModelCacheSpec:
     """Return the spec with a plan for every quantized group, measured on this device if necessary.
@@ -123,14 +123,14 @@ def calibrate(
 
     Measuring takes about a second. Nothing is measured if `cache_file` has the results, or if
     `choice` is a strategy instead of "auto". A cache file that cannot be read or written is logged
-    and otherwise ignored. Evaluates MLX.
+    and otherwise ignored; without one nothing is kept. Evaluates MLX.
     """
     if choice != "auto":
         return forced_plan(choice, can_take_packed=True)
     heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{shape.k_dim}/{shape.v_dim}"
     kernels = KVPrecision.of(precision.keys.bits, precision.group_size, precision.values.bits)
     key = f"{device_key()} {heads} {dims} {kernels} {dtype}"
-    plan = _read_plan(read_kept(cache_file, _FORMAT).get(key))
+    plan = None if cache_file is None else _read_plan(read_kept(cache_file, _FORMAT).get(key))
     if plan is None:
         start_s = time.perf_counter()
         measured = {phase: _measure(shape, precision, dtype, phase) for phase in PHASES}
@@ -142,7 +142,8 @@ def calibrate(
             time.perf_counter() - start_s,
             plan.describe(),
         )
-        keep(cache_file, _FORMAT, key, measured)
+        if cache_file is not None:
+            keep(cache_file, _FORMAT, key, measured)
     return plan
 
 

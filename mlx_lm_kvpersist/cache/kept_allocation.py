@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,11 +75,9 @@ def chosen_as(file: Path, fingerprint: str, layout: str) -> dict[str, Any]:
     """Return, as JSON values, the choices for this model that are stored in this layout."""
     found: dict[str, Any] = {}
     for name, kept in read_kept(file, _FORMAT).items():
-        try:
+        with suppress(ValueError):
             if name.partition(" ")[0] == fingerprint and _is_stored_as(_allocation(kept), layout):
                 found[name] = kept
-        except ValueError:
-            continue
     return found
 
 

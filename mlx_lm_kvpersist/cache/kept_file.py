@@ -16,7 +16,7 @@ class Unreadable(Exception):
     """The file is there, and cannot be read now, or by this version."""
 
 
-def read_kept(file: Path | None, version: int) -> dict[str, Any]:
+def read_kept(file: Path, version: int) -> dict[str, Any]:
     """Return what `keep` wrote; nothing without a file, from another version, or if damaged."""
     try:
         return _read(file, version)
@@ -25,14 +25,12 @@ def read_kept(file: Path | None, version: int) -> dict[str, Any]:
         return {}
 
 
-def keep(file: Path | None, version: int, name: str, measured: Any) -> None:
+def keep(file: Path, version: int, name: str, measured: Any) -> None:
     """Add a result to the file under `name`; a file that cannot be written is logged.
 
     A file that cannot be read, or that a newer version wrote, stays as it is. Damaged content is
     replaced.
     """
-    if file is None:
-        return
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         content = {"format": version, "measured": {**_read(file, version), name: measured}}
@@ -49,23 +47,18 @@ def keep(file: Path | None, version: int, name: str, measured: Any) -> None:
         logger.warning("kvpersist: %s is measured again at the next start: %s", file.stem, error)
 
 
-def _read(file: Path | None, version: int) -> dict[str, Any]:
+def _read(file: Path, version: int) -> dict[str, Any]:
     """Return what was kept; nothing without a file, from an older version, or if damaged."""
     try:
-        text = file.read_text(encoding="utf-8") if file is not None else ""
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found, measured = content["format"], dict(content["measured"])
+        is_newer = found > version
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise Unreadable(str(error)) from error
-    except UnicodeDecodeError:
-        text = ""
-    try:
-        content = json.loads(text or "null")
-        found, measured = content["format"], dict(content["measured"])
-        is_newer = found > version
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        if file is not None:
-            logger.warning("kvpersist: %s is damaged, it is measured again: %r", file, error)
+        logger.warning("kvpersist: %s is damaged, it is measured again: %r", file, error)
         return {}
     if is_newer:
         raise Unreadable(f"a newer version wrote it, in format {found}")

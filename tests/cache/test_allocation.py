@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +17,6 @@ from mlx_lm_kvpersist.cache import divergence as divergence_of
 from mlx_lm_kvpersist.cache.allocation import allocate, allocated, measure
 from mlx_lm_kvpersist.cache.blocks import Piece, Pieces, join, split_blocks
 from mlx_lm_kvpersist.cache.divergence import Reference
-from mlx_lm_kvpersist.cache.kept_allocation import (
-    keep_allocation,
-    known_allocation,
-    suits,
-)
-from mlx_lm_kvpersist.cache.kept_file import keep, read_kept
 from mlx_lm_kvpersist.cache.precision import (
     Allocation,
     Estimate,
@@ -33,10 +25,7 @@ from mlx_lm_kvpersist.cache.precision import (
     parse_precision,
 )
 from mlx_lm_kvpersist.cache.spec import (
-    GroupKind,
-    LayerGroup,
     ModelCacheSpec,
-    TensorShape,
     arrays_fit,
     token_arrays,
 )
@@ -554,101 +543,3 @@ def test_what_costs_more_gets_bits_later() -> None:
     at_four: Any = {(0, "keys"): 0.1, (1, "keys"): 0.1}
     bits = allocate(at_four, {(0, "keys"): 128, (1, "keys"): 512}, 0.15)
     assert bits == {(0, "keys"): 5, (1, "keys"): 4}
-
-
-@pytest.mark.parametrize(
-    ("change", "usable"),
-    [
-        ({}, True),
-        ({"cut_at_s": 60.0}, True),
-        ({"cut_at_s": 59.0}, False),
-        ({"precisions": {0: None}}, False),
-        ({"precisions": dict.fromkeys(range(N_LAYERS), KVPrecision.of(4, 32))}, False),
-    ],
-)
-def test_only_what_suits_the_model_is_taken(
-    spec: ModelCacheSpec, change: dict[str, Any], usable: bool
-) -> None:
-    made = Allocation(dict.fromkeys(range(N_LAYERS), KVPrecision.of(4, 64)))
-    assert suits(replace(made, **change), spec, PrecisionRequest(measure_s=60.0)) is usable
-    own = replace(spec, groups=tuple(replace(g, precision=None) for g in spec.groups))
-    assert not suits(made, own, PrecisionRequest(measure_s=60.0))
-
-
-def test_unlike_allocations_have_unlike_layouts() -> None:
-    """Also of groups of several geometries, each of one precision."""
-    shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
-
-    def layout(*bits: int) -> str:
-        groups = [
-            LayerGroup(
-                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(of, 64)
-            )
-            for n, (shape, of) in enumerate(zip(shapes, bits, strict=True))
-        ]
-        return ModelCacheSpec(tuple(groups), []).layout
-
-    found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
-    assert len(found) == 5 and layout(4, 4, 4) == "4b64"
-
-
-@pytest.mark.parametrize(
-    "before",
-    [None, '{"format": 99, "measured": {"theirs": 1}}', "unreadable", "{", "[]"],
-)
-def test_what_others_kept_stays(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    before: str | None,
-) -> None:
-    """A file that cannot be read now, or that a newer version wrote, is not written anew."""
-    file = tmp_path / "precision.json"
-    keep(file, 1, "ours", 1)
-    if before == "unreadable":
-        ours, read = file.read_text(), Path.read_text
-
-        def fails(path: Path, *args: Any, **options: Any) -> str:
-            if path == file:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return read(path, *args, **options)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_text", fails)
-            assert read_kept(file, 1) == {}
-            keep(file, 1, "more", 2)
-        assert file.read_text() == ours and "Too many open files" in caplog.text
-        return
-    if before is not None:
-        file.write_text(before)
-    keep(file, 1, "more", 2)
-    if before and "99" in before:
-        assert file.read_text() == before and "a newer version" in caplog.text
-    else:
-        assert read_kept(file, 1) == ({"more": 2} if before else {"ours": 1, "more": 2})
-    assert [path.name for path in tmp_path.iterdir()] == ["precision.json"]
-
-
-def test_what_was_chosen_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "precision.json"
-    request = PrecisionRequest()
-    chosen = Allocation(
-        {
-            0: KVPrecision.of(6, 32, 4, rotated=(True, False)),
-            2: KVPrecision.of(16, 32, 4, rotated=(False, True)),
-            3: None,
-        },
-        Estimate(0.009, 0.001),
-        "2026-01-02",
-    )
-    keep_allocation(file, "model", request, chosen)
-    keep_allocation(file, "other", request, Allocation({0: None}))
-    assert known_allocation(file, "model", request) == chosen
-    assert known_allocation(file, "other", request) == Allocation({0: None})
-    assert known_allocation(file, "third", request) is None
-    assert known_allocation(file, "model", PrecisionRequest(target_nats=0.02)) is None
-    assert known_allocation(file, "model", PrecisionRequest((4, 4))) is None
-    assert not caplog.records
-    file.write_text(file.read_text().replace("k6rv4b32", "k7"))
-    assert known_allocation(file, "model", request) is None
-    assert "measured again" in caplog.text

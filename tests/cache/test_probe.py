@@ -128,7 +128,7 @@ SHAPE = r"expected \(1, heads, tokens, dim\)"
     [
         (sets(RIGHT, None), f"cache 0 has values of shape None, {SHAPE}"),
         (sets(None, RIGHT), f"cache 0 has keys of shape None, {SHAPE}"),
-        (sets(RIGHT[0], RIGHT), rf"keys of shape \(2, 16, 64\), {SHAPE}"),
+        (sets(RIGHT[:, 0], RIGHT), rf"keys of shape \(1, 16, 64\), {SHAPE}"),
         (sets(RIGHT, mx.ones((2, 2, 16, 64))), rf"values of shape \(2, 2, 16, 64\), {SHAPE}"),
         (sets((RIGHT,), RIGHT), f"keys of shape None, {SHAPE}"),
         (sets(RIGHT, RIGHT, 17), "cache 0 holds 17 tokens after a forward pass of 16"),

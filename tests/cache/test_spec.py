@@ -238,3 +238,20 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
     )
     del arrays["0.v.biases"]
     assert arrays_fit(token_arrays(spec.full, 10), arrays) == "no array 0.v.biases"
+
+
+def test_unlike_allocations_have_unlike_layouts() -> None:
+    """Also of groups of several geometries, each of one precision."""
+    shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
+
+    def layout(*bits: int) -> str:
+        groups = [
+            LayerGroup(
+                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(of, 64)
+            )
+            for n, (shape, of) in enumerate(zip(shapes, bits, strict=True))
+        ]
+        return ModelCacheSpec(tuple(groups), []).layout
+
+    found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
+    assert len(found) == 5 and layout(4, 4, 4) == "4b64"
