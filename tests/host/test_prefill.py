@@ -348,6 +348,9 @@ def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
         assert keys_of(caches)[: len(tokens)] == tokens
         assert tokens[:20] == client.ids[:20]
     assert not serving.generator.extract_cache(uids) and not serving.generator._prefills
+    other = serving.ask(3000, 300)
+    serving.step()
+    assert serving.generator.remove([other.uid]) == {}
 
 
 def test_clients_that_left_cost_neither_time_nor_lines_of_the_log(
