@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from mlx_lm_kvpersist.errors import ClientGone, ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS, PROVIDER
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
+from mlx_lm_kvpersist.host.reply import ReplyQueue
 from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator, RequestQueue
 from tests.support.host import plugged
 
@@ -23,6 +25,7 @@ class Prepares:
     def __init__(self, prompt: Any = None, messages: Any = None) -> None:
         self.prompt, self.messages = prompt, messages
         self.n_messages = 0
+        self.given: tuple[Any, ...] = ()
 
     @hookimpl
     def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
@@ -32,6 +35,7 @@ class Prepares:
 
     @hookimpl
     def take_request(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Any:
+        self.given = request, args, tokenizer
         if isinstance(self.prompt, Exception):
             raise self.prompt
         return Prepared(self.prompt) if isinstance(self.prompt, Prompt) else self.prompt
@@ -54,7 +58,8 @@ def test_ids_and_their_slices_know_who_took_them(patched_server: ModuleType) -> 
     prompt = Prompt([97, 98, 99], [[97, 98, 99]], ["assistant"])
     prepared = Prepared(prompt, handle="handle")
     with plugged(plugin := Prepares(prepared)):
-        _, (ids, segments, types, *_) = tokenize(patched_server)
+        request, (ids, segments, types, *_) = tokenize(patched_server)
+    assert plugin.given == (request, GENERATION_ARGS, TOKENIZER)
     assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["assistant"])
     key = ids[:2]
     key += [1, 2]  # as the batch generator does
@@ -212,6 +217,38 @@ def test_a_request_is_open_until_it_has_ended_however_it_ends(
         with pytest.raises(RuntimeError, match="the end"):
             ask()
         assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2, 0]
+
+
+def test_a_prompt_in_one_piece_is_given_up_when_its_client_left() -> None:
+    """Stock asks the context only after the whole prompt of a request that it does not batch."""
+
+    class Stock:
+        def _serve_single(self, request: Any) -> None:
+            request[0].put((1, 9))
+
+    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
+    reply = ReplyQueue(Queue(), request := SimpleNamespace(client_gone=False))
+    reply.put(SimpleNamespace(stop=lambda: None, _should_stop=False))
+    generator._serve_single((reply, None, None))
+    request.client_gone = True
+    with pytest.raises(ClientGone):
+        generator._serve_single((reply, None, None))
+
+
+def test_stock_logs_its_own_cache_only_where_it_holds_something_or_is_asked() -> None:
+    logged: list[int] = []
+
+    class Stock:
+        def _log_cache_stats(self) -> None:
+            logged.append(len(generator.prompt_cache))
+
+    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
+    for prompt_cache in ([], ["a prompt with images"]):
+        generator.prompt_cache = prompt_cache
+        for plugins in ([], [Prepares()]):
+            with plugged(*plugins):
+                generator._log_cache_stats()
+    assert logged == [0, 1, 1]
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:

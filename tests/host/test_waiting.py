@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Queue
@@ -442,6 +443,18 @@ def test_a_batchs_time_ends_when_a_request_is_ready(generator: Any, fetches: Fet
             fetches.there |= {"w1"}
     assert n_steps == 3
     assert take(generator) == "w1"
+
+
+def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
+    ended, running = generator._generation_thread, threading.current_thread()
+    found = []
+    for is_ready, thread in ((True, running), (False, running), (True, ended)):
+        generator.model_provider.is_ready, generator._generation_thread = is_ready, thread
+        found.append(generator.is_healthy)
+    assert found == [True, False, False]
+    generator._generation_thread = running
+    generator.requests.refuse(ValueError("the server ends"))
+    assert generator.is_healthy is False
 
 
 def test_plugins_know_when_requests_are_served(generator: Any, fetches: Fetches) -> None:
