@@ -358,7 +358,7 @@ class IndexReader:
         return Totals(*(n if isinstance(n, int) else 0 for n in row or ()))
 
     def n_bytes(self) -> int:
-        """Return the size of all files of blocks and parts, in bytes."""
+        """Return the size of all files of blocks and checkpoints, in bytes."""
         return self.totals().n_bytes
 
     def n_blocks(self) -> int:

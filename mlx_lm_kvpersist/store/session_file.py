@@ -1,16 +1,16 @@
-"""A session in one file, to be moved from store to store: its name, its blocks and their parts.
+"""A session in one file, to be moved from store to store: its name, its blocks and checkpoints.
 
 The file is a safetensors file. Its arrays are those of all blocks, in order, block 12's
-"0.k.weights" being "000012.0.k.weights", and then those of all parts, part 3's "0.conv" being
-"part.000003.0.conv". Its metadata:
+"0.k.weights" being "000012.0.k.weights", and then those of all checkpoints, checkpoint 3's "0.conv"
+being "part.000003.0.conv". Its metadata:
 
-    kvpersist-session   the format, "2"; "1" where there are no parts
+    kvpersist-session   the format, "2"; "1" where there are no checkpoints
     session             JSON: name, n_tokens; choices: what was measured to choose the precision
-    block.000012        the header of the 12th block's own file, as it stood there
-    part.000003         the same of the third part's
+    block.000012        the header of block 12's own file, as it stood there
+    part.000003         the same of checkpoint 3's
     checksum            XXH3-128 of the whole header, with this field empty
 
-The header of a block or part holds the checksum of its arrays, so every byte of the file is
+The header of a block or checkpoint holds the checksum of its arrays, so every byte of the file is
 covered, and with it the own file of each can be made again byte for byte. Both ways, one of them
 at a time is in memory.
 """
@@ -54,7 +54,7 @@ from .index import Index, Leaf, Session
 from .records import NewFile, Turn
 
 SESSION_FORMAT = 2
-"""A reader refuses a newer one. A session without parts is written as 1: old versions read it."""
+"""A reader refuses a newer one. Without checkpoints it is 1, which old versions read."""
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
@@ -214,11 +214,11 @@ class SessionFile:
         return (*self.blocks, *self.checkpoints)
 
     def n_own_bytes(self, number: int) -> int:
-        """Return the size of a block's or part's own file."""
+        """Return the size of a block's or checkpoint's own file."""
         return self._headers[number].n_file_bytes
 
     def own_file(self, number: int) -> bytes:
-        """Return a block's or part's own file."""
+        """Return a block's or checkpoint's own file."""
         header = self._headers[number]
         self._file.seek(self._starts[number])
         text = header.text.encode()
@@ -248,9 +248,9 @@ def export_session(
 ) -> int:
     """Write a session to a file, which appears when it is whole; return its size in bytes.
 
-    `choices` are JSON values that go with it: why it is kept in its precision. Every block and part
-    is checked on the way. Parts that go meanwhile are left out. Raises StoreError when a block is
-    missing or anything is damaged.
+    `choices` are JSON values that go with it: why it is kept in its precision. Every block and
+    checkpoint is checked on the way. Checkpoints that go meanwhile are left out. Raises StoreError
+    when a block is missing or anything is damaged.
     """
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
@@ -353,7 +353,7 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
 
 
 def _write(content_of: Callable[[], bytes], path: Path, *, fsync: bool) -> int:
-    """Write the file of a block or part; return its size in bytes."""
+    """Write the file of a block or checkpoint; return its size in bytes."""
     with new_file(path) as file:
         n_bytes = file.write(content_of())
     if fsync:

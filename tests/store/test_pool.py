@@ -203,9 +203,10 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     part = state(first[-1])
     pool.put(KVBlock(part, object(), 10, on_disk=True))
     (other,) = filled(pool, chain([4], parent=keys[0]))
-    pinned = pool.pin(keys[2:])
-    assert pool.release(keys) == 0
-    pool.unpin(pinned)
+    for prefetch in (False, True):
+        pinned = pool.pin(keys[2:], prefetch=prefetch)
+        assert pool.release(keys) == 0
+        pool.unpin(pinned, prefetch=prefetch)
     assert pool.release(keys) == 30
     assert [key in pool for key in (*keys, other, part.key)] == [True, False, False, True, False]
     assert pool.release([keys[0], other]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -236,3 +237,28 @@ def test_a_file_of_a_newer_version_stays_where_it_is(
     monkeypatch.undo()
     assert store.counters.blocks_quarantined == 0
     assert store.load(nodes[0], ROOT) is not None
+
+
+def test_the_index_is_not_closed_under_a_reader(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, nodes = stored
+    may_go_on = threading.Event()
+    read, begun = store._read, []
+
+    def slowly(block: Block, *args: Any) -> Any:
+        begun.append(block)
+        may_go_on.wait(10)
+        return read(block, *args)
+
+    monkeypatch.setattr(store, "_read", slowly)
+    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    wait_until(lambda: len(begun) > 0, "reading")
+    store.close(0.1)
+    assert store.index.n_blocks() == len(nodes)
+    may_go_on.set()
+    wait_until(lambda: ahead.finished, "the end of reading")
+    assert begun == nodes[:1]
+    store.close()
+    with pytest.raises(sqlite3.OperationalError, match="closed"):
+        store.index.n_blocks()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,20 @@ def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
     assert store.load(nodes[0], ROOT) is None
     store.drain()
     assert nodes[0].key not in store.index and nodes[1].key not in store.index
+
+
+def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
+    """The canary may find it while it is in RAM; the writer may be busy for long."""
+    nodes = chain([1], [2])
+    save_turn(store, nodes)
+    may_go_on = threading.Event()
+    store.submit(may_go_on.wait)
+    try:
+        store.quarantine(nodes[1], "the canary differs")
+        assert nodes[1].key not in store and nodes[1].key not in store.pool
+        assert store.children(nodes[0].key) == []
+    finally:
+        may_go_on.set()
 
 
 def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
@@ -297,3 +312,36 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
         "second": tail.key,
     }
     assert tail.key in store.index and store.counters.turns_not_saved == 0
+
+
+@pytest.mark.parametrize("how", ["saved", "put", "gone", "damaged"])
+def test_a_change_of_what_is_found_is_told(store: BlockStore, how: str) -> None:
+    """A prompt that was matched before is matched again."""
+    nodes = chain([1], [2])
+    save_turn(store, nodes[:1])
+    before = store.n_changes
+    if how == "saved":
+        save_turn(store, nodes)
+    elif how == "put":
+        store.put([(nodes[1], arrays_of(nodes[1]))])
+    elif how == "gone":
+        store.pool.clear()
+        block_path(store.folder, nodes[0].key).unlink()
+        assert store.load(nodes[0], ROOT) is None
+    else:
+        store.quarantine(nodes[0], "damaged")
+    assert store.n_changes != before
+
+
+def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
+    """Another process removed a block of it, which is not in RAM."""
+    nodes = chain([1], [2])
+    save_turn(store, nodes[:1])
+    store.pool.clear()
+    with closing(DiskStore(store.folder, store.limits)) as other:
+        other.forget(nodes[0].key)
+    new = [(nodes[1], arrays_of(nodes[1]))]
+    store.save_turn(Turn(ROOT, tuple(nodes)), new)
+    store.drain()
+    assert store.counters.turns_not_saved == 1
+    assert [entry.pins for entry in store.pool._entries.values()] == [0]

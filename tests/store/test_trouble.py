@@ -161,7 +161,7 @@ def test_a9_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
     with writer_held(stored):
         path.rename(path.with_name("away"))
         assert stored.load(NODES[1], ROOT) is None
-        assert NODES[1].key not in stored
+        assert NODES[1].key not in stored and stored.children(NODES[0].key) == []
         path.with_name("away").rename(path)
     assert NODES[1].key in stored and stored.load(NODES[1], ROOT) is not None
     assert len(stored.index.sessions()) == 1
