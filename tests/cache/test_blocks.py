@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.blocks import (
     BLOCK_TOKENS,
@@ -515,6 +515,20 @@ def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: b
     for slot in (3, 4):
         state, other = joined[slot].cache
         assert state.tolist() == [[float(slot)] * 3] and other is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_window_knows_at_which_token_it_begins(whole: bool) -> None:
+    group = LayerGroup(
+        *("0", GroupKind.SLIDING, "ChunkedKVCache", (0,)),
+        *2 * (TensorShape(1, 4, "float32"),),
+        window=16,
+    )
+    spec = ModelCacheSpec((group,), [ChunkedKVCache(16)])
+    window = {name: mx.ones((1, 1, 16, 4)) for name in ("0.k", "0.v")}
+    pieces = Pieces(40, windows={16: [Piece(window, 0, 16)]})
+    (joined,) = join(spec, pieces, 0, whole=whole)
+    assert cached_positions(joined) == (24, 40)
 
 
 def test_a_join_has_all_its_tokens_and_no_more() -> None:

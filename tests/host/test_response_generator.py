@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS, PROVIDER
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
 from mlx_lm_kvpersist.host.reply import ReplyQueue
-from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator, RequestQueue
+from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator, RequestQueue, _checked
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -217,6 +217,42 @@ def test_a_request_is_open_until_it_has_ended_however_it_ends(
         with pytest.raises(RuntimeError, match="the end"):
             ask()
         assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2, 0]
+
+
+def test_only_calls_are_taken_for_calls() -> None:
+    """Stock catches ValueError; anything else would end the reply."""
+    call: Any = {"name": "f", "arguments": {}}
+    made: list[Any] = []
+    parse = _checked(lambda text, tools: made[-1])
+    for right in (call, [call, call], []):
+        made.append(right)
+        assert parse("", None) == right
+    for wrong in ({"name": "f"}, {**call, "name": 5}, [call, "f"], "f", None):
+        made.append(wrong)
+        with pytest.raises(ValueError, match="no tool call"):
+            parse("", None)
+
+
+def test_tokens_are_counted_where_a_model_is_loaded(patched_server: ModuleType) -> None:
+    request = patched_server.CompletionRequest("text", "abc", [], None, None)
+    loaded = {"is_ready": True, "is_loading": False, "model_key": ("probe", None, None)}
+    args = SimpleNamespace(**{**vars(GENERATION_ARGS), "model": SimpleNamespace(model="probe")})
+    generator = object.__new__(patched_server.ResponseGenerator)
+
+    def count(**changed: Any) -> int:
+        given = {**loaded, "cli_args": ARGS, "tokenizer": TOKENIZER, **changed}
+        generator.model_provider = SimpleNamespace(processor=None, _model_map={}, **given)
+        n_tokens: int = generator.count_tokens(request, args)
+        return n_tokens
+
+    with plugged():
+        assert count() == 3
+        for missing in ({"is_ready": False}, {"is_loading": True}, {"model_key": None}):
+            with pytest.raises(RequestRefused, match="no model is loaded yet") as refused:
+                count(**missing)
+            assert refused.value.status == 503
+        with pytest.raises(RequestRefused, match="probe is not loaded, expected other"):
+            count(model_key=("other", None, None))
 
 
 def test_a_prompt_in_one_piece_is_given_up_when_its_client_left() -> None:
