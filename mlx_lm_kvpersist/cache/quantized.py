@@ -200,7 +200,7 @@ class PackedCache(Buffers):
         Raises:
             ValueError: the cache is empty or does not hold these tokens.
         """
-        if self.keys is None or self.values is None:
+        if self.empty():
             raise ValueError("the cache is empty")
         if not 0 <= start <= stop <= self.size():
             raise ValueError(f"tokens {start} to {stop} of a cache of {self.size()}")

@@ -439,9 +439,12 @@ TILED = forced_plan("tiled", can_take_packed=True)
     [
         (1, 10, 1, "packed"),
         (1, 10, 2, "packed"),
+        (1, 1000, 1, "packed"),
+        (1, 10, 3, "tiled"),
         (1, 10, 8, "tiled"),
         (2, 10, 1, "dequantize"),
         (2, 10, 8, "dequantize"),
+        (2, 100, 1, "dequantize"),
         (2, 101, 1, "tiled"),
         (2, 26, 4, "tiled"),
     ],

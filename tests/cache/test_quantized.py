@@ -7,10 +7,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache import packed as pk
+from mlx_lm_kvpersist.cache.attention import PackedKV
 from mlx_lm_kvpersist.cache.precision import KVPrecision, Quantization
-from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache
 
-from .conftest import K_DIM, V_DIM, address, random_kv, same_bits, same_packed
+from .conftest import K_DIM, N_HEADS, V_DIM, address, random_kv, same_bits, same_packed
 
 PRECISION = KVPrecision.of(4, 32)
 
@@ -54,6 +55,32 @@ def test_values_may_take_other_bits_than_keys() -> None:
     assert cache.nbytes == (9 + 512) * 2 * (
         packed_bytes(precision.keys, K_DIM) + packed_bytes(precision.values, V_DIM)
     )
+
+
+@pytest.mark.parametrize("rotated", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("can_take_packed", [True, False])
+def test_what_is_rotated_stays_so_for_models_that_take_packed_keys(
+    rotated: tuple[bool, bool], can_take_packed: bool
+) -> None:
+    """Rotating a few queries costs less than rotating all keys back."""
+    plan = AttentionPlan(can_take_packed=can_take_packed)
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, rotated=rotated), plan)
+    given = random_kv(1, 5)
+    found = cache.update_and_fetch(*given)
+    for x, came in zip(found, given, strict=True):
+        assert isinstance(x, PackedKV) is (any(rotated) and can_take_packed)
+        assert isinstance(x, PackedKV) or mx.abs(x - came).max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_the_limit_of_what_is_dequantized_is_kept_to_the_byte(dtype: mx.Dtype) -> None:
+    all_bytes = 9 * N_HEADS * (K_DIM + V_DIM) * dtype.size
+    for limit_bytes, is_tiled in ((all_bytes, False), (all_bytes - 1, True)):
+        plan = AttentionPlan(can_take_packed=True, max_dequantized_bytes=limit_bytes)
+        cache = SequenceQuantizedKVCache(PRECISION, plan)
+        cache.update_and_fetch(*random_kv(1, 6, dtype=dtype))
+        keys, _ = cache.update_and_fetch(*random_kv(2, 3, dtype=dtype))
+        assert isinstance(keys, PackedKV) is is_tiled
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -132,7 +159,7 @@ def test_an_empty_cache_is_nothing() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
     assert cache.is_trimmable() and cache.trim(3) == 0
-    mx.eval([cache.state])
+    assert cache.state == (None, None, 0)
     with pytest.raises(ValueError, match="empty"):
         cache.packed(0, 0)
 
@@ -162,6 +189,7 @@ def test_later_tokens_of_another_dtype_do_not_widen_the_scales() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
 def test_views_beyond_the_tokens_are_refused(start: int, stop: int) -> None:
+    assert all(x.shape[2] == 0 for held in filled(5).packed(5, 5) for x in held)
     with pytest.raises(ValueError, match="of a cache of 5"):
         filled(5).packed(start, stop)
 
