@@ -29,6 +29,8 @@ from .servers import Fleet, rotated
 CONTEXTS = (1024, 4096, 8192)
 N_NEW = 64
 MAX_TOKENS = 8
+"""Of the reply that a conversation goes on from. All others are one token long: of random weights
+the first text can come some tokens later than the first token."""
 COLD, HOT, EXTEND = "cold", "hot", "extend"
 FROM_DISK, FROM_CACHE = "restart, disk", "restart, cache"
 
@@ -78,9 +80,9 @@ def _serve_new(run: Run, fleet: Fleet, context: int, repeat: int, samples: Sampl
             raise RuntimeError(f"{side}: a cold prompt was not cold, {cold.cached_tokens} reused")
         # The writer's work belongs to no other side's time.
         fleet.settle(side)
-        hot = fleet.ask(side, messages, MAX_TOKENS)
-        longer = run.prompts.next_turn(messages, hot, N_NEW)
-        extended = fleet.ask(side, longer, MAX_TOKENS)
+        hot = fleet.ask(side, messages, 1)
+        longer = run.prompts.next_turn(messages, cold, N_NEW)
+        extended = fleet.ask(side, longer, 1)
         fleet.settle(side)
         for state, reply in ((COLD, cold), (HOT, hot), (EXTEND, extended)):
             samples[context, state, side].append(reply)
@@ -113,7 +115,7 @@ def _after_restart(
         for repeat in range(n_repeats):
             messages = run.prompts.of_length(context, seed=1000 * context + repeat)
             for side in rotated(sides, repeat):
-                reply = fleet.ask(side, messages, MAX_TOKENS)
+                reply = fleet.ask(side, messages, 1)
                 samples[context, state, side].append(reply)
         result.add(_row(run, samples, context, state))
 
