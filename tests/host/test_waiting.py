@@ -15,7 +15,7 @@ import pytest
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
 from mlx_lm_kvpersist.host.waiting import GAP_S, LARGE_S, WORK_S, Line
 from tests.support.host import plugged
 
@@ -366,6 +366,23 @@ def test_a_waiting_request_is_tokenized_once(generator: Any, fetches: Fetches) -
     assert request.n_prepared == 1
     generator._tokenize(TOKENIZER, request, queued[2])
     assert request.n_prepared == 2
+
+
+def test_what_a_plugin_takes_knows_where_its_tokens_go(generator: Any) -> None:
+    """By that the batch generator finds out that a client left, and tells it of errors."""
+
+    class Takes:
+        @hookimpl
+        def take_request(self, prompt: Prompt) -> Prepared:
+            return Prepared(prompt)
+
+    with plugged(Takes()):
+        put(generator, "a")
+        reply, request, args = generator._next_request(IDLE)
+        ids, *_ = generator._tokenize(TOKENIZER, request, args)
+        assert ids.taken.reply is reply
+        other, *_ = generator._tokenize(TOKENIZER, request, args)
+        assert other.taken.reply is None
 
 
 def test_a_model_that_was_loaded_meanwhile_tokenizes_itself(
