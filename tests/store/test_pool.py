@@ -181,6 +181,21 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     assert entry.prefetched == 2
     pool.unpin([entry, entry], prefetch=True)
     assert entry.prefetched == 0
+    filled(pool, chain([1], [2], [3]), pinned=True)
+    pool.pin([node.key])
+    (there,) = entries_of(pool, [keys[0]])
+    assert pool.n_bytes > 20 and pool.admit(KVBlock(there.block, object(), 10)) is there
+    assert keys[0] in pool
+
+
+def test_a_cleared_pool_is_as_a_new_one() -> None:
+    pool = BlockPool(max_bytes=100)
+    nodes = chain([1], [2])
+    keys = filled(pool, nodes)
+    pool.put(KVBlock(state(nodes[0]), object(), 10))
+    pool.clear()
+    assert pool.stats() == BlockPool(max_bytes=100).stats()
+    assert not (pool.children(ROOT.key) or pool.children(keys[0]) or pool.checkpoints(keys))
 
 
 def test_what_a_restore_has_used_is_proven() -> None:
@@ -234,3 +249,5 @@ def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
     for node in nodes:
         pool.put(KVBlock(node, None, 1))
     assert len(pool.children(ROOT.key, "alike, and more")) == MAX_ALIKE
+    pool.drop(nodes[1].key)
+    assert pool.children(ROOT.key) == [nodes[0], *nodes[2:]]
