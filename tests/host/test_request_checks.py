@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.request_checks import MAX_BODY_BYTES
+from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.request_checks import MAX_BODY_BYTES, check_parameters
 from tests.support import ServerProcess, StartServer
 
 USER = [{"role": "user", "content": "Hello?"}]
@@ -121,6 +123,13 @@ def test_a8_one_request_never_ends_generation(server: ServerProcess, case: str) 
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert (status, says in json.loads(answer)["error"]) == (400, True), answer
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
+
+
+def test_a_reply_of_no_tokens_is_refused() -> None:
+    """mlx-lm 0.32.0 lets it pass, and its generation thread ends."""
+    penalties = dict.fromkeys(f"{kind}_penalty" for kind in ("repetition", "presence", "frequency"))
+    with pytest.raises(RequestRefused, match="max_tokens is 0, expected at least 1"):
+        check_parameters({}, SimpleNamespace(temperature=0.0, max_tokens=0, **penalties))
 
 
 @pytest.mark.parametrize(
