@@ -6,6 +6,7 @@ import random
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -216,13 +217,22 @@ def test_what_another_prompt_has_read_stays_for_both(
 
 
 def test_the_end_waits_for_all_that_reads_together() -> None:
-    workers, may_end = Workers("test", 4), threading.Event()
-    for _ in range(4):
+    workers, may_end = Workers("test", 10), threading.Event()
+    for _ in range(10):
         workers.submit(may_end.wait)
     started = time.monotonic()
-    assert not workers.close(0.3)
-    assert time.monotonic() - started < 0.9
+    assert not workers.close(0.5)
+    assert time.monotonic() - started < 4
     may_end.set()
+    assert workers.close(10)
+
+
+def test_an_idle_reader_does_not_hold_what_it_has_read() -> None:
+    workers, held = Workers("test", 1), threading.Event()
+    is_freed = weakref.ref(held)
+    workers.submit(held.set).result(10)
+    del held
+    wait_until(lambda: is_freed() is None, "the reader to let go of what it has done")
     assert workers.close(10)
 
 
