@@ -345,3 +345,23 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     store.drain()
     assert store.counters.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_a_turn_builds_on_makes_no_room_for_it(store: BlockStore, is_own: bool) -> None:
+    """Nor what those build on that still wait, though nothing else was used less."""
+    ids = [list(range(first, first + 12)) for first in (10, 30, 50)]
+    old, other = chain(ids[0]), chain(ids[1])
+    new = chain(ids[0], ids[2])[1:] if is_own else chain(ids[2])
+    save_turn(store, old)
+    save_turn(store, other)
+    store.close()
+    one_block = block_path(store.folder, old[0].key).stat().st_size
+    with closing(DiskStore(store.folder, store.limits)) as disk:
+        room = disk.reserve_bytes + one_block // 2
+        disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() + room)
+        content = arrays_of(new[0])
+        turn = Turn(ROOT, (*old, *new) if is_own else tuple(new))
+        keep = () if is_own else (old[0].key,)
+        assert disk.save(turn, {new[0].key: content}.get, keep) is not None
+        assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]

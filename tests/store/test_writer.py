@@ -83,7 +83,10 @@ def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
     ],
     ids=["nobody is served", "half full", "drained", "closed"],
 )
-def test_what_ends_a_rest(writer: Writer, end: Callable[[Writer], Any]) -> None:
+def test_what_ends_a_rest(
+    writer: Writer, end: Callable[[Writer], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "MAX_AGE_S", FOR_EVER_S)  # nor does the turn that waits
     writer.set_gentle(True)
     ended = resting(writer)
     submit(writer, 50)
