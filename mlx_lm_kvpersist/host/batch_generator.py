@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 class Prefill:
     """A prompt that is being computed: a batch of stock's with one row.
 
-    `tokens` are the ids that its caches hold; `segments` those that are left, as stock cut them.
-    The last segment has one.
+    `tokens` are the ids that its caches hold; `segments` those that are left, as stock cut them:
+    the last segment is one id.
     """
 
     uid: int

@@ -189,15 +189,14 @@ def _run_stock(
     output: StockOutput,
     *,
     beats: bool = False,
-) -> Any:
-    """Have stock's handler stream a chat completion to `output`; return that handler."""
+) -> None:
+    """Have stock's handler stream a chat completion to `output`."""
     streaming = {"stream": True, "stream_options": {"include_usage": True}}
     inner = _stock(handler, {**chat_body, **streaming}, output)
     inner.response_generator = generator
     inner.log_request = lambda *args: None  # the reply that the client gets is logged
     inner.tells_reply, inner.beats = False, beats
     inner.do_POST()
-    return inner
 
 
 def _stock(handler: Any, chat_body: dict[str, Any], output: Any) -> Any:

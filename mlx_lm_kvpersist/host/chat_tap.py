@@ -11,7 +11,7 @@ from ..errors import RequestRefused
 class Tap:
     """The server's response generator, as one request sees it: remembers how its prompt went.
 
-    tools: those that may be called. None has every call told as the text that it is.
+    tools: those that may be called. None: every call is told as the text that it is.
     """
 
     def __init__(self, generator: Any, tools: list[dict[str, Any]] | None) -> None:

@@ -68,8 +68,8 @@ class AskingGenerator:
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, and tells the plugins. One object a connection, on its own thread.
 
-    A connection can carry several requests, and only some are completions. The state of a request
-    is reset when the next one begins.
+    Stock closes a connection after one request. Kept open, one can carry several, and only some are
+    completions: the state of a request is reset when the next one begins.
     """
 
     timeout = CLIENT_TIMEOUT_S
@@ -256,12 +256,12 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             # Stock answers 404 to whatever `generate` raises, from within its `except`.
             self.failure, status_code = error, getattr(error, "status", 404)
         super()._set_completion_headers(status_code)
-        if status_code == 503:
-            self.send_header("Retry-After", str(RETRY_AFTER_S))
 
     def send_response(self, code: int, message: str | None = None) -> None:
         super().send_response(code, message)
         self._is_ok = code == 200
+        if code == 503:
+            self.send_header("Retry-After", str(RETRY_AFTER_S))
 
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""

@@ -26,16 +26,18 @@ def words(patched_server: ModuleType) -> WordsServer:
     return WordsServer(patched_server)
 
 
-def test_a_stream_and_a_whole_reply(words: WordsServer) -> None:
+def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFixture[str]) -> None:
+    words.generator.progress = (5, 9)
     status, headers, body = words.post({"say": "x", "stream": True})
     assert (status, headers["Content-type"]) == (200, "text/event-stream")
-    assert headers["X-Words"] == "yes"
+    assert headers["X-Words"] == "yes" and "keepalive" not in body
     assert [event["type"] for event in events(body)] == ["begin", *["word"] * 4, "end"]
     assert events(body)[0]["prompt"] == events(body)[-1]["tokens"] == 3
     status, headers, body = words.post({"say": "x"})
     assert (status, json.loads(body)) == (200, {"words": "0 1 2 3 "})
     assert headers["X-Words"] == "yes" and int(headers["Content-Length"]) == len(body)
     assert words.plugin.sent == ["0 1 2 3 "] * 2
+    assert capsys.readouterr().err.count('"POST ') == 2  # what the clients got is logged
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from types import ModuleType
+from io import BytesIO
+from threading import Thread
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host import completion_output
+from mlx_lm_kvpersist.host.completion_output import CompletionOutput
 
 from .words import WordsServer, request
 
@@ -164,6 +167,44 @@ def test_an_error_in_a_reply_that_is_sent_whole_has_its_own_head_only(
     status, headers, answer = words.post({**body, "stream": False}, path)
     assert (status, json.loads(answer)) == (500, {"error": "out of memory"})
     assert "X-Words" not in headers
+
+
+@pytest.mark.parametrize(("status", "is_done"), [(404, False), (200, True)])
+def test_a_late_beat_says_nothing(status: int, is_done: bool) -> None:
+    """Stock has begun to write an error, or has written everything."""
+    client = BytesIO()
+    output = CompletionOutput(SimpleNamespace(wfile=client))
+    output._due_s, output._is_open = 0.0, True
+    with output._lock:
+        beat = Thread(target=output._beat, daemon=True)
+        beat.start()
+        time.sleep(0.05)  # it waits for the lock
+        output._status = status
+        if is_done:
+            output._done.set()
+    beat.join(5)
+    assert client.getvalue() == b"" and not beat.is_alive()
+
+
+def test_a_beat_and_a_reply_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        n_writers, most = 0, 0
+
+        def write(self, written: bytes) -> None:
+            self.n_writers += 1
+            self.most = max(self.most, self.n_writers)
+            time.sleep(0.01)
+            self.n_writers -= 1
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(completion_output, "BEAT_S", 0.0)
+    output = CompletionOutput(SimpleNamespace(wfile=(client := Client())))
+    output._due_s, output._is_open, output._status = 0.0, True, 200
+    with output.beating():
+        for _ in range(10):
+            output.write(b"data: {}\n\n")
+    assert client.most == 1
 
 
 def test_a_beat_to_nobody_harms_nobody(words: WordsServer, quick: None) -> None:

@@ -201,7 +201,7 @@ class Late:
     @hookimpl
     def routes(self) -> list[Route]:
         def handle(handler: Any) -> None:
-            handler.send_response(204)
+            handler.send_response(503)
             handler.end_headers()
             raise RuntimeError("too late")
 
@@ -214,7 +214,8 @@ def test_a_path_that_fails_when_it_has_answered_says_nothing_more(
 ) -> None:
     with plugged(Late()):
         answered = answer(patched_server, b"GET /late HTTP/1.1\r\n\r\n")
-    assert " 204 " in answered.splitlines()[0] and answered.count("HTTP/1.") == 1
+    assert " 503 " in answered.splitlines()[0] and answered.count("HTTP/1.") == 1
+    assert "\r\nRetry-After: 5\r\n" in answered  # on a plugin's path, too
 
 
 def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> None:

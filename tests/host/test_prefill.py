@@ -382,6 +382,21 @@ def test_an_error_in_a_prompt_ends_this_request_alone(
     assert again.answer == right_answer(again)
 
 
+def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Serving]) -> None:
+    """The server removes those that failed only when the batch's time is over."""
+    serving = serve(most=64)
+    pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
+    while not all(client.answer for client in pair):
+        serving.step()
+    joins = serving.ask(3000, 2)
+    serving.step()
+    serving.model.failing_step = True
+    for _ in range(3):
+        serving.generator.next()
+    assert all("bad luck" in str(client.error) for client in pair)
+    assert not joins.context._should_stop
+
+
 def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
     serve: Callable[..., Serving],
 ) -> None:
@@ -599,6 +614,6 @@ def test_an_error_does_not_hold_the_caches_of_its_prompt(
     prefill = weakref.ref(serving.generator._prefills[0])
     while serving.generator._prefills:
         serving.step()
-    assert client.error is not None
+    error = client.error  # as the client's thread holds it
     gc.collect()
-    assert prefill() is None
+    assert error is not None and prefill() is None

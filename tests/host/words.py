@@ -160,6 +160,7 @@ class WordsServer:
         head, _, body = answer.decode().partition("\r\n\r\n")
         status, *lines = head.split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)
+        assert len(headers) == len(lines), lines
         return int(status.split()[1]), headers, body
 
     def post(self, body: Any, path: str = "/words?a=b") -> tuple[int, dict[str, str], str]:
