@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from email.message import Message
 from typing import Any, Protocol
 
-from ..errors import RequestRefused
 from .chat_output import ClientConnection, StockOutput
 from .chat_tap import Counter, Tap
-from .request_checks import check_body_length, discard_body, read_json
+from .request_checks import read_json
 
 CHAT_PATH = "/v1/chat/completions"
 Events = list[dict[str, Any]]
@@ -119,12 +118,7 @@ def read_body(handler: Any) -> dict[str, Any]:
     """Read a request's JSON object, {} if it has no body; raises RequestRefused."""
     if handler.headers.get("Content-Length", "0") == "0":
         return {}
-    try:
-        return read_json(handler)
-    except RequestRefused as error:
-        if error.status == 413:
-            discard_body(handler)
-        raise
+    return read_json(handler)
 
 
 def answer(handler: Any, chat_body: dict[str, Any]) -> None:
@@ -202,7 +196,6 @@ def _run_stock(
 def _stock(handler: Any, chat_body: dict[str, Any], output: Any) -> Any:
     """Return stock's handler of a chat completion, with its own `wfile`, about to serve it."""
     payload = json.dumps(chat_body).encode()
-    check_body_length(str(len(payload)))  # here its client can still be told
     inner = copy.copy(handler)
     inner.__dict__.pop("do_POST", None)  # the route that led here
     inner.path, inner.rfile, inner.wfile = CHAT_PATH, io.BytesIO(payload), output

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..error_forms import message_of
 from ..errors import RequestRefused
 from .completion_output import is_own_header
-from .request_checks import discard_body
 
 if TYPE_CHECKING:
     from .chat_api import ChatAPI, Events, Translated
@@ -143,8 +142,6 @@ class ClientConnection(StockOutput):
             self._send(self.request.reply.fail(status, str(error), code))
         else:
             self.send_json(status, self._api.error(status, str(error), code))
-            if status == 413:
-                discard_body(self._handler)
 
     def send_json(self, status: int, content: dict[str, Any]) -> None:
         payload = json.dumps(content).encode()

@@ -78,7 +78,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     requested_model: str
     wfile: Any
     _completion: Any = None
-    _is_ok = False
+    _is_ok = _is_too_large = False
     generator: Any
     """What generates for this handler, without its plugins being asked."""
     failure: Exception | None = None
@@ -110,6 +110,11 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             super().handle()
         except ConnectionError:
             logger.debug("a client went away")  # socketserver would print a traceback
+
+    def finish(self) -> None:
+        if self._is_too_large:
+            discard_body(self)
+        super().finish()
 
     def parse_request(self) -> bool:
         self._begin_request()
@@ -174,8 +179,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             return
         self._headers_buffer: list[bytes] = []  # of a reply that did not come
         self._answer_json(status, {"error": str(error)})
-        if status == 413:
-            discard_body(self)
 
     def _answer_json(self, status: int, content: Any) -> None:
         self._set_completion_headers(status)
@@ -262,6 +265,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._is_ok = code == 200
         if code == 503:
             self.send_header("Retry-After", str(RETRY_AFTER_S))
+        elif code == 413:
+            self._is_too_large = self.close_connection = True
 
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""

@@ -63,7 +63,7 @@ def test_bad_requests(words: WordsServer, sent: bytes, status: int, says: str) -
     assert says in json.loads(body)["oh"]
 
 
-@pytest.mark.parametrize("path", ["/words", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/words", "/read", "/v1/chat/completions"])
 def test_a_client_that_sends_too_much_reads_why(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

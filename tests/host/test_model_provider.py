@@ -7,6 +7,7 @@ import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
@@ -85,6 +86,32 @@ def test_caches_come_from_the_plugin(patched_server: ModuleType, provider: Any) 
         assert makes.providers == [provider.model]
         provider._load("plain", draft_model_path="draft")
         assert not provider.is_batchable
+
+
+def test_a_plugin_may_have_a_model_served_one_at_a_time(provider: Any) -> None:
+    loading = []
+
+    class Alone(Makes):
+        @hookimpl
+        def batches(self, model: Any) -> bool:
+            loading.append(provider.is_loading)
+            return False
+
+    with plugged(Alone([Batchable()])):
+        provider.load("plain")
+    assert not provider.is_batchable
+    assert loading == [True] and not provider.is_loading
+    with plugged(Makes(RuntimeError("no"))), pytest.raises(RuntimeError):
+        provider.load("own")
+    assert not provider.is_loading
+
+
+def test_each_model_has_its_own_number_of_ids(provider: Any) -> None:
+    with plugged(Makes(None)):
+        for n_ids in (7, 9):
+            provider.load(f"of {n_ids}")
+            provider.model = lambda token, n_ids=n_ids: mx.zeros((1, 1, n_ids))
+            assert provider.n_logits == n_ids
 
 
 @pytest.mark.parametrize("later", [None, RuntimeError("later")])

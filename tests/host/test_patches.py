@@ -19,7 +19,14 @@ from mlx_lm_kvpersist.errors import (
     TargetMissing,
 )
 from mlx_lm_kvpersist.host import install, manager, uninstall, versions
-from mlx_lm_kvpersist.host.patch import PATCH_SET, Patch, Signature, Uses, written_signature
+from mlx_lm_kvpersist.host.patch import (
+    PATCH_SET,
+    Patch,
+    PatchSet,
+    Signature,
+    Uses,
+    written_signature,
+)
 from mlx_lm_kvpersist.host.patches import PATCHES, PatchChecks
 from tests.support.host import plugged
 
@@ -122,6 +129,17 @@ def test_a_patch_that_fails_undoes_those_before_it(
         PATCH_SET.apply((*PATCHES[:-1], broken))
     assert vars(server) == before
     assert not PATCH_SET.is_applied
+
+
+def test_two_patches_of_one_target_are_undone(server: ModuleType) -> None:
+    stock = server.convert_chat
+    given: Any = {"target": "mlx_lm.server:convert_chat", "why": "", "expect": ()}
+    twice = [Patch(name, replace=lambda below: [below], verify=print, **given) for name in "ab"]
+    patches = PatchSet()
+    patches.apply(twice)
+    assert server.convert_chat == [[stock]]
+    patches.undo()
+    assert server.convert_chat is stock
 
 
 def test_nothing_leaks(server: ModuleType) -> None:

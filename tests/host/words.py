@@ -10,6 +10,7 @@ from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from mlx_lm_kvpersist.api.admin import answering
 from mlx_lm_kvpersist.host import chat_api
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.probes import ARGS
@@ -64,7 +65,10 @@ class WordsPlugin:
 
     @hookimpl
     def routes(self) -> list[Route]:
-        return [Route("POST", "/words", lambda handler: chat_api.serve(handler, WordsAPI()))]
+        return [
+            Route("POST", "/words", lambda handler: chat_api.serve(handler, WordsAPI())),
+            Route("POST", "/read", answering(chat_api.read_body)),
+        ]
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
