@@ -112,6 +112,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": "\ud800"}]},
         "messages[0].content is not valid Unicode at character 0",
     ),
+    "half a surrogate pair in a part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+        "messages[0].content[0].text is not valid Unicode at character 0",
+    ),
     "tools of a number": ({"tools": 5}, "no prompt can be made of this request (TypeError"),
 }
 

@@ -104,7 +104,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": " Hi there  "},
     {"role": "user", "content": "Be brief."},
 ]
-TEXT = "<s>Be brief.<u>Hi there<u>Be brief.<a>" + 60 * "z"
+TEXT = "<s>Be brief.<u>Hi there<u>Be brief.<a>" + 30 * "z" + "  " + 30 * "z"
 
 
 @pytest.mark.parametrize(
