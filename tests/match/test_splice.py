@@ -169,3 +169,14 @@ def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     match = match_text(tree, ROOT, text, token_text)
     assert (match.ids, match.n_chars, match.at_end) == (stored, 15, True)
     assert splice(prompt, text, match, token_text, encode) is None
+
+
+def test_in_the_middle_the_prompt_keeps_its_spelling() -> None:
+    """Another branch spelled "ab" as two tokens; the prompt's own last token ends there, too."""
+    tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"})
+    tree = MemoryTree(tokens, block_tokens=4)
+    tree.add([5, 1, 2, 4])
+    match = match_text(tree, ROOT, "xaby", tokens)
+    assert (match.ids, match.at_end) == ([5, 1, 2], False)
+    result = splice([5, 3, 6], "xaby", match, tokens, lambda part: [])
+    assert result is not None and (result.ids, result.n_stored) == ([5, 3, 6], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +175,22 @@ def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None
         assert left() is None
     finally:
         gc.enable()
+
+
+def test_no_step_reads_what_is_being_prefetched(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    read = stored.store._read
+
+    def later(*args: Any) -> Any:
+        may_go_on.wait(10)
+        return read(*args)
+
+    monkeypatch.setattr(stored.store, "_read", later)
+    lookup = look_up(stored)
+    assert lookup.prefetch()
+    assert not lookup.advance(0.0) and not lookup.is_begun
+    may_go_on.set()
+    reuse, _ = in_steps(lookup)
+    assert reuse.outcome.n_reused > 0

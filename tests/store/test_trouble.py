@@ -337,3 +337,13 @@ def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
     save_turn(stored, chain([4]), "other")
     notes = list((stored.folder / "sessions").iterdir())
     assert [read_note(note).leaf for note in notes] == [session.leaf]
+
+
+def test_a_file_that_went_unnoticed_is_written_with_the_next_turn(stored: BlockStore) -> None:
+    """Its block is still in RAM, so nobody has read it."""
+    for node in NODES:
+        assert stored.load(node, ROOT) is not None
+    block_path(stored.folder, NODES[0].key).unlink()
+    save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], "s")
+    stored.pool.clear()
+    assert stored.load(NODES[0], ROOT) is not None
