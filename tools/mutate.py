@@ -89,7 +89,10 @@ TESTS = {
     "host/probes": ["tests/host/test_patches.py"],
     "host/prompt": ["tests/host/test_response_generator.py", "tests/host/test_prefill.py"],
     "host/reply": ["tests/host/test_reply.py", "tests/host/test_prefill.py"],
-    "host/request_checks": ["tests/host/test_chat_api.py", "tests/host/test_request_checks.py"],
+    "host/request_checks": [
+        *("tests/host/test_chat_api.py", "tests/host/test_response_generator.py"),
+        "tests/host/test_request_checks.py",
+    ],
     "host/response_generator": [
         *("tests/host/test_response_generator.py", "tests/host/test_waiting.py"),
         "tests/host/test_generation_thread.py",

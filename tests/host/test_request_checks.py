@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.request_checks import MAX_BODY_BYTES, check_parameters
+from mlx_lm_kvpersist.host.request_checks import (
+    MAX_BODY_BYTES,
+    check_body_length,
+    check_parameters,
+)
 from tests.support import ServerProcess, StartServer
 
 USER = [{"role": "user", "content": "Hello?"}]
@@ -127,6 +131,11 @@ def test_a8_one_request_never_ends_generation(server: ServerProcess, case: str) 
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert (status, says in json.loads(answer)["error"]) == (400, True), answer
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
+
+
+def test_the_largest_body_is_taken() -> None:
+    for length in (None, "0", str(MAX_BODY_BYTES)):
+        check_body_length(length)
 
 
 def test_a_reply_of_no_tokens_is_refused() -> None:
