@@ -81,8 +81,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "xtc_threshold is nan",
     ),
     "huge context size": (
-        {"repetition_penalty": 1.1, "repetition_context_size": 2**40},
-        "repetition_context_size is 1099511627776, expected at most",
+        {"repetition_penalty": 1.1, "repetition_context_size": 2**31 + 1},
+        "repetition_context_size is 2147483649, expected at most",
     ),
     "top_logprobs of true": ({"top_logprobs": True}, "top_logprobs is a boolean"),
     "negative seed": ({"seed": -1}, "seed is -1, expected an integer from 0"),
@@ -186,6 +186,17 @@ ODD: dict[str, dict[str, Any]] = {
     "an infinite bias": {"logit_bias": {"5": -INF}},
     "top_k without sampling": {"temperature": 0, "top_k": 99999},
     "xtc without sampling": {"temperature": 0, "xtc_probability": 0.5, "xtc_threshold": 0.9},
+    "xtc": {
+        "temperature": 0.1,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.5,
+        "logit_bias": {"5": 100},
+    },
+    "a threshold without xtc": {
+        "temperature": 0.1,
+        "xtc_threshold": 0.9,
+        "logit_bias": {"5": 100},
+    },
     "max_tokens of true": {"max_tokens": True},
     "huge max_tokens": {"max_tokens": 10**30, "logit_bias": {"2": 100}, "stop": ["e", "a", "."]},
     "a draft model of null": {"draft_model": None},
@@ -209,6 +220,9 @@ ODD: dict[str, dict[str, Any]] = {
     "content of a number": {"messages": [{"role": "user", "content": 5}]},
     "content of null": {"messages": [*USER, {"role": "assistant", "content": None}]},
     "parts of text": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+    "text with a field of images": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": 5}]}]
+    },
     "no parts": {"messages": [{"role": "user", "content": []}]},
     "role_mapping of a number": {"role_mapping": 5},
     "unknown fields": {"n": 2, "user": 5, "metadata": 7, "session_id": [1], "foo": {"a": []}},

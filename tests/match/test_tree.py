@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import Any
 
@@ -106,12 +107,15 @@ def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
 
 
 def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
-    spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b")]
-    merged = [spelled[0], spelled[1]]
-    tree = MemoryTree(token_text, block_tokens=1)
-    first = tree.add([*merged, token_text_id(token_text, b"c")])
-    text = "abc" + "d"
-    assert match_text(tree, ROOT, text, token_text, prefer=(first,)).path[-1].key == first
+    """Also where the other has more characters in common, but no more whole tokens."""
+    first, second = (token_text_id(token_text, piece) for piece in (b"a", b"b"))
+    pair = next(i for i in range(600) if re.fullmatch(b"[c-z]{2}", token_text.to_bytes([i])))
+    tree = MemoryTree(token_text, block_tokens=2)
+    other, own = tree.add([first, pair]), tree.add([first, second])
+    text = "a" + token_text.decode([pair])[:1] + "!"
+    for prefer, expected in (((), other), ((own,), own), ((other,), other)):
+        match = match_text(tree, ROOT, text, token_text, prefer=prefer)
+        assert (match.path[-1].key, match.n_tokens, match.n_chars) == (expected, 1, 1)
 
 
 def token_text_id(tokens: TokenText, piece: bytes) -> int:
