@@ -78,7 +78,10 @@ TESTS = {
     ],
     "cache/sample": _ALLOCATION,
     "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_blocks.py"],
-    "cache/spec": ["tests/cache/test_slots.py", "tests/cache/test_spec.py"],
+    "cache/spec": [
+        *("tests/cache/test_slots.py", "tests/cache/test_spec.py"),
+        "tests/cache/test_probe.py",
+    ],
     "host/batch_generator": ["tests/host/test_batch_generator.py", "tests/host/test_prefill.py"],
     "host/caches": ["tests/host/test_prompt_cache.py"],
     "host/chat_output": ["tests/host/test_chat_api.py"],

@@ -77,7 +77,7 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
     key_bytes = max(map(_dequantized_bytes, spec.full), default=0)
     longest = min((position_limit(model) or 2 * _LONGEST) // 2, _LONGEST)
     most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
-    n_tokens, seconds = min(_SHORTEST, longest), 0.0
+    n_tokens = min(_SHORTEST, longest)
     while True:
         started = time.perf_counter()
         caches = spec.make_cache()

@@ -103,7 +103,7 @@ def test_one_side_alone_may_be_left_as_it_is() -> None:
     assert str(precision) == "k16v4rb64" and not precision.is_packed
     assert precision.keys == Quantization(16, 64) and precision.keys.fits(80)
     assert str(KVPrecision.of(6, 32, OWN_BITS)) == "k6v16b32"
-    assert KVPrecision.of(6, 32, 4).is_packed
+    assert KVPrecision.of(6, 32, 4).is_packed and not KVPrecision.of(6, 32, OWN_BITS).is_packed
     with pytest.raises(ValueError, match="neither"):
         KVPrecision.of(OWN_BITS, 64)
     with pytest.raises(ValueError, match="not rotated"):

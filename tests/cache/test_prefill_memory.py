@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.cache.prefill_memory import (
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 
 from .conftest import tiny_gemma3
+from .test_spec import OddLayers
 
 MIB = 1 << 20
 
@@ -80,7 +81,7 @@ class Device:
         token_s: float = 0.0,
     ) -> None:
         self.per_token = token_bytes, score_bytes
-        self.token_s, self.now_s = token_s, 0.0
+        self.token_s, self.now_s = token_s, 1000.0
         self.chunks: list[tuple[int, int]] = []
         """Tokens, and tokens before them."""
         self._before: list[Any] = []
@@ -143,6 +144,12 @@ def test_no_position_beyond_the_table_is_measured(
     measure_prefill(model, llama_spec, 64 * MIB)
     n_read = max(n_tokens + position for n_tokens, position in device.chunks)
     assert limit / 2 < n_read <= limit
+
+
+def test_the_largest_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    spec = ModelCacheSpec.probe(OddLayers([(2, 64, 64), (4, 128, 64), (2, 64, 64)]))
+    assert measure_prefill(None, spec, 64 * MIB).key_bytes == 4 * (128 + 64) * 4
 
 
 def test_models_with_windows_stop_where_a_checkpoint_is_made(

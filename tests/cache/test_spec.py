@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from mlx_lm.models.cache import (
 
 from mlx_lm_kvpersist.cache.blocks import n_bytes
 from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionChoice
-from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache
 from mlx_lm_kvpersist.cache.spec import (
     Batching,
     GroupKind,
@@ -238,6 +239,70 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
     )
     del arrays["0.v.biases"]
     assert arrays_fit(token_arrays(spec.full, 10), arrays) == "no array 0.v.biases"
+
+
+def test_all_kinds_of_groups_are_described() -> None:
+    """What `mlx-lm-kvpersist spec --json` shows, and what the sizes add up to."""
+    keys, values = TensorShape(2, 64, "float16"), TensorShape(2, 32, "float16")
+    mixed = KVPrecision.of(16, 32, 4)
+    full = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 2), keys, values, mixed)
+    window = TensorShape(1, 64, "float32")
+    why = "windows stay in full precision"
+    sliding = LayerGroup(
+        "1", GroupKind.SLIDING, "RotatingKVCache", (1,), window, window, None, why, 16
+    )
+    states = (((3, 8), "float32"), None)
+    recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
+    spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
+    assert spec.describe() == {
+        "layout": "k16v4b32,w16,state",
+        "n_layers": 5,
+        "bytes_per_token": 592,
+        "bytes_per_checkpoint": 16 * 512 + 192,
+        "batching": "nothing",
+        "groups": [
+            {
+                "name": "0",
+                "kind": "full",
+                "cache": "KVCache",
+                "slots": [0, 2],
+                "bits": "k16v4b32",
+                "why_not_quantized": None,
+                "bytes_per_token": 2 * 2 * 64 * 2 + 2 * 2 * (32 // 2 + 2 * 2),
+                "keys": {"n_heads": 2, "dim": 64, "dtype": "float16"},
+                "values": {"n_heads": 2, "dim": 32, "dtype": "float16"},
+            },
+            {
+                "name": "1",
+                "kind": "sliding",
+                "cache": "RotatingKVCache",
+                "slots": [1],
+                "bits": None,
+                "why_not_quantized": why,
+                "bytes_per_token": 2 * 64 * 4,
+                "keys": {"n_heads": 1, "dim": 64, "dtype": "float32"},
+                "values": {"n_heads": 1, "dim": 64, "dtype": "float32"},
+                "window": 16,
+            },
+            {
+                "name": "2",
+                "kind": "recurrent",
+                "cache": "ArraysCache",
+                "slots": [3, 4],
+                "bits": None,
+                "why_not_quantized": None,
+                "bytes_per_token": 0,
+                "state_bytes": 2 * 3 * 8 * 4,
+            },
+        ],
+    }
+    assert full.full_precision_bytes == 2 * 2 * (64 + 32) * 2
+    assert spec.bits_per_number == 8 * 592 / (2 * 2 * (64 + 32))
+    assert spec.slots_of_full == {0, 2} and not spec.any_prefix
+    for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
+        assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix
+    assert spec == replace(spec, template=[], plans={"0": AttentionPlan()})
+    assert spec != replace(spec, batching=Batching.REPLIES) and "plate" not in repr(spec)
 
 
 def test_unlike_allocations_have_unlike_layouts() -> None:
