@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache import calibration
 from mlx_lm_kvpersist.cache.attention import (
@@ -19,10 +22,13 @@ from mlx_lm_kvpersist.cache.attention import (
     Strategy,
     packed_attention,
 )
-from mlx_lm_kvpersist.cache.calibration import calibrate
+from mlx_lm_kvpersist.cache.calibration import calibrate, with_plans
 from mlx_lm_kvpersist.cache.observe import AttentionShape
-from mlx_lm_kvpersist.cache.precision import KVPrecision
-from mlx_lm_kvpersist.cache.quantized import PHASES, AttentionPlan
+from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.quantized import PHASES, AttentionPlan, forced_plan
+from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+
+from .conftest import tiny_gemma3
 
 SHAPE = AttentionShape(4, 2, 64, 64)
 PRECISION = KVPrecision.of(4, 32)
@@ -284,3 +290,75 @@ def test_b5_a_strategy_that_computes_something_else_never_wins(
     plan = calibrate(SHAPE, PRECISION, mx.float32, None)
     assert all("packed" not in ms for ms in plan.measured_ms.values())
     assert "packed" not in (plan.prefill, plan.decode, plan.batch_decode)
+
+
+class Layers(nn.Module):  # type: ignore[misc]
+    """Layers of attention over one key head, each with as many query heads as `n_q_heads` says."""
+
+    def __init__(self, *n_q_heads: int, takes_packed: bool = True) -> None:
+        super().__init__()
+        self.layers = [nn.Identity() for _ in n_q_heads]
+        self.n_q_heads, self.takes_packed = n_q_heads, takes_packed
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        x = mx.random.normal((20, 64), key=mx.random.key(0))[inputs]
+        for slot, n_heads in zip(cache, self.n_q_heads, strict=True):
+            mask = create_attention_mask(x, slot)
+            keys, values = slot.update_and_fetch(x[:, None], x[:, None])
+            if not self.takes_packed:
+                keys = keys + 0.0
+            queries = mx.repeat(x[:, None], n_heads, axis=1)
+            out = scaled_dot_product_attention(queries, keys, values, slot, 0.1, mask)
+            x = x + out.mean(axis=1)
+        return x
+
+
+def test_every_quantized_group_has_the_plan_of_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[Any, ...]] = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        measured.append(args)
+        return {"dequantize": 1.0, "packed": 0.5}
+
+    monkeypatch.setattr(calibration, "_measure", measure)
+    model = tiny_gemma3()
+    spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
+    planned = with_plans(model, spec, tmp_path / "attention.json")
+    assert planned == spec and list(planned.plans) == ["1"]
+    assert planned.plans["1"].prefill == planned.plans["1"].decode == "packed"
+    precision = KVPrecision.of(8, 64, 4)
+    expected = [(AttentionShape(2, 1, 64, 64), precision, mx.float32, phase) for phase in PHASES]
+    assert measured == expected
+    window, full = planned.make_cache()
+    assert full.plan is planned.plans["1"] and not hasattr(window, "plan")
+    assert (tmp_path / "attention.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "is_taken"),
+    [
+        (Layers(4, 4), True),
+        (Layers(4, 4, takes_packed=False), False),
+        (Layers(4, 2), False),
+    ],
+    ids=["takes-packed", "plain-only", "unlike-layers"],
+)
+def test_models_that_need_plain_keys_are_not_measured(
+    no_measuring: None, tmp_path: Path, model: Layers, is_taken: bool
+) -> None:
+    """Nor layers of one group that attend in several ways."""
+    spec = ModelCacheSpec.probe(model, evaluate=False)
+    planned = with_plans(model, spec, tmp_path / "attention.json", "packed")
+    expected = forced_plan("packed", can_take_packed=True) if is_taken else AttentionPlan()
+    assert planned.plans == {"0": expected}
+    assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
+
+
+def test_layers_in_full_precision_have_no_plan(no_measuring: None, tmp_path: Path) -> None:
+    model = Layers(4, 4)
+    spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16), evaluate=False)
+    planned = with_plans(model, spec, tmp_path / "attention.json")
+    assert planned.plans == {}
+    assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]
