@@ -10,7 +10,8 @@ from mlx_lm.generate import PromptProcessingBatch
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache import packed as pk
-from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.batch import batch_of as any_batch
 from mlx_lm_kvpersist.cache.precision import KVPrecision
 from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
 
@@ -483,6 +484,30 @@ def test_what_does_not_fit_is_named() -> None:
             BatchQuantizedKVCache.merge([sequence(1)], finer)
     with pytest.raises(TypeError, match="list"):
         batch_of(1).extend([])
+
+
+def test_each_kind_of_cache_gets_its_batch() -> None:
+    """Those of which we have none keep mlx-lm's."""
+    full, windows = [KVCache(), KVCache()], [RotatingKVCache(8), RotatingKVCache(8)]
+    for full_precision in (True, False):
+        for ours in (
+            [sequence(3), sequence(2)],
+            [sequence(3), KVCache()],
+            [KVCache(), sequence(3)],
+        ):
+            assert type(any_batch(ours, full_precision=full_precision)) is BatchQuantizedKVCache
+        assert any_batch(windows, full_precision=full_precision) is None
+        assert any_batch([*full, *windows], full_precision=full_precision) is None
+    assert type(any_batch(full, full_precision=True)) is FullPrecisionBatchKVCache
+    assert any_batch(full, full_precision=False) is None
+
+
+def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
+    batch = BatchQuantizedKVCache([2, 5], PRECISION)
+    batch.update_and_fetch(*random_kv(3, 9, 2))
+    batch.filter([0, 1])
+    assert batch.left_padding.tolist() == [0, 3] and batch.offset.tolist() == [7, 4]
+    assert batch.size() == 7 and batch.keys is not None
 
 
 def test_headroom_of_a_merge_is_that_of_a_step() -> None:

@@ -41,6 +41,31 @@ def test_a_chunk_takes_no_more_than_was_told(tiny_model: Path) -> None:
         assert memory.peak_bytes(256, position) <= 64 * taken
 
 
+class Keeps:
+    """Stands for a cache of one layer that keeps 4 MiB more with every chunk."""
+
+    def __init__(self) -> None:
+        self.state: list[mx.array] = []
+
+    def empty(self) -> bool:
+        return not self.state
+
+
+def test_what_a_chunk_takes_is_neither_what_it_leaves_nor_what_was_there() -> None:
+    """16 MiB come and go and 4 stay, with others before and besides."""
+
+    def model(ids: mx.array, cache: list[Any]) -> None:
+        passing = mx.arange(4 << 20, dtype=mx.float32) + ids.sum()
+        cache[0].state.append(passing[: 1 << 20] + passing.sum())
+
+    caches, others = [Keeps()], mx.arange(8 << 20)
+    mx.eval(others, mx.arange(32 << 20).sum())
+    for _ in range(2):
+        taken = prefill_memory._peak(model, caches, 10)
+        assert 14 * MIB < taken < 18 * MIB
+    assert others.size == 8 << 20
+
+
 @pytest.mark.parametrize("position", [0, 1000, 30_000])
 def test_the_longest_chunk_stays_within_the_limit(position: int) -> None:
     memory = PrefillMemory(20_000.0, 16.0, 4096.0, 256 * MIB)

@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
 
 def test_all_kinds_of_groups_are_described() -> None:
     """What `mlx-lm-kvpersist spec --json` shows, and what the sizes add up to."""
-    keys, values = TensorShape(2, 64, "float16"), TensorShape(2, 32, "float16")
+    keys, values = TensorShape(3, 64, "float16"), TensorShape(3, 32, "float16")
     mixed = KVPrecision.of(16, 32, 4)
     full = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 2), keys, values, mixed)
     window = TensorShape(1, 64, "float32")
@@ -257,7 +257,7 @@ def test_all_kinds_of_groups_are_described() -> None:
     assert spec.describe() == {
         "layout": "k16v4b32,w16,state",
         "n_layers": 5,
-        "bytes_per_token": 592,
+        "bytes_per_token": 888,
         "bytes_per_checkpoint": 16 * 512 + 192,
         "batching": "nothing",
         "groups": [
@@ -268,9 +268,9 @@ def test_all_kinds_of_groups_are_described() -> None:
                 "slots": [0, 2],
                 "bits": "k16v4b32",
                 "why_not_quantized": None,
-                "bytes_per_token": 2 * 2 * 64 * 2 + 2 * 2 * (32 // 2 + 2 * 2),
-                "keys": {"n_heads": 2, "dim": 64, "dtype": "float16"},
-                "values": {"n_heads": 2, "dim": 32, "dtype": "float16"},
+                "bytes_per_token": 2 * 3 * 64 * 2 + 2 * 3 * (32 // 2 + 2 * 2),
+                "keys": {"n_heads": 3, "dim": 64, "dtype": "float16"},
+                "values": {"n_heads": 3, "dim": 32, "dtype": "float16"},
             },
             {
                 "name": "1",
@@ -296,8 +296,8 @@ def test_all_kinds_of_groups_are_described() -> None:
             },
         ],
     }
-    assert full.full_precision_bytes == 2 * 2 * (64 + 32) * 2
-    assert spec.bits_per_number == 8 * 592 / (2 * 2 * (64 + 32))
+    assert full.full_precision_bytes == 2 * 3 * (64 + 32) * 2
+    assert spec.bits_per_number == 8 * 888 / (2 * 3 * (64 + 32))
     assert spec.slots_of_full == {0, 2} and not spec.any_prefix
     for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
         assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix
