@@ -48,8 +48,8 @@ class Prefetch:
     """What is prefetched for one prompt. None of it leaves RAM before `release`."""
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
-        self.n_bytes = 0
-        """Bytes read so far."""
+        self.sizes: dict[bytes, int] = {}
+        """Bytes of what has come from disk since it began, by key, whoever it was read for."""
         self.stopped = False
         self.finished = False
         """Whether no more will be read."""
@@ -71,12 +71,11 @@ class Prefetch:
         self._pool.unpin(entries, prefetch=True)
         self._released(self)
 
-    def add(self, entries: Iterable[KVBlock], n_read_bytes: int = 0) -> None:
+    def add(self, entries: Iterable[KVBlock]) -> None:
         """Take pinned entries, to unpin them with the others."""
         with self._lock:
             if not self._is_released:
                 self._entries += entries
-                self.n_bytes += n_read_bytes
                 return
         self._pool.unpin(entries, prefetch=True)
 
@@ -136,11 +135,13 @@ class BlockReader(ABC):
         """
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
-        prefetch.add(self.pool.pin((block.key for block, _ in wanted), prefetch=True))
+        hot = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
+        prefetch.add(hot.values())
+        left = [one for one in wanted if one[0].key not in hot]
 
         def run() -> None:
             try:
-                self._read_ahead(prefetch, wanted, root)
+                self._read_ahead(prefetch, left, root)
             except Exception:
                 logger.exception("prefetching failed; the rest is read when it is needed")
             finally:
@@ -166,17 +167,18 @@ class BlockReader(ABC):
         for block, n_bytes in wanted:
             if prefetch.stopped:
                 return
-            if there := self.pool.pin([block.key], prefetch=True):
-                prefetch.add(there)  # it may have come since, for another prompt
-                continue
-            n_bytes += sum(one.n_bytes for one in list(self._prefetches))
-            if n_bytes > self.pool.max_bytes // 2:
-                return
-            entry = self._read(block, root)
-            entry = self.pool.admit(entry) if entry is not None else None
-            if entry is None:
-                return
-            prefetch.add([entry], entry.n_bytes)
+            come = self.pool.pin([block.key], prefetch=True)  # perhaps for another prompt
+            if not come:
+                sizes = {key: n for one in list(self._prefetches) for key, n in one.sizes.items()}
+                if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
+                    return
+                read = self._read(block, root)
+                entry = self.pool.admit(read) if read is not None else None
+                if entry is None:
+                    return
+                come = [entry]
+            prefetch.sizes[block.key] = come[0].n_bytes
+            prefetch.add(come)
 
     def _read(self, block: Block, root: Root) -> KVBlock | None:
         started = time.perf_counter()
