@@ -116,6 +116,15 @@ def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
     for prefer, expected in (((), other), ((own,), own), ((other,), other)):
         match = match_text(tree, ROOT, text, token_text, prefer=prefer)
         assert (match.path[-1].key, match.n_tokens, match.n_chars) == (expected, 1, 1)
+        assert (match.n_agreed, match.stored_next) == (2, token_text.decode([pair])[1:])
+
+
+def test_what_is_stored_where_the_prompt_goes_on_otherwise_is_shown(token_text: TokenText) -> None:
+    tree = MemoryTree(token_text, block_tokens=2)
+    tree.add([token_text_id(token_text, letter.encode()) for letter in "abcdef"])
+    for n_agreed, stored_next in ((1, "b"), (2, "cd"), (3, "d"), (4, "ef"), (5, "f"), (6, "")):
+        match = match_text(tree, ROOT, "abcdef"[:n_agreed] + "!", token_text)
+        assert (match.n_agreed, match.stored_next) == (n_agreed, stored_next)
 
 
 def token_text_id(tokens: TokenText, piece: bytes) -> int:
