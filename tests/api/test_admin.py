@@ -6,7 +6,9 @@ from email.message import Message
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import is_loopback, why_refused
+from mlx_lm_kvpersist.api import admin
+from mlx_lm_kvpersist.api.admin import SelfTest, is_loopback, why_refused
+from mlx_lm_kvpersist.errors import RequestRefused
 
 
 def headers(values: dict[str, str]) -> Message:
@@ -65,3 +67,16 @@ def test_a15_with_a_key_the_key_decides(authorization: str, is_right: bool) -> N
 def test_loopback_names() -> None:
     assert is_loopback("127.5.5.5") and is_loopback("localhost:1") and is_loopback("[::1]")
     assert not is_loopback("0.0.0.0") and not is_loopback("localhost.evil") and not is_loopback("")
+
+
+def test_a_self_test_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the last one gave a report or not."""
+    selftest = SelfTest()
+    for said, report in (("no JSON", None), ('{"passed": true}', {"passed": True})):
+        monkeypatch.setattr(admin, "_SELFTEST", ("echo", said))
+        if report is None:
+            with pytest.raises(RequestRefused, match="gave no report") as refused:
+                selftest()
+            assert refused.value.status == 500
+        else:
+            assert [selftest(), selftest()] == [report, report]

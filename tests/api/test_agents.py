@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.api import agents
 from mlx_lm_kvpersist.api.agents import AgentsAPI
 from mlx_lm_kvpersist.errors import RequestRefused
 
@@ -22,12 +23,16 @@ class Chat:
 
     def __init__(self) -> None:
         self.during: Callable[[], None] = lambda: None
+        self.sessions: list[tuple[Any, Any]] = []
 
     def read_body(self, handler: Any) -> dict[str, Any]:
         body: dict[str, Any] = handler.body
         return body
 
-    def answer(self, handler: Any, chat_body: dict[str, Any]) -> None: ...
+    def answer(self, handler: Any, chat_body: dict[str, Any]) -> None:
+        headers = handler.headers
+        self.sessions.append((headers.get_all("X-Session-ID"), headers.get_all("X-Own")))
+        handler.send_response(200)
 
     def prefill(self, handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
         self.during()
@@ -50,14 +55,14 @@ class Sessions:
 class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
-        given: Any = {"key": None, "by_key": False, "session_header": None}
+        given: Any = {"key": None, "by_key": False, "session_header": "X-Own"}
         self.api = AgentsAPI(self.chat, lambda: self.sessions, lambda name: None, **given)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Return the status and the content of an answer."""
         headers = Message()
-        headers["Host"] = "localhost"
+        headers["Host"], headers["X-Own"] = "localhost", "another's"
         sent: list[int] = []
         handler = SimpleNamespace(
             headers=headers,
@@ -101,6 +106,21 @@ def test_an_agent_that_is_deleted_while_a_request_is_read_does_not_come_back(
     asked = Slow(messages=[{"role": "user", "content": "x"}])
     status, answer = service.call("POST", "/v1/agents/a/generate", asked)
     assert (status, answer["error"]["message"]) == (404, "the agent a was deleted")
+
+
+def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -> None:
+    service.call("POST", "/v1/agents", {"id": "a"})
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
+    assert service.chat.sessions == [(["agent:a"], ["agent:a"])]
+
+
+def test_there_are_only_so_many(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "MAX_AGENTS", 2)
+    made = [service.call("POST", "/v1/agents", {"id": name})[0] for name in "abc"]
+    assert made == [201, 201, 429]
+    assert service.call("DELETE", "/v1/agents/a")[0] == 204
+    assert service.call("POST", "/v1/agents", {"id": "c"})[0] == 201
 
 
 def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> None:

@@ -153,7 +153,7 @@ def test_headers_and_beats_while_nothing_comes(
 def test_a_stop_word_is_known_after_another_model_was_loaded() -> None:
     ids = {"x": 7, "y": 8}
     tokenizer = SimpleNamespace(
-        eos_token_ids=[0], encode=lambda word, add_special_tokens: [ids[word]]
+        eos_token_ids=[0], encode=lambda word, add_special_tokens: [ids[c] for c in word]
     )
     provider = SimpleNamespace(tokenizer=tokenizer)
     said = [
@@ -165,9 +165,9 @@ def test_a_stop_word_is_known_after_another_model_was_loaded() -> None:
         model_provider=provider, generate=lambda *args, **kwargs: (context, iter(said))
     )
     tap = Tap(generator, [])
-    _, tokens = tap.generate(None, SimpleNamespace(stop_words=["x", "y"]))
+    _, tokens = tap.generate(None, SimpleNamespace(stop_words=["x", "y", "yx"]))
     provider.tokenizer = None
-    assert list(tokens) == said and tap.stop_word == "x"
+    assert list(tokens) == said and tap.stop_word == "yx"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
