@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from mlx.utils import tree_flatten
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.request import lookup as lookup_module
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
-from mlx_lm_kvpersist.request.outcome import Tier
-from mlx_lm_kvpersist.store.files import block_path
+from mlx_lm_kvpersist.request.outcome import Reason, Tier
+from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.stored import StoredModel
@@ -194,3 +195,46 @@ def test_no_step_reads_what_is_being_prefetched(
     may_go_on.set()
     reuse, _ = in_steps(lookup)
     assert reuse.outcome.n_reused > 0
+
+
+def rewrite(stored: StoredModel, block: Block, change: Callable[[str, mx.array], mx.array]) -> Path:
+    """Change the arrays in the file of a block, which stays whole; return its path."""
+    path = block_path(stored.folder, block.key)
+    _, root, arrays = read_file(path)
+    path.unlink()
+    changed = {name: mx.contiguous(change(name, x)) for name, x in arrays.items()}
+    mx.eval(changed)
+    write_block(path, block, root, changed, fsync=False)
+    return path
+
+
+def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
+    lookup = look_up(stored)
+    assert lookup._found is not None
+    rewrite(stored, lookup._found.match.path[-1], lambda name, x: x * 3 if "scales" in name else x)
+    assert lookup.prefetch()
+    reuse, n_steps = in_steps(lookup)
+    assert n_steps > 1 and (reuse.caches, reuse.outcome.n_reused) == (None, 0)
+    assert reuse.outcome.reason is Reason.DAMAGED
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, x: x.astype(mx.float16) if x.dtype == mx.float32 else x,
+        lambda name, x: x[:, :, :-1],
+    ],
+    ids=["dtype", "tokens"],
+)
+def test_a_whole_file_of_another_form_costs_its_tokens(
+    stored: StoredModel, change: Callable[[str, mx.array], mx.array]
+) -> None:
+    """Its key and its checksum are right, and its arrays would be joined."""
+    lookup = look_up(stored)
+    assert lookup._found is not None
+    lost = lookup._found.match.path[2]
+    path = rewrite(stored, lost, change)
+    outcome = lookup.restore().outcome
+    assert (outcome.n_reused, outcome.reason) == (lost.start, Reason.DAMAGED)
+    stored.store.drain()
+    assert not path.exists() and stored.store.counters.blocks_quarantined == 1

@@ -365,3 +365,16 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(store: BlockStore, is_own: b
         keep = () if is_own else (old[0].key,)
         assert disk.save(turn, {new[0].key: content}.get, keep) is not None
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
+
+
+def test_blocks_of_a_pinned_session_make_no_room(store: BlockStore) -> None:
+    pinned, other = chain([1], [2]), chain([3])
+    save_turn(store, pinned, "pinned")
+    save_turn(store, other)
+    store.close()
+    with closing(DiskStore(store.folder, store.limits)) as disk:
+        (session,) = (one for one in disk.index.sessions() if one.name == "pinned")
+        disk.set_pinned(session, True)
+        disk.limits = replace(disk.limits, max_disk_bytes=1000)
+        assert not disk.make_room(0)
+        assert [block.key in disk.index for block in (*pinned, *other)] == [True, True, False]
