@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.cache import packed as pk
 from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.batch import batch_of as any_batch
 from mlx_lm_kvpersist.cache.precision import KVPrecision
-from mlx_lm_kvpersist.cache.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.quantized import AttentionPlan, SequenceQuantizedKVCache
 
 from .conftest import K_DIM, N_HEADS, address, random_kv, same_packed
 
@@ -508,6 +508,15 @@ def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
     batch.filter([0, 1])
     assert batch.left_padding.tolist() == [0, 3] and batch.offset.tolist() == [7, 4]
     assert batch.size() == 7 and batch.keys is not None
+
+
+def test_a_batch_keeps_its_plan_or_takes_that_of_what_joins_it() -> None:
+    plans = [AttentionPlan(can_take_packed=taken) for taken in (True, False)]
+    for mine, theirs in ((plans[0], None), (None, plans[0]), (plans[0], plans[1])):
+        batch, other = batch_of(4), batch_of(3)
+        batch.plan, other.plan = mine, theirs
+        batch.extend(other)
+        assert batch.plan is plans[0]
 
 
 def test_headroom_of_a_merge_is_that_of_a_step() -> None:

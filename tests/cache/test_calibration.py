@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -224,6 +225,30 @@ def test_slow_devices_are_measured_on_little_and_quick_ones_on_much(
         calibration._measure(SHAPE, PRECISION, mx.float32, "decode")
         tried[speed] = sizes[-1]
     assert tried == {1e-6: 32768, 2e-3: 2048, 10.0: 128}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_more_is_measured_than_is_dequantized_at_once(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    shape, dtype = AttentionShape(64, 64, 1024, 512), mx.float32
+    tried: list[calibration._Work] = []
+    monkeypatch.setattr(calibration, "_Layers", lambda *given: tried.append(given[-1]))
+    monkeypatch.setattr(calibration, "_race", lambda *_: ({"dequantize": 1e-9}, 0.0))
+    calibration._measure(shape, PRECISION, dtype, phase)
+    n_bytes = [
+        work.n_rows * work.n_keys * 64 * (1024 + 512) * dtype.size
+        for work in calibration._LADDERS[phase]
+    ]
+    assert len(tried) == sum(each <= MAX_DEQUANTIZED_BYTES for each in n_bytes) < len(n_bytes)
+
+
+def test_times_are_those_of_one_layer_in_ms(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = calibration._Layers(SHAPE, PRECISION, mx.float32, calibration._Work(1, 1, 128))
+    assert len(layers.layers) == 4
+    times = iter([1.0, 1.008])
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert layers.attend(packed_attention) == pytest.approx(2.0)
 
 
 class Scripted:
