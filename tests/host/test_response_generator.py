@@ -272,19 +272,20 @@ def test_a_prompt_in_one_piece_is_given_up_when_its_client_left() -> None:
 
 
 def test_stock_logs_its_own_cache_only_where_it_holds_something_or_is_asked() -> None:
-    logged: list[int] = []
+    logged: list[tuple[int, int]] = []
 
     class Stock:
         def _log_cache_stats(self) -> None:
-            logged.append(len(generator.prompt_cache))
+            logged.append((len(generator.prompt_cache), len(plugins)))
 
     generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
+    plugins: list[Prepares]
     for prompt_cache in ([], ["a prompt with images"]):
         generator.prompt_cache = prompt_cache
         for plugins in ([], [Prepares()]):
             with plugged(*plugins):
                 generator._log_cache_stats()
-    assert logged == [0, 1, 1]
+    assert logged == [(0, 0), (1, 0), (1, 1)]
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
