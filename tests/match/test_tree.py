@@ -119,6 +119,18 @@ def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
         assert (match.n_agreed, match.stored_next) == (2, token_text.decode([pair])[1:])
 
 
+def test_an_own_branch_wins_among_equals_of_ids(token_text: TokenText) -> None:
+    """Bytes that two ids have in common are no token."""
+    tree = MemoryTree(token_text, block_tokens=2)
+    other, own = tree.add([5, 7]), tree.add([5, 9])
+    for prefer, expected in (((), other), ((own,), own), ((other,), other)):
+        match = match_ids(tree, ROOT, pack_ids([5, 256 + 7]), prefer=prefer)
+        assert (match.path[-1].key, match.n_tokens, match.n_chars) == (expected, 1, 0)
+    tree.add([1, 2, 7])
+    match = match_ids(tree, ROOT, pack_ids([1, 2, 256 + 7]))
+    assert (len(match.path), match.n_tokens) == (1, 2)
+
+
 def test_what_is_stored_where_the_prompt_goes_on_otherwise_is_shown(token_text: TokenText) -> None:
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add([token_text_id(token_text, letter.encode()) for letter in "abcdef"])

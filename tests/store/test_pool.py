@@ -243,6 +243,20 @@ def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
     assert len(pool.children(ROOT.key, limit=2)) == 2
 
 
+def test_what_a_prompt_begins_with_is_found_among_many_siblings() -> None:
+    """It stands far from the prompt in sorted order, behind others with the same beginning."""
+    pool = BlockPool(1 << 30)
+    nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
+    short = [
+        replace(chain([n])[0], text="<195><7> and so on"[:n_chars], packed_ids=b"")
+        for n, n_chars in enumerate((1, 2, 3, 4, 8))
+    ]
+    for node in (*nodes, *short):
+        pool.put(KVBlock(node, None, 1))
+    found = pool.children(ROOT.key, "<195><7> and so on")
+    assert {node.text for node in short} <= {node.text for node in found}
+
+
 def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
     pool = BlockPool(1 << 30)
     nodes = [replace(chain([n])[0], text="alike") for n in range(2 * MAX_ALIKE)]
