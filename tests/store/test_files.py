@@ -57,6 +57,19 @@ def test_reads_what_was_written(
     assert read_record(path)[:2] == (NODE, ROOT)
 
 
+def test_arrays_of_any_dtype_are_read_as_they_were_written(tmp_path: Path) -> None:
+    integers = [mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64]
+    others = [mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
+    arrays = {str(dtype): mx.ones((3,), dtype) for dtype in (*integers, *others)}
+    mx.eval(arrays)
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays, fsync=False)
+    _, _, loaded = read_file(path)
+    assert {name: (x.dtype, x.tolist()) for name, x in loaded.items()} == {
+        name: (x.dtype, x.tolist()) for name, x in arrays.items()
+    }
+
+
 def test_on_cuda_the_writer_reads_no_array_of_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
