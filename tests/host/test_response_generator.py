@@ -217,6 +217,7 @@ def test_a_request_is_open_until_it_has_ended_however_it_ends(
         with pytest.raises(RuntimeError, match="the end"):
             ask()
         assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2, 0]
+    assert context.tool_parser is None
 
 
 def test_only_calls_are_taken_for_calls() -> None:
@@ -245,6 +246,13 @@ def test_tokens_are_counted_where_a_model_is_loaded(patched_server: ModuleType) 
         n_tokens: int = generator.count_tokens(request, args)
         return n_tokens
 
+    class Spells:
+        @hookimpl
+        def spell_prompt(self, prompt: Prompt) -> Prompt:
+            return Prompt([7] * 5, [[7] * 5], ["user"])
+
+    with plugged(Spells()):
+        assert count() == 5
     with plugged():
         assert count() == 3
         for missing in ({"is_ready": False}, {"is_loading": True}, {"model_key": None}):

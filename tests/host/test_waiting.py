@@ -421,6 +421,8 @@ def test_a4_a_malformed_request_is_its_clients_and_ends_no_thread(
     generator: Any, messages: Any
 ) -> None:
     """mlx-lm 0.31.3 and 0.32.0 queue what 0.32.2 refuses; nothing catches what is raised here."""
+    put(generator, "w1")
+    assert take(generator) is None
     request = put(generator, "a")
     request.request_type, request.messages = "chat", messages
     queued = generator._next_request()
@@ -472,6 +474,17 @@ def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
     generator._generation_thread = running
     generator.requests.refuse(ValueError("the server ends"))
     assert generator.is_healthy is False
+
+
+def test_between_two_steps_is_asked_once(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(generator, "_is_asked", lambda: asked.append(None))
+    for _ in range(3):
+        assert take(generator) is None
+    steps = iter(generator._time_budget)
+    for _ in range(3):
+        next(steps)
+    assert len(asked) == 2
 
 
 def test_plugins_know_when_requests_are_served(generator: Any, fetches: Fetches) -> None:
