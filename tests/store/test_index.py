@@ -227,6 +227,14 @@ def test_a17_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -
     assert match_ids(three, ROOT.key, packed).n_tokens == 0
 
 
+def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
+    nodes = chain([1], [2], [3])
+    save_turn(store, nodes)
+    with store.index.transaction() as db:
+        db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (nodes[2].key, nodes[0].key))
+    assert store.index.chain(nodes[2].key) == []
+
+
 def test_a17_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
     """They would be taken for those that the block's arrays were computed of."""
     three.pool.clear()
