@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from mlx_lm_kvpersist.store.files import (
     checksum,
     metadata_of,
     open_regular,
+    own_header,
     read_file,
     read_record,
     write_block,
 )
 from mlx_lm_kvpersist.store.lock import Staging
+from mlx_lm_kvpersist.store.records import seal, unsealed
 
 from .conftest import ROOT, arrays_of, chain
 
@@ -210,3 +214,34 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_file(block_path(tmp_path, NODE.key))
+
+
+def test_a_file_with_more_behind_its_arrays_is_damaged(tmp_path: Path) -> None:
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(BlockCorrupt, match="should have"):
+        read_file(path)
+
+
+def test_a_file_of_another_place_is_not_what_was_expected(tmp_path: Path) -> None:
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    assert read_file(path, expected=NODE)[0] == NODE
+    with pytest.raises(BlockCorrupt, match="file and index disagree"):
+        read_file(path, expected=replace(NODE, start=NODE.start + 1))
+
+
+@pytest.mark.parametrize("offsets", [[4, 8], [0, 8], [0, 3]])
+def test_arrays_lie_one_after_the_other_from_the_start(offsets: list[int]) -> None:
+    array = {"dtype": "U32", "shape": [1], "data_offsets": offsets}
+    with pytest.raises(ValueError, match="a takes 4 bytes"):
+        own_header(json.dumps({"__metadata__": {}, "a": array}))
+
+
+def test_the_ids_of_a_reply_are_those_that_were_sealed() -> None:
+    sealed = seal(b"root", b"digest", b"abcd")
+    assert unsealed(b"root", b"digest", sealed) == b"abcd"
+    assert unsealed(b"root", b"digest", b"abce" + sealed[4:]) is None
+    assert unsealed(b"other", b"digest", sealed) is None

@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.errors import ConfigError, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
+from mlx_lm_kvpersist.store.folder import move, remove
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 from tests.test_config import options, parsed
 
@@ -461,3 +462,24 @@ def test_a16_what_attention_takes_is_for_the_owner_alone(tmp_path: Path) -> None
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "attention.json").stat().st_mode) == 0o600
+
+
+def test_nothing_is_removed_or_moved_through_a_link(tmp_path: Path) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    key = bytes(16)
+    path, source = block_path(store, key), store / "quarantine" / f"{key.hex()}-1.safetensors"
+    for folder in (path.parent.parent, source.parent, elsewhere):
+        folder.mkdir(parents=True)
+    source.write_text("the store's")
+    (elsewhere / path.name).write_text("not the store's")
+    path.parent.symlink_to(elsewhere)
+    assert not remove(store, path)
+    with pytest.raises(StoreError, match="no file of the store's"):
+        move(store, source, path)
+    path.parent.unlink()
+    path.parent.mkdir()
+    path.symlink_to(elsewhere / path.name)
+    with pytest.raises(StoreError, match="no file of the store's"):
+        move(store, source, path)
+    assert path.is_symlink() and (elsewhere / path.name).read_text() == "not the store's"
+    assert source.read_text() == "the store's"
