@@ -242,6 +242,32 @@ def test_a_layer_that_cannot_be_predicted_ends_in_its_own_precision(
     assert set(found.precisions.values()) == {None}
 
 
+def test_where_predictions_fail_eight_bits_are_tried_for_all(
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Additive(monkeypatch, LOSSES)
+    monkeypatch.setattr(loss, "of", lambda given: 0.001 if set(map(str, given)) == {"8b64"} else 1)
+    request = PrecisionRequest(rotate="off", target_nats=0.02, measure_s=1000)
+    found = measure(model, spec, IDS, request, untold)
+    assert loss.bits(found) == [(8, 8)] * N_LAYERS
+
+
+@pytest.mark.parametrize(("rotate", "measure_s"), [("auto", 4.5), ("off", 0.5)])
+def test_keys_that_were_not_measured_get_safe_bits(
+    model: Any,
+    spec: ModelCacheSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    rotate: Any,
+    measure_s: float,
+) -> None:
+    loss = Additive(monkeypatch, LOSSES)
+    told: list[int] = []
+    request = PrecisionRequest(rotate=rotate, target_nats=0.02, measure_s=measure_s)
+    found = measure(model, spec, IDS, request, lambda n_done, n_runs: told.append(n_done))
+    assert loss.bits(found) == [(8, 4)] * N_LAYERS and found.cut_at_s == measure_s
+    assert told == list(range(1, len(loss.tried) + 1))
+
+
 def test_a_side_is_tried_alone(
     model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,3 +569,9 @@ def test_what_costs_more_gets_bits_later() -> None:
     at_four: Any = {(0, "keys"): 0.1, (1, "keys"): 0.1}
     bits = allocate(at_four, {(0, "keys"): 128, (1, "keys"): 512}, 0.15)
     assert bits == {(0, "keys"): 5, (1, "keys"): 4}
+    # From 8 bits on, eight more gain 0.008: more than eight times what one gains the other.
+    at_four = {(0, "keys"): 0.001, (1, "keys"): 2.489}
+    assert allocate(at_four, dict.fromkeys(at_four, 128), 0.0085) == {
+        (0, "keys"): 4,
+        (1, "keys"): 16,
+    }
