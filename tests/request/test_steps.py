@@ -244,3 +244,13 @@ def test_a_whole_file_of_another_form_costs_its_tokens(
     assert (outcome.n_reused, outcome.reason) == (lost.start, Reason.DAMAGED)
     stored.store.drain()
     assert not path.exists() and stored.store.counters.blocks_quarantined == 1
+
+
+def test_what_was_restored_counts_as_used(stored: StoredModel) -> None:
+    def used() -> float:
+        return max(used_s for used_s, _ in stored.store.index.unused_leaves())
+
+    before = used()
+    assert look_up(stored).restore().outcome.n_reused > 0
+    stored.store.drain()
+    assert used() > before
