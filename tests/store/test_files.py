@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import BlockCorrupt
-from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.match.block import Block, pack_ids
 from mlx_lm_kvpersist.store import files
 from mlx_lm_kvpersist.store.files import (
     block_path,
@@ -74,6 +74,25 @@ def test_arrays_of_any_dtype_are_read_as_they_were_written(tmp_path: Path) -> No
     }
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_sound_file_that_cannot_be_read_now_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    """Another process may have made room; else it is the machine that fails."""
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+
+    def fails(name: str) -> None:
+        if is_gone:
+            path.unlink()
+        raise RuntimeError("bad luck")
+
+    monkeypatch.setattr(mx, "load", fails)
+    with pytest.raises(OSError) as error:
+        read_file(path)
+    assert isinstance(error.value, FileNotFoundError) == is_gone
+
+
 def test_on_cuda_the_writer_reads_no_array_of_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,15 +135,27 @@ def test_empty_arrays_that_are_described_wrongly_are_damage(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_empty_arrays_may_be_read_by_any_thread(tmp_path: Path, verify: bool) -> None:
+def test_what_was_read_may_be_used_by_any_thread(tmp_path: Path, verify: bool) -> None:
     """MLX raises on an array that another thread has not evaluated."""
-    empty = mx.zeros((2, 1, 3, 0), mx.bfloat16)
-    mx.eval(empty)
+    written = {"0.k": mx.ones((2, 1, 3, 8)), "0.v": mx.zeros((2, 1, 3, 0), mx.bfloat16)}
+    mx.eval(written)
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, {"0.v": empty}, fsync=False)
+    write_block(path, NODE, ROOT, written, fsync=False)
     with ThreadPoolExecutor(1) as reader:
         _, _, arrays = reader.submit(read_file, path, verify=verify).result()
-    mx.eval(mx.concatenate([arrays["0.v"], arrays["0.v"]], axis=2))
+    for array in arrays.values():
+        mx.eval(mx.concatenate([array, array], axis=2))
+
+
+@pytest.mark.parametrize(
+    "other", [{"key": bytes(32)}, {"packed_ids": pack_ids([1, 2, 4])}, {"start": 3}]
+)
+def test_the_file_of_another_block_is_damage(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = block_path(tmp_path, NODE.key)
+    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    assert read_file(path, expected=NODE)[0] == NODE
+    with pytest.raises(BlockCorrupt):
+        read_file(path, expected=replace(NODE, **other))
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
