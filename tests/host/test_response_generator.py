@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, ConfigError, RequestRefused
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS, PROVIDER
+from mlx_lm_kvpersist.host.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import Prepared, Prompt, TakenTokens
-from mlx_lm_kvpersist.host.reply import ReplyQueue
-from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator, RequestQueue, _checked
+from mlx_lm_kvpersist.host.reply import OpenRequests
+from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
@@ -183,27 +182,23 @@ class Times:
         self.n_tokens.append(len(times_s))
 
 
-def test_a_request_is_open_until_it_has_ended_however_it_ends(
-    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patched_server.ResponseGenerator, "_generate", lambda self: None)
-    generator = patched_server.ResponseGenerator(PROVIDER, None)
-    generator.join()
-    answers: list[list[Any]] = []
+def test_a_request_is_open_until_it_has_ended_however_it_ends() -> None:
+    answers: list[Any] = [RuntimeError("no"), "ab", "ab"]
 
-    class Answering(RequestQueue):
-        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-            super().put(item)
-            for each in answers.pop():
-                item[0].put(each)
+    class Stock:
+        def generate(self, request: Any, args: Any) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(tool_parser=None), iter(answer)
+
+    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
+    generator.open_requests = OpenRequests()
 
     def ask() -> Any:
         return generator.generate(SimpleNamespace(), GENERATION_ARGS)[1]
 
-    generator._requests = Answering()
-    context = SimpleNamespace(tool_parser=None)
     with plugged(times := Times()):
-        answers += [[context, "a", "b", None], [context, "a", "b"], [RuntimeError("no")]]
         with pytest.raises(RuntimeError, match="no"):
             ask()
         assert not len(generator.open_requests) and times.n_tokens == [0]
@@ -213,87 +208,6 @@ def test_a_request_is_open_until_it_has_ended_however_it_ends(
         assert not len(generator.open_requests) and times.n_tokens == [0, 1]
         assert list(ask()) == ["a", "b"]
         assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2]
-        generator.requests.refuse(RuntimeError("the end"))
-        with pytest.raises(RuntimeError, match="the end"):
-            ask()
-        assert not len(generator.open_requests) and times.n_tokens == [0, 1, 2, 0]
-    assert context.tool_parser is None
-
-
-def test_only_calls_are_taken_for_calls() -> None:
-    """Stock catches ValueError; anything else would end the reply."""
-    call: Any = {"name": "f", "arguments": {}}
-    made: list[Any] = []
-    parse = _checked(lambda text, tools: made[-1])
-    for right in (call, [call, call], []):
-        made.append(right)
-        assert parse("", None) == right
-    for wrong in ({"name": "f"}, {**call, "name": 5}, [call, "f"], "f", None):
-        made.append(wrong)
-        with pytest.raises(ValueError, match="no tool call"):
-            parse("", None)
-
-
-def test_tokens_are_counted_where_a_model_is_loaded(patched_server: ModuleType) -> None:
-    request = patched_server.CompletionRequest("text", "abc", [], None, None)
-    loaded = {"is_ready": True, "is_loading": False, "model_key": ("probe", None, None)}
-    args = SimpleNamespace(**{**vars(GENERATION_ARGS), "model": SimpleNamespace(model="probe")})
-    generator = object.__new__(patched_server.ResponseGenerator)
-
-    def count(**changed: Any) -> int:
-        given = {**loaded, "cli_args": ARGS, "tokenizer": TOKENIZER, **changed}
-        generator.model_provider = SimpleNamespace(processor=None, _model_map={}, **given)
-        n_tokens: int = generator.count_tokens(request, args)
-        return n_tokens
-
-    class Spells:
-        @hookimpl
-        def spell_prompt(self, prompt: Prompt) -> Prompt:
-            return Prompt([7] * 5, [[7] * 5], ["user"])
-
-    with plugged(Spells()):
-        assert count() == 5
-    with plugged():
-        assert count() == 3
-        for missing in ({"is_ready": False}, {"is_loading": True}, {"model_key": None}):
-            with pytest.raises(RequestRefused, match="no model is loaded yet") as refused:
-                count(**missing)
-            assert refused.value.status == 503
-        with pytest.raises(RequestRefused, match="probe is not loaded, expected other"):
-            count(model_key=("other", None, None))
-
-
-def test_a_prompt_in_one_piece_is_given_up_when_its_client_left() -> None:
-    """Stock asks the context only after the whole prompt of a request that it does not batch."""
-
-    class Stock:
-        def _serve_single(self, request: Any) -> None:
-            request[0].put((1, 9))
-
-    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
-    reply = ReplyQueue(Queue(), request := SimpleNamespace(client_gone=False))
-    reply.put(SimpleNamespace(stop=lambda: None, _should_stop=False))
-    generator._serve_single((reply, None, None))
-    request.client_gone = True
-    with pytest.raises(ClientGone):
-        generator._serve_single((reply, None, None))
-
-
-def test_stock_logs_its_own_cache_only_where_it_holds_something_or_is_asked() -> None:
-    logged: list[tuple[int, int]] = []
-
-    class Stock:
-        def _log_cache_stats(self) -> None:
-            logged.append((len(generator.prompt_cache), len(plugins)))
-
-    generator: Any = object.__new__(type("Patched", (PluginResponseGenerator, Stock), {}))
-    plugins: list[Prepares]
-    for prompt_cache in ([], ["a prompt with images"]):
-        generator.prompt_cache = prompt_cache
-        for plugins in ([], [Prepares()]):
-            with plugged(*plugins):
-                generator._log_cache_stats()
-    assert logged == [(0, 0), (1, 0), (1, 1)]
 
 
 def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
