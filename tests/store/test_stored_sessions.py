@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 
-from .conftest import ROOT, chain, window
+from .conftest import ROOT, chain, save_turn, window
 
 
 @pytest.fixture
@@ -97,3 +99,32 @@ def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
     with pytest.raises(RequestRefused, match="the store cannot be used") as refused:
         StoredSessions(store).describe()
     assert refused.value.status == 503
+
+
+def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: BlockStore) -> None:
+    nodes = chain([1], [2])
+    save_turn(store, nodes, "gone")
+    for name in ("gone", "stays"):
+        store.keep_request({"session": name, "sentence": "s", "divergence": None})
+    store.drain()
+    (session,) = store.index.sessions()
+    StoredSessions(store).delete(session.id)
+    assert [record["session"] for record in store.index.requests()] == ["stays"]
+    assert not any(node.key in store.pool for node in nodes)
+
+
+def test_what_a_busy_store_was_asked_is_not_done_later(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_turn(store, chain([1]), "s")
+    (session,) = store.index.sessions()
+    monkeypatch.setattr(stored_sessions, "_TIMEOUT_S", 0.1)
+    may_go_on = threading.Event()
+    store.submit(may_go_on.wait)
+    try:
+        with pytest.raises(RequestRefused, match="nothing is changed"):
+            StoredSessions(store).pin(session.id, True)
+    finally:
+        may_go_on.set()
+    store.drain()
+    assert not store.index.sessions()[0].pinned
