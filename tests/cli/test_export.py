@@ -22,6 +22,7 @@ from mlx_lm_kvpersist.cache.precision import (
     KVPrecision,
     PrecisionRequest,
 )
+from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
@@ -31,6 +32,7 @@ from mlx_lm_kvpersist.store.files import (
     metadata_of,
     own_header,
     read_header,
+    write_block,
 )
 from mlx_lm_kvpersist.store.index import Leaf
 from tests.store.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
@@ -516,3 +518,21 @@ def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) 
         for what in (node, part):
             loaded = store.load(what, ROOT)
             assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)
+
+
+def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
+    """Both are whole, and the second begins where the first ends."""
+    nodes = [chain([1])[0], chain([9], [2])[1]]
+    headers, content = [], b""
+    for number, node in enumerate(nodes):
+        part = tmp_path / f"{number}.safetensors"
+        write_block(part, node, ROOT, arrays_of(node), fsync=False)
+        with part.open("rb") as source:
+            headers.append(own_header(read_header(source).decode()))
+            content += source.read()
+    about = {"name": None, "n_tokens": 2}
+    header = session_file.file_header(json.dumps(about), headers)
+    path = tmp_path / "mixed.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    with pytest.raises(StoreError, match="block 1 does not continue the one before it"):
+        session_file.SessionFile(path)
