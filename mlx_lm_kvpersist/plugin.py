@@ -166,9 +166,9 @@ class KVPersistPlugin:
     @hookimpl
     def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
         state = RequestState.of(request)
-        state.session = session_key(headers, body, self._config.session_header)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
-        state.is_kept = is_kept(headers)
+        state.is_kept = is_kept(headers)  # both come before what a strange body may break
+        state.session = session_key(headers, body, self._config.session_header)
         if not state.is_kept and not has_text_only(request):
             raise RequestRefused(
                 f"{KEEP_HEADER} is no, but the stock server keeps prompts with images; leave out "
@@ -261,8 +261,7 @@ class KVPersistPlugin:
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
-        model = self._loaded.name if self._loaded else ""
-        kept = state.is_kept
+        model, kept = self._loaded.name if self._loaded else "", state.is_kept
         record = self._history.add(state.session, state.namespace, model, outcome, kept=kept)
         state.outcome, state.id = outcome, record["id"]
         reused = outcome.n_reused, outcome.n_restored
@@ -374,8 +373,9 @@ class KVPersistPlugin:
             raise RequestRefused("the server ends", 503)
         return NamedSessions(self._store)
 
-    def _store_counts(self) -> dict[str, Any] | None:
-        return self._store.stats(all_files=False) if self._store else None
+    def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
+        store = self._store  # the server may end meanwhile
+        return store.stats(all_files=all_files) if store else None
 
     def _stored_sessions(self) -> StoredSessions:
         if self._sessions is None:
@@ -396,5 +396,5 @@ class KVPersistPlugin:
         return {
             "model": self._loaded.name if self._loaded else None,
             **self._policy.describe(),
-            "store": self._store.stats() if self._store else None,
+            "store": self._store_counts(all_files=True),
         }

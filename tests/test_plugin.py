@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import copy
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
 from mlx_lm_kvpersist.cache.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
+from mlx_lm_kvpersist.request.lookup import RequestState
+from mlx_lm_kvpersist.store.budget import StoreLimits
 
 
 def test_a_request_with_images_says_that_it_is_left_to_stock(
@@ -40,6 +45,24 @@ def test_a6_a_request_that_another_plugin_took_is_told_so() -> None:
     assert "outcome=STOCK" in dict(plugin.response_headers(request))["X-KVPersist"]
     (record,) = plugin._history.records()
     assert record["detail"] == "another plugin took it"
+
+
+def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def failing(*args: Any) -> str:
+        raise RecursionError
+
+    plugin = KVPersistPlugin()
+    plugin._config = Config(tmp_path, StoreLimits(1, 1))
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.session_key", failing)
+    headers = Message()
+    headers[KEEP_HEADER], headers["X-KVPersist-Namespace"] = "no", "theirs"
+    request = SimpleNamespace(messages=[{"role": "user", "content": "hello"}], tools=None)
+    with pytest.raises(RecursionError):
+        plugin.request_received(request, headers, {})
+    state = RequestState.of(request)
+    assert (state.namespace, state.is_kept) == ("theirs", False)
 
 
 def test_d_the_self_test_checks_the_configured_precision(
