@@ -141,6 +141,21 @@ def test_the_largest_body_is_taken() -> None:
         check_body_length(length)
 
 
+@pytest.mark.parametrize(("probability", "threshold"), [(0.5, 0.5), (0.0, 0.9)])
+def test_xtc_is_checked_where_it_is_asked_for(probability: float, threshold: float) -> None:
+    kinds = ("repetition", "presence", "frequency")
+    sizes = {f"{kind}_context_size": 20 for kind in kinds}
+    penalties = dict.fromkeys((f"{kind}_penalty" for kind in kinds), 0.0)
+    sampling = {"temperature": 1.0, "top_k": 0, "min_p": 0.0, "xtc_threshold": threshold}
+    others = {"seed": None, "top_logprobs": 0, "max_tokens": 5, "stream": False}
+    given = SimpleNamespace(**sizes, **penalties, **sampling, **others)
+    given.xtc_probability = probability
+    check_parameters({}, given)
+    given.xtc_probability, given.xtc_threshold = 0.5, 0.6
+    with pytest.raises(RequestRefused, match="xtc_threshold is"):
+        check_parameters({}, given)
+
+
 class Drips:
     """A connection on which a byte comes every 10 ms, as often as a test waits for one."""
 
@@ -219,17 +234,6 @@ ODD: dict[str, dict[str, Any]] = {
     "an infinite bias": {"logit_bias": {"5": -INF}},
     "top_k without sampling": {"temperature": 0, "top_k": 99999},
     "xtc without sampling": {"temperature": 0, "xtc_probability": 0.5, "xtc_threshold": 0.9},
-    "xtc": {
-        "temperature": 0.1,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.5,
-        "logit_bias": {"5": 100},
-    },
-    "a threshold without xtc": {
-        "temperature": 0.1,
-        "xtc_threshold": 0.9,
-        "logit_bias": {"5": 100},
-    },
     "max_tokens of true": {"max_tokens": True},
     "huge max_tokens": {"max_tokens": 10**30, "logit_bias": {"2": 100}, "stop": ["e", "a", "."]},
     "a draft model of null": {"draft_model": None},
