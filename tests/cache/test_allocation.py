@@ -242,14 +242,25 @@ def test_a_layer_that_cannot_be_predicted_ends_in_its_own_precision(
     assert set(found.precisions.values()) == {None}
 
 
+@pytest.mark.parametrize(("error", "bits"), [(1e-6, 8), (0.03, 16)])
 def test_where_predictions_fail_eight_bits_are_tried_for_all(
-    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch
+    model: Any, spec: ModelCacheSpec, monkeypatch: pytest.MonkeyPatch, error: float, bits: int
 ) -> None:
     loss = Additive(monkeypatch, LOSSES)
-    monkeypatch.setattr(loss, "of", lambda given: 0.001 if set(map(str, given)) == {"8b64"} else 1)
+    alone = loss.of
+
+    def of(precisions: Sequence[KVPrecision | None]) -> float:
+        if set(map(str, precisions)) == {"8b64"}:
+            return 0.001
+        return 0.021 if any(one and one.is_packed for one in precisions) else alone(precisions)
+
+    monkeypatch.setattr(loss, "of", of)
+    monkeypatch.setattr(
+        Reference, "divergence", lambda _, caches: replace(loss.measure(caches), error=error)
+    )
     request = PrecisionRequest(rotate="off", target_nats=0.02, measure_s=1000)
     found = measure(model, spec, IDS, request, untold)
-    assert loss.bits(found) == [(8, 8)] * N_LAYERS
+    assert loss.bits(found) == [(bits, bits)] * N_LAYERS
 
 
 @pytest.mark.parametrize(("rotate", "measure_s"), [("auto", 4.5), ("off", 0.5)])
