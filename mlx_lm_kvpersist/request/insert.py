@@ -233,7 +233,7 @@ def _replaced_tails(
         for sibling in store.children(block.parent, block.packed_ids):
             is_beginning = sibling.key != block.key and sibling.is_genuine
             if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
-                store.drop_unpinned(sibling.key, written=False)
+                store.pool.drop_unpinned(sibling.key, written=False)
                 replaced.append((sibling.key, block.key))
     return replaced
 

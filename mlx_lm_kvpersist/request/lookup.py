@@ -95,6 +95,7 @@ class Lookup:
         self._steps: Generator[None, None, Reuse] | None = None
         self._reuse: Reuse | None = None
         self._spent_s = 0.0
+        self._n_quarantined = store.counters.blocks_quarantined  # a prefetch finds damage, too
         self.n_shared: dict[int, tuple[Sequence, int]] = {}
         """For `Computing`: by the id of a sequence, what its prompt has in common with this."""
         self._find()
@@ -170,12 +171,13 @@ class Lookup:
 
     def advance(self, seconds: float) -> bool:
         """Restore for about so long, if all is prefetched; tell whether nothing is left to do."""
-        if self._prefetch is None or self._prefetch.finished:
+        if self._reuse is None and (self._prefetch is None or self._prefetch.finished):
             self._run(seconds, in_steps=True)
         return self._reuse is not None
 
     def close(self) -> None:
         """Let go of what was prefetched and restored. Any number of times."""
+        self._reuse = None
         self._steps = None  # its frame holds this and half-filled caches
         if self._prefetch is not None:
             self._prefetch.release()
@@ -190,14 +192,14 @@ class Lookup:
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
         try:
-            while self._reuse is None:
+            while (reuse := self._reuse) is None:
                 if is_gone():
                     raise ClientGone
                 self._run(_LOOK_S, in_steps=False)
         finally:
             self.close()
-        outcome = replace(self._reuse.outcome, restore_ms=self._spent_s * 1e3)
-        return replace(self._reuse, outcome=outcome)
+        outcome = replace(reuse.outcome, restore_ms=self._spent_s * 1e3)
+        return replace(reuse, outcome=outcome)
 
     def _run(self, seconds: float, *, in_steps: bool) -> None:
         """Restore for about so long, at least one step, from where it stopped."""
@@ -216,7 +218,6 @@ class Lookup:
         self._spent_s += time.perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
-        n_quarantined = self._store.counters.blocks_quarantined
         n_wanted = n_matched = 0
         lost: set[bytes] = set()
         found: _Found | None = None
@@ -244,7 +245,7 @@ class Lookup:
                 canary=self._policy.canary,
                 in_steps=in_steps,
             )
-        is_damaged = self._store.counters.blocks_quarantined > n_quarantined
+        is_damaged = self._store.counters.blocks_quarantined > self._n_quarantined
         outcome = self._outcome(found, restored, n_wanted, is_damaged=is_damaged)
         if found is None or restored is None:
             return Reuse(found.prompt if found is not None else self.prompt, outcome)

@@ -186,15 +186,6 @@ class BlockStore(BlockReader):
             sizes=sizes,
         )
 
-    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Drop a block or checkpoint from RAM, unless a turn waits to be written with it.
-
-        `written` says whether one that is on disk is dropped, too.
-        """
-        entry = self.pool.get(key)
-        if entry is not None and not entry.pins and (written or not entry.on_disk):
-            self.pool.drop(key)
-
     def session_blocks(self, root: Root, name: str) -> set[bytes]:
         """Return the blocks of all branches of a session; none if the index cannot be read."""
         return self._ask(partial(self.disk.index.session_blocks, root.key, name), set[bytes]())
@@ -325,9 +316,9 @@ class BlockStore(BlockReader):
                 entry.on_disk = True
         self._release(turn, pinned)
         for replaced, _ in saved.leaf.replaced if saved.leaf else ():
-            self.drop_unpinned(replaced)
+            self.pool.drop_unpinned(replaced)
         for block in set(saved.superseded).difference(saved.checkpoints):
-            self.drop_unpinned(block.key)
+            self.pool.drop_unpinned(block.key)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         entry = self.pool.get(key)

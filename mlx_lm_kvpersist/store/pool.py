@@ -188,6 +188,16 @@ class BlockPool:
                 if one in self._entries:
                     self._remove(one)
 
+    def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
+        """Do what `drop` does, unless a turn waits to be written with this block or checkpoint.
+
+        `written` says whether one that is on disk is dropped, too.
+        """
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.pins and (written or not entry.on_disk):
+                self.drop(key)
+
     def release(self, chain: Iterable[bytes]) -> int:
         """Drop what is on disk, too, of a chain given from its first block on; return the bytes.
 

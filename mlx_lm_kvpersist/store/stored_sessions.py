@@ -116,7 +116,7 @@ class StoredSessions:
                 freed = before - disk.index.n_bytes()
                 gone = [key for key in chain if key not in disk.index]
             for key in reversed(gone):
-                self._store.drop_unpinned(key)
+                self._store.pool.drop_unpinned(key)
             return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
 
         return self.changed(change)

@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_lm_kvpersist.cache.slots import slots_of
 from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.prompt import Prompt
@@ -93,6 +94,30 @@ def test_a_restore_that_was_begun_in_steps_ends_in_one_go(stored: StoredModel) -
     wait_until(lambda: lookup._prefetch is not None and lookup._prefetch.finished, "the prefetch")
     assert not lookup.advance(0.0) and lookup.is_begun
     assert_same(lookup.restore(), at_once)
+
+
+def test_a_restore_that_is_complete_stays_so_until_it_is_closed(stored: StoredModel) -> None:
+    lookup = look_up(stored)
+    in_steps_left = iter(range(10_000))
+    while not lookup.advance(0.0):
+        next(in_steps_left)
+    assert lookup.advance(0.0) and lookup._reuse is not None
+    caches = [weakref.ref(slot) for slot in slots_of(lookup._reuse.caches or ())]
+    lookup.close()
+    assert caches and not any(cache() for cache in caches)
+
+
+def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
+    lookup = look_up(stored)
+    assert lookup._found is not None
+    path = block_path(stored.folder, lookup._found.match.path[2].key)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    assert lookup.prefetch()
+    wait_until(lambda: lookup._prefetch is not None and lookup._prefetch.finished, "the prefetch")
+    assert stored.store.counters.blocks_quarantined == 1
+    assert lookup.restore().outcome.reason is Reason.DAMAGED
 
 
 def test_blocks_that_go_between_two_steps_cost_their_tokens(stored: StoredModel) -> None:
