@@ -71,7 +71,7 @@ def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Messag
     return [system, {"role": "user", "content": question}]
 
 
-def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
+def test_b4_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
     leaving = Leaving(server, talk(1), stream=True)
     n_done = leaving.read_until(0.4)
     leaving.leave()
@@ -81,7 +81,7 @@ def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -
     wait_for_reply(server)
 
 
-def test_after_kill_9_in_a_prompt_it_goes_on(
+def test_b4_after_kill_9_in_a_prompt_it_goes_on(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     plugin = "--plugin", "kvpersist", *UNMEASURED
