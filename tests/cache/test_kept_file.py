@@ -66,7 +66,6 @@ def test_a_link_in_its_way_is_not_followed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"precision.json", "theirs"}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
 def test_only_its_owner_reads_it(tmp_path: Path) -> None:
     keep(tmp_path / "precision.json", 1, "ours", 1)
     assert (tmp_path / "precision.json").stat().st_mode & 0o777 == 0o600
