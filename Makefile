@@ -48,8 +48,6 @@ help:
 
 # What is said before each step, so that a quiet one is not taken for a hanging one.
 SAY = @printf '\n== %s\n'
-# The picture of the demo, where it can be drawn: only matplotlib that is there is used.
-PNG = $(shell $(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --png .demo/first-token.png)
 
 $(VENV)/pyvenv.cfg:
 	$(SAY) "$(VENV): a virtual environment"
@@ -73,9 +71,9 @@ demo: $(VENV)/.installed
 	@mkdir -p .demo
 ifeq ($(MODEL),smollm2)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000 $(PNG)
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000
 else
-	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)") $(PNG)
+	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)")
 endif
 
 lint: $(VENV)/.installed-dev

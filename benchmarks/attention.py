@@ -21,8 +21,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from mlx_lm_kvpersist.cache import packed as pk
-from mlx_lm_kvpersist.cache.attention import (
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
     Mask,
@@ -31,9 +32,8 @@ from mlx_lm_kvpersist.cache.attention import (
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.calibration import calibrate
-from mlx_lm_kvpersist.cache.observe import AttentionShape
-from mlx_lm_kvpersist.cache.precision import KVPrecision
+from mlx_lm_kvpersist.cache.measuring.calibration import calibrate
+from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
 
 from .report import Result
 

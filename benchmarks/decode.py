@@ -35,7 +35,7 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Cell:
-    """What one round of a batch gave."""
+    """Results of one round of a batch."""
 
     n_tokens: int
     seconds: float

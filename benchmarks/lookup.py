@@ -27,14 +27,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.records import Turn
+from mlx_lm_kvpersist.store.records import Commit
 from mlx_lm_kvpersist.store.verify import find_problems
 from tests.support.synthetic import synthetic_text, train_tokenizer
 
@@ -112,7 +112,7 @@ def measure(
         index.add_blocks(root, chain(ids, root.key, tokens))
         if n % max(1, n_sessions // 10) == 0:
             asked.append(tokens.decode(ids) + " and a new question")
-    index.empty_log()
+    index.database.empty_log()
     before = rss_bytes()
     times: dict[str, list[float]] = {"found": [], "edited": [], "unknown": []}
     for text in asked:
@@ -128,7 +128,7 @@ def measure(
             assert (match.n_tokens >= n_tokens - 1) == (kind == "found"), kind
     row = {
         "sessions": n_sessions,
-        "blocks": index.n_blocks(),
+        "blocks": index.totals().n_blocks,
         "index MB": path.stat().st_size / 1e6,
         **{f"{kind} ms": statistics.median(values) for kind, values in times.items()},
         "slowest ms": max(max(values) for values in times.values()),
@@ -170,8 +170,8 @@ def measure_siblings(out: Path | None, counts: Sequence[int]) -> Result:
             asked: dict[str, list[Callable[[], object]]] = {
                 "by text ms": [partial(match_text, index, root.key, t, tokens) for t in texts],
                 "by ids ms": [partial(match_ids, index, root.key, ids) for ids in packed],
-                "save ms": [partial(index.commit_turn, Turn(root, ()), b) for b in new],
-                "all bytes ms": [index.n_bytes] * 20,
+                "save ms": [partial(index.commit, Commit(root, ()), b) for b in new],
+                "all bytes ms": [index.totals] * 20,
                 "first to evict ms": [partial(first_to_evict, index)] * 20,
             }
             row: dict[str, Any] = {"siblings": n_siblings}
@@ -197,8 +197,8 @@ def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Res
                 nodes.append(node)
                 parent = node.key
             leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
-            disk.save(Turn(root, tuple(nodes), leaf), lambda key: arrays)
-        row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.n_blocks()}
+            disk.save(Commit(root, tuple(nodes), leaf), lambda key: arrays)
+        row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.totals().n_blocks}
         problems: list[object] = []
         row["verify s"] = timed_ms(lambda: problems.extend(find_problems(disk.folder, disk.index)))
         row["rebuild s"] = timed_ms(lambda: rebuild_index(disk.folder))

@@ -1,4 +1,4 @@
-"""What `--model` stands for: a synthetic shape, made once, a folder, or a name of the hub."""
+"""The models of `--model`: a synthetic shape, made once, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import platformdirs
 from huggingface_hub import snapshot_download
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
 
 from .shapes import MODEL_SHAPES, TINY, make_shaped_model
 

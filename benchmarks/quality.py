@@ -1,4 +1,4 @@
-"""What each KV precision costs a real model: SmolLM2-135M, and copies of it that bear less.
+"""The cost of each KV precision for SmolLM2-135M, and for copies of it that bear less.
 
     python -m tests.support.openblas python -m benchmarks.quality [--tokens 4096] [--measure-s 600]
 
@@ -20,10 +20,10 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.allocation import allocated, measure
-from mlx_lm_kvpersist.cache.precision import Estimate, PrecisionChoice, PrecisionRequest
-from mlx_lm_kvpersist.cache.sample import sample_ids
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionChoice, PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.measuring.allocation import chosen_spec, measure
+from mlx_lm_kvpersist.cache.measuring.sample import sample_ids
 from mlx_lm_kvpersist.cli.quality_checks import score_text, windows_of
 from tests.support.synthetic.outliers import add_outliers
 from tests.support.synthetic.smollm2 import make_smollm2
@@ -87,11 +87,14 @@ def measured(path: Path, n_tokens: int, measure_s: float) -> Iterator[dict[str, 
     if len(ids) < n_tokens:
         raise SystemExit(f"the texts have only {len(ids):,} tokens")
     request = PrecisionRequest(measure_s=measure_s)
-    spec = ModelCacheSpec.probe(model, request.choice())
     start_s = time.perf_counter()
-    allocation = measure(model, spec, sample_ids(tokenizer), request, lambda done, total: None)
+    spec, _ = chosen_spec(
+        model,
+        request,
+        lambda spec: measure(model, spec, sample_ids(tokenizer), request, lambda *_: None),
+    )
     taken_s = time.perf_counter() - start_s
-    specs = {"auto": allocated(model, spec, allocation)}
+    specs = {"auto": spec}
     for name, choice in FIXED.items():
         specs[name] = ModelCacheSpec.probe(model, choice, evaluate=False)
     makers = {name: spec.make_cache for name, spec in specs.items()}

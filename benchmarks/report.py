@@ -1,4 +1,4 @@
-"""What every result says of itself, where results are kept, and the page made from them.
+"""Results: their conditions, the folder that keeps them, and the page made from them.
 
     python -m benchmarks.report
 

@@ -3,7 +3,7 @@
     python -m benchmarks.run_all --preset cpu        # a tiny model, about 15 minutes on 2 cores
     python -m benchmarks.run_all --preset gpu --deadline 540 --out FOLDER
 
-Every row is on disk as soon as it is known. What the deadline leaves no time for is left out, and
+Every row is on disk as soon as it is known. Rows after the deadline are left out, and
 the results say so. With `--page` RESULTS.md is made at the end; on a machine without matplotlib,
 bring the results into benchmarks/results/DEVICE and run `python -m benchmarks.report`.
 """

@@ -1,4 +1,4 @@
-"""What all benchmarks of a server share: model, sides, where results go, how much time is left."""
+"""Shared by all benchmarks of a server: model, sides, place of results, time left."""
 
 from __future__ import annotations
 

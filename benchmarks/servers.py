@@ -178,7 +178,7 @@ class Fleet:
         seen, since = None, time.monotonic()
         while time.monotonic() < deadline:
             store = self.told(name, STATS_PATH)["store"]
-            now = (store["disk"]["written_bytes"], store["turns_saved"])
+            now = (store["tiers"]["disk"]["written_bytes"], store["turns_saved"])
             if store["queue"]["tasks"] or now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > _SETTLED_S:

@@ -27,14 +27,20 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_model
 
-from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS, Piece, Pieces, join, n_bytes
-from mlx_lm_kvpersist.cache.packed import headroom
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec, token_arrays
-from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.cache.blocks.cut_join import (
+    BLOCK_TOKENS,
+    Piece,
+    Pieces,
+    join,
+    n_bytes,
+)
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, token_arrays
+from mlx_lm_kvpersist.cache.live.packed import headroom
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.restore import nearest_checkpoint, restore
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.request.restore import restore
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Leaf
 
 from .models import SYNTHETIC, find_model
@@ -56,7 +62,7 @@ Stored = tuple[Block, Mapping[str, mx.array]]
 
 @dataclass(frozen=True)
 class Layout:
-    """What the blocks look like: the model's name, and its cache's geometry."""
+    """The form of the blocks: the model's name, and its cache's geometry."""
 
     name: str
     spec: ModelCacheSpec
@@ -252,13 +258,13 @@ class _Bench:
         store.drain()
         nodes = tuple(node for node, _ in self.blocks)
         keys = tuple(node.key for node in nodes)
-        turn = Turn(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
+        turn = Commit(ROOT, nodes, Leaf("long", keys[-1], nodes[-1].stop, keys))
         started = time.perf_counter()
-        store.save_turn(turn, self.blocks)
+        store.commit(turn, self.blocks)
         store.drain()
         took = time.perf_counter() - started
         assert store.counters.turns_saved == 1, store.counters
-        self.disk_bytes = store.disk.used_bytes()
+        self.disk_bytes = store.disk.files.used_bytes()
         store.close()
         return took
 
@@ -266,10 +272,10 @@ class _Bench:
         """Return the seconds of loading all blocks."""
         with self._opened(folder, verify=verify) as store:
             started = time.perf_counter()
-            loading = store.load_all([node for node, _ in self.blocks], ROOT)
+            loading = store.reader.load_all([node for node, _ in self.blocks], ROOT)
             for _ in self.blocks:
                 loaded = next(loading)
-                assert loaded is not None and loaded.from_disk
+                assert loaded is not None and loaded.tier == "disk"
             return time.perf_counter() - started
 
     def _restore(self, folder: Path) -> float:
@@ -280,16 +286,16 @@ class _Bench:
         with self._opened(folder) as store:
             started = time.perf_counter()
             ids = [*match.ids, *range(64)]
-            checkpoint = nearest_checkpoint(path, match.n_tokens, store, self.spec)
-            assert checkpoint is not None
-            steps = restore(checkpoint, ids, ROOT, store, model, set(), canary=False)
+            point = model.saver.find(path, match.n_tokens, store)
+            assert point is not None
+            steps = restore(point, ids, ROOT, store, model, set(), canary=False)
             try:
                 while True:
                     next(steps)
             except StopIteration as end:
                 restored = end.value
             took = time.perf_counter() - started
-        assert restored is not None and restored.n_from_disk == match.n_tokens
+        assert restored is not None and restored.n_read == match.n_tokens
         return took
 
     @contextmanager
@@ -370,10 +376,10 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
             replaced = ((tail.key, next(n.key for n in nodes if n.start == tail.start)),)
         keys = tuple(node.key for node in nodes)
         leaf = Leaf("growing", keys[-1], nodes[-1].stop, keys, replaced)
-        store.save_turn(Turn(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
+        store.commit(Commit(ROOT, tuple(nodes), leaf), zip(new, arrays, strict=True))
         store.drain()
         tail = nodes[-1] if nodes[-1].n_tokens < BLOCK_TOKENS else None
-        total = store.disk.written.total_bytes
+        total = store.disk.n_written_bytes
         rows.append(
             {
                 "what": f"turn {turn} of 300 tokens, written",

@@ -29,8 +29,8 @@ from .servers import Fleet, rotated
 CONTEXTS = (1024, 4096, 8192)
 N_NEW = 64
 MAX_TOKENS = 8
-"""Of the reply that a conversation goes on from. All others are one token long: of random weights
-the first text can come some tokens later than the first token."""
+"""Length of the reply that the next turn continues. All other replies have one token: with random
+weights the first text can come some tokens after the first token."""
 COLD, HOT, EXTEND = "cold", "hot", "extend"
 FROM_DISK, FROM_CACHE = "restart, disk", "restart, cache"
 

@@ -26,7 +26,7 @@ N_TURNS = 8
 N_SESSIONS = 10
 BLOCK_TOKENS = 256
 SYSTEM_CHARS = 14_300
-"""Of the shared system prompt: about 8K tokens of the tiny model's tokenizer."""
+"""Length of the shared system prompt: about 8K tokens of the tiny model's tokenizer."""
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def turns(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
         n_tokens = reply.prompt_tokens + reply.completion_tokens
         stats = settled(server, store, "growing", n_tokens)
         per_token = bytes_per_token(server)
-        written = stats["store"]["disk"]["written_bytes"]
+        written = stats["store"]["tiers"]["disk"]["written_bytes"]
         new = (n_tokens - n_before) * per_token
         rows.append(
             {
@@ -99,14 +99,14 @@ def shared(server: ServerProcess, store: Path) -> list[dict[str, Any]]:
         reply = server.chat([system, question], f"session-{n}", max_tokens=20)
         n_tokens = reply.prompt_tokens + reply.completion_tokens
         stats = settled(server, store, f"session-{n}", n_tokens)
-        written = stats["store"]["disk"]["written_bytes"]
+        written = stats["store"]["tiers"]["disk"]["written_bytes"]
         alone += n_tokens * bytes_per_token(server)
         rows.append(
             {
                 "sessions": n + 1,
                 "prompt tokens": reply.prompt_tokens,
                 "reused": reply.cached_tokens,
-                "blocks": stats["store"]["disk"]["blocks"],
+                "blocks": stats["store"]["tiers"]["disk"]["blocks"],
                 "written": written,
                 "written / KV of all": written / alone,
             }

@@ -87,8 +87,8 @@ def main() -> None:
     print(f"\nreused {n_reused:,} of {n_prompts:,} tokens in {len(PHASES)} phases")
     for name, agent in ids.items():
         about = ask(args.url, "GET", f"/{agent}")
-        hot, warm = (about["tiers"][tier]["bytes"] / 2**20 for tier in ("hot", "warm"))
-        print(f"{name:<10} {about['tokens']:>5} tokens, {hot:.1f} MiB in RAM, {warm:.1f} on disk")
+        ram, disk = (about["tiers"][tier]["bytes"] / 2**20 for tier in ("ram", "disk"))
+        print(f"{name:<10} {about['tokens']:>5} tokens, {ram:.1f} MiB in RAM, {disk:.1f} on disk")
         ask(args.url, "DELETE", f"/{agent}")
 
 

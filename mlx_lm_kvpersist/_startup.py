@@ -91,7 +91,7 @@ def one_line(error: BaseException, plugins: Sequence[str]) -> str:
 
     message = " ".join(str(error).split())
     if isinstance(error, PatchError | SelfTestFailed):
-        from .host.versions import found_and_known
+        from .host.patching.versions import found_and_known
 
         message = f"{message} ({found_and_known()})"
     if not isinstance(error, KVPersistError):

@@ -14,15 +14,14 @@ import platformdirs
 
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
-from .cache.attention import STRATEGIES, Strategy
-from .cache.precision import GROUP_SIZES, OWN_BITS, PrecisionRequest
+from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionRequest
+from .cache.live.attention import STRATEGIES, Strategy
 from .errors import ConfigError
 from .store.budget import StoreLimits
 from .units import parse_budget, parse_folder, parse_nats, parse_seconds, parse_size
 
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
-DEFAULT_MIN_FREE_BYTES = 10 * GIB
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
@@ -31,7 +30,7 @@ KV_BITS: dict[str, tuple[int, int] | None] = {
     **{str(bits): (bits, bits) for bits in (4, 5, 6, 8)},
     "k6v4": (6, 4),
     "k8v4": (8, 4),
-    "16": (OWN_BITS, OWN_BITS),
+    "16": (FULL_BITS, FULL_BITS),
 }
 """Bits of keys and of values; None: as few as the model bears."""
 
@@ -47,29 +46,18 @@ class Config:
     isolate_sessions: bool = False
     namespace_by_key: bool = False
     session_header: str | None = None
-    min_reuse: float | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     precision: PrecisionRequest = field(default_factory=PrecisionRequest)
+    stock_kv_bits: int | None = None
+    """`--kv-bits`, for models that are served as stock does."""
     api_key: str | None = field(default=None, repr=False)
     show_text: bool = False
-    pin_system: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     attention: Strategy | Literal["auto"] = "auto"
-    """"auto", or the strategy (see cache/attention.py) that every layer takes if it can."""
+    """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
-
-
-def parse_share(text: str) -> float:
-    """Return a number from 0 to 1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ArgumentTypeError(f"{text!r} is not a share; write a number from 0 to 1")
-    return share
 
 
 def parse_milliseconds(text: str) -> int:
@@ -126,7 +114,7 @@ def add_options(parser: ArgumentParser) -> None:
     group.add_argument(
         "--kvpersist-min-free",
         type=parse_size,
-        default=DEFAULT_MIN_FREE_BYTES,
+        default="10G",
         metavar="SIZE",
         help="Disk space to leave free on the volume (default: 10G)",
     )
@@ -134,7 +122,8 @@ def add_options(parser: ArgumentParser) -> None:
         "--kvpersist-max-writes-per-hour",
         type=parse_size,
         metavar="SIZE",
-        help="Most to write to the disk within an hour, to spare it (default: no limit)",
+        help="Most that all servers on the folder write within an hour, to spare the disk "
+        "(default: no limit)",
     )
     group.add_argument(
         "--kvpersist-fsync",
@@ -222,13 +211,6 @@ def add_options(parser: ArgumentParser) -> None:
         help="A request header to read a conversation's name from before all others",
     )
     group.add_argument(
-        "--kvpersist-min-reuse",
-        type=parse_share,
-        metavar="SHARE",
-        help="Reuse a diverging conversation only if at least this share of its stored text "
-        "matches, such as 0.8 (default: decided by measured speeds)",
-    )
-    group.add_argument(
         "--kvpersist-normalise",
         type=parse_names,
         default=tuple(NORMALISATIONS),
@@ -249,17 +231,12 @@ def add_options(parser: ArgumentParser) -> None:
         f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
     )
     group.add_argument(
-        "--kvpersist-pin-system",
-        action="store_true",
-        help="Never evict the newest eight system prompts that several conversations share",
-    )
-    group.add_argument(
         "--kvpersist-warm",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="Compute and pin a beginning at the start, as mlx-lm-kvpersist sessions warm FILE "
+        help="Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
         "does; can be given more than once",
     )
     group.add_argument(
@@ -273,19 +250,19 @@ def from_args(args: Namespace) -> Config:
     """Read the parsed command line. Raises ConfigError where options contradict each other.
 
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
-    quantizing is switched off, because it turns batching off.
+    quantizing turns batching off, so it is switched off for models that the plugin keeps.
     """
     if mx.distributed.init().size() > 1:
         raise ConfigError(
             "distributed serving (mlx.launch) is not supported: every rank would have to find the "
             "same blocks; leave out --plugin kvpersist, or serve from one process"
         )
-    precision = _precision(args)
+    precision, stock_kv_bits = _precision(args), getattr(args, "kv_bits", None)
+    args.kv_bits = None
     folder = args.kvpersist_dir or default_folder()
-    ram = args.kvpersist_ram
+    ram, disk = args.kvpersist_ram, args.kvpersist_disk
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
-    disk = args.kvpersist_disk
     if disk is None:
         disk = default_disk_bytes(folder)
     return Config(
@@ -300,16 +277,15 @@ def from_args(args: Namespace) -> Config:
         ),
         canary=args.kvpersist_verify == "canary",
         store_text=not args.kvpersist_no_text,
-        min_reuse=args.kvpersist_min_reuse,
         normalise=args.kvpersist_normalise,
         session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,
         api_key=args.kvpersist_api_key or os.environ.get(KEY_VARIABLE, "").strip() or None,
         show_text=args.kvpersist_show_text,
-        pin_system=args.kvpersist_pin_system,
         warm=_warm(args),
         isolate_sessions=args.kvpersist_isolation == "session",
         precision=precision,
+        stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
         max_stall_s=args.kvpersist_max_stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
@@ -317,14 +293,13 @@ def from_args(args: Namespace) -> Config:
 
 
 def _precision(args: Namespace) -> PrecisionRequest:
-    """Return the precision that is asked for, and switch stock's way of quantizing off."""
+    """Return the precision that is asked for."""
     bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
         # Stock's default says nothing of what the model's heads allow.
         if group_size is None and args.kv_group_size != _STOCK_GROUP_SIZE:
             group_size = args.kv_group_size
-        args.kv_bits = None
     if bits not in (None, *KV_BITS):
         raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4, 5, 6 or 8")
     if group_size not in (None, *GROUP_SIZES):
@@ -372,8 +347,8 @@ def default_folder() -> Path:
 
 def device_memory_bytes() -> int:
     """Return the memory of MLX's device, or the machine's where the device does not say."""
-    told = mx.device_info()
-    size = told.get("memory_size") or told.get("total_memory")  # by Metal, and by CUDA
+    info = mx.device_info()
+    size = info.get("memory_size") or info.get("total_memory")  # by Metal, and by CUDA
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

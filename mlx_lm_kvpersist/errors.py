@@ -3,6 +3,7 @@
 KVPersistError
 ├── ConfigError                 an option or a combination of options is wrong
 ├── PluginNotFound              --plugin names something that is not installed
+├── PluginFault                 a plugin gave a wrong answer, or broke a request (HTTP status 500)
 ├── UnsupportedVersion          this mlx-lm, or its pair with mlx, is not supported
 ├── PatchError                  a patch of the host could not be trusted
 │   ├── TargetMissing           the thing to patch is not there
@@ -14,7 +15,7 @@ KVPersistError
 ├── GenerationStopped           the generation thread has ended (HTTP status 503)
 ├── ClientGone                  a client closed its connection before its reply had ended
 └── StoreError
-    ├── StoreFormatError        the store was written by a newer version
+    ├── StoreFormatError        the store was written by another version
     └── BlockCorrupt            the file of a block or part is not what its name promises
 """
 
@@ -29,6 +30,12 @@ class ConfigError(KVPersistError):
 
 class PluginNotFound(KVPersistError):
     """`--plugin` names a plugin that is not installed."""
+
+
+class PluginFault(KVPersistError):
+    """A plugin answered a hook with what the server cannot use, or broke a request."""
+
+    status = 500
 
 
 class UnsupportedVersion(KVPersistError):
@@ -86,7 +93,7 @@ class StoreError(KVPersistError):
 
 
 class StoreFormatError(StoreError):
-    """The store was written by a newer version of this package."""
+    """The store was written by another version of this package."""
 
 
 class BlockCorrupt(StoreError):

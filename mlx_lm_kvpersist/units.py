@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -66,19 +67,21 @@ def show_bytes(n_bytes: float) -> str:
 
 def parse_nats(text: str) -> float:
     """Return a divergence above 0."""
-    return _positive(text, "a divergence in nats; write a number above 0, such as 0.01")
+    return _number(text, "a divergence in nats; write a number above 0, such as 0.01")
 
 
 def parse_seconds(text: str) -> float:
     """Return a time above 0."""
-    return _positive(text, "a number of seconds above 0")
+    return _number(text, "a number of seconds above 0")
 
 
-def _positive(text: str, expected: str) -> float:
+def _number(
+    text: str, expected: str, least: float = math.ulp(0.0), most: float = sys.float_info.max
+) -> float:
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
+        number = math.nan
+    if not least <= number <= most:
         raise ArgumentTypeError(f"{text!r} is not {expected}")
     return number

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from mlx_lm_kvpersist.cache.spec import Batching
+from mlx_lm_kvpersist.cache.geometry.spec import Batching
 
 Keeper = Callable[[list[int], list[Any]], None]
 """Called with ids and the caches that hold them."""

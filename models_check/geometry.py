@@ -6,14 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec
-
-_KINDS = {
-    "KVCache": "full",
-    "RotatingKVCache": "sliding",
-    "ArraysCache": "recurrent",
-    "ChunkedKVCache": "chunked",
-}
+from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 
 
 def describe_caches(caches: Sequence[Any]) -> str:
@@ -23,11 +17,12 @@ def describe_caches(caches: Sequence[Any]) -> str:
 
 
 def _kind(cache: Any) -> str:
-    if hasattr(cache, "caches"):
+    if isinstance(cache, COMPOSITE):
         return f"({' + '.join(_kind(part) for part in cache.caches) or 'nothing'})"
-    name = type(cache).__name__
-    window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-    return f"{_KINDS.get(name, name)}{f' {window}' if window else ''}"
+    kind = KINDS.get(type(cache))
+    if kind is None:
+        return type(cache).__name__
+    return f"{kind.word} {kind.window(cache)}" if kind.window else kind.word
 
 
 def describe_precisions(spec: ModelCacheSpec) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.packed import rotate, rotate_back
+from mlx_lm_kvpersist.cache.geometry.slots import slots_of
+from mlx_lm_kvpersist.cache.live.packed import rotate, rotate_back
 
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
@@ -20,20 +21,12 @@ def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
     Raises:
         ValueError: ours are not arranged as the model's own.
     """
-    pairs = zip(parts(own), parts(ours), strict=True)
+    pairs = zip(slots_of(own), slots_of(ours), strict=True)
     for cache, our in pairs:
         precision = getattr(our, "precision", None)
         if precision is not None and hasattr(cache, "update_and_fetch"):
             _round_before(cache, precision)
     return own
-
-
-def parts(caches: Sequence[Any]) -> list[Any]:
-    """Return caches with composite ones taken apart."""
-    found: list[Any] = []
-    for cache in caches:
-        found += parts(cache.caches) if hasattr(cache, "caches") else [cache]
-    return found
 
 
 def _round_before(cache: Any, precision: Any) -> None:
@@ -47,7 +40,7 @@ def _round_before(cache: Any, precision: Any) -> None:
 
 
 def _round(x: mx.array, quantization: Any) -> mx.array:
-    if x.shape[-1] == 0 or quantization.is_own:
+    if x.shape[-1] == 0 or quantization.is_full_precision:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
     if quantization.rotated:

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
+from mlx_lm_kvpersist.request.insert import insert
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone
@@ -48,15 +49,15 @@ class StoredModel:
         ids = [token for segment in segments for token in segment]
         types = ["system", "user"][: len(segments)]
         reuse = restored(Prompt(ids, segments, types), self.loaded, self.store)
-        assert reuse.prompt.ids == ids
+        assert list(reuse.prompt.ids) == ids
         self.outcomes.append(reuse.outcome)
         n_cached = reuse.outcome.n_reused
         state = RequestState(session=session, root=self.loaded.root)
-        keeper = partial(self._insert, Sequence(state, len(ids), n_cached, reuse.chain))
+        keeper = partial(self._insert, RunningSequence(state, len(ids), n_cached, reuse.chain))
         caches = reuse.caches or self.spec.make_cache()
         return Row(segments, caches, n_cached, n_new, reply, keeper)
 
-    def _insert(self, sequence: Sequence, tokens: list[int], caches: list[Any]) -> None:
+    def _insert(self, sequence: RunningSequence, tokens: list[int], caches: list[Any]) -> None:
         cache_type = REPLY if len(tokens) > sequence.n_prompt else "user"
         insert(sequence, tokens, caches, cache_type, self.store, self.loaded)
 

@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.canary import warm_up
-from mlx_lm_kvpersist.cache.spec import Batching, ModelCacheSpec
+from mlx_lm_kvpersist.cache.blocks.canary import warm_up
+from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build

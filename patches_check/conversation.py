@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.demo_server import DemoServer, Message, wait_until_written
+from mlx_lm_kvpersist.cli.started_server import Message, StartedServer, wait_until_written
 from mlx_lm_kvpersist.cli.story import document
 from mlx_lm_kvpersist.errors import SelfTestFailed
 
@@ -37,7 +37,7 @@ class Conversation:
 
     def check(self) -> None:
         """Raise SelfTestFailed unless the conversation survived."""
-        if self.cached_after == 0 or self.tier_after == "hot" or not self.same_reply:
+        if self.cached_after == 0 or self.tier_after == "ram" or not self.same_reply:
             raise SelfTestFailed(
                 f"{self}, tier {self.tier_after or 'none'}; expected tokens from disk, and the "
                 "same reply"
@@ -52,7 +52,7 @@ def play(folder: Path) -> Conversation:
     model, store = make_model(folder / "model"), folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *OPTIONS)
     messages: list[Message] = [{"role": "user", "content": document(N_CHARS)}]
-    with DemoServer(str(model), *plugin, log_path=folder / "server.log") as server:
+    with StartedServer(str(model), *plugin, log_path=folder / "server.log") as server:
         first = server.chat(messages, "check", MAX_TOKENS)
         messages.append({"role": "assistant", "content": first.text})
         messages.append({"role": "user", "content": "Who was the keeper of the lock?"})

@@ -22,9 +22,9 @@ from mlx_lm_kvpersist.cli.selftest import (
     patch_checks,
     timed,
 )
-from mlx_lm_kvpersist.host import versions
-from mlx_lm_kvpersist.host.patch import Patch
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patch import Patch
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 from .conversation import Conversation, play
 from .inventory import Found, bindings, cache_classes
@@ -53,7 +53,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, a line each."""
+        """The faults, a line each."""
         one_by_one = [self.versions, self.startup, self.conversation_check]
         lines = [f"{one.name}: {one.error}" for one in one_by_one if one and not one.passed]
         for patch, results in self.patches.items():

@@ -1,4 +1,4 @@
-"""What the installed mlx-lm has: its cache classes, and who else binds the names that are patched.
+"""The installed mlx-lm: its cache classes, and other modules that bind the patched names.
 
 Its source is read, not imported: importing 120 model modules takes half a minute.
 """
@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_lm_kvpersist.cache.slots import COMPOSITE
-from mlx_lm_kvpersist.cache.spec import KEPT, REFUSED
-from mlx_lm_kvpersist.host.patch import Patch
+from mlx_lm_kvpersist.cache.geometry.kinds import BATCHES, COMPOSITE, KINDS, REFUSED
+from mlx_lm_kvpersist.host.patching.patch import Patch
 
 SERVER = "mlx_lm.server"
 OWN_CACHES = {"deepseek_v41": "no form for a batch; its model is served as stock serves it"}
 """Modules of models that bring a cache class of their own."""
-BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
-"""What mlx-lm makes of several caches of a class."""
 NO_LAYERS = {
     "_BaseCache": "base of the others",
     "LRUPromptCache": "stock's store of prompts, replaced by the patch prompt_cache",
@@ -56,7 +53,7 @@ def _is_cache(node: ast.ClassDef) -> bool:
 
 
 def _kept(name: str, module: str) -> str:
-    kinds = {cls.__name__: kind.value for cls, kind in KEPT.items()}
+    kinds = {cls.__name__: kind.group.value for cls, kind in KINDS.items()}
     if module != "mlx_lm.models.cache":
         return OWN_CACHES.get(module.rpartition(".")[2], "")
     if name in kinds:

@@ -1,4 +1,4 @@
-"""The matrix: an environment for each row of `versions.toml`, and what came of it."""
+"""The matrix: an environment for each row of `versions.toml`, and its result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def requirement(self) -> str:
-        """What is asked of the installer for mlx-lm."""
+        """The installer's requirement for mlx-lm."""
         if self.checkout:
             return f"mlx-lm @ {Path(self.checkout).resolve().as_uri()}"
         if self.mlx_lm == NEXT:
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a row, with the versions that were installed."""
+    """The result of a row, with the versions that were installed."""
 
     mlx_lm: str
     mlx: str

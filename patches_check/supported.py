@@ -1,7 +1,7 @@
-"""What the matrix found, and all that is written from it.
+"""The matrix's results, and the files that are written from them.
 
 `supported.json` holds the outcomes. The table of docs/compatibility.md, the bounds in
-pyproject.toml and those in `host/versions.py` are written from it, between marks.
+pyproject.toml and those in `host/patching/versions.py` are written from it, between marks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def ceiling(found: dict[str, Any]) -> Version:
 
 
 def constants(found: dict[str, Any]) -> str:
-    """Return the lines of `host/versions.py`."""
+    """Return the lines of `host/patching/versions.py`."""
     served = pairs(found)
     newest = max(mlx for each in served.values() for mlx in each)
     lines = [
@@ -74,7 +74,7 @@ def constants(found: dict[str, Any]) -> str:
 
 
 def known_pairs(found: dict[str, Any]) -> str:
-    """Return the table of pairs of `host/versions.py`."""
+    """Return the table of pairs of `host/patching/versions.py`."""
     newest = max(mlx for each in pairs(found).values() for mlx in each)
     lines = []
     for mlx_lm, each in pairs(found).items():
@@ -136,7 +136,7 @@ def with_requirements(project: str, found: dict[str, Any]) -> str:
 
 
 WRITTEN: dict[str, Callable[[str, dict[str, Any]], str]] = {
-    "mlx_lm_kvpersist/host/versions.py": with_constants,
+    "mlx_lm_kvpersist/host/patching/versions.py": with_constants,
     "docs/compatibility.md": with_table,
     "pyproject.toml": with_requirements,
 }

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
-from mlx_lm_kvpersist.cache.precision import PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionRequest
 from mlx_lm_kvpersist.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert made.limits.max_ram_bytes == config.device_memory_bytes() // 8
     assert 0 < made.limits.max_disk_bytes <= config.DEFAULT_MAX_DISK_BYTES
     assert made.limits.max_disk_bytes <= shutil.disk_usage(tmp_path).total // 10
-    assert made.limits.min_free_bytes == config.DEFAULT_MIN_FREE_BYTES
+    assert made.limits.min_free_bytes == 10 << 30
     assert (made.canary, made.limits.verify, made.store_text) == (True, True, True)
     assert (made.precision, made.attention) == (PrecisionRequest(), "auto")
     assert not (tmp_path / "new").exists()
@@ -75,7 +75,7 @@ def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionReques
 def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionRequest) -> None:
     found = precision(tmp_path, *arguments)
     assert found == expected
-    assert found.is_own == ("16" in arguments)
+    assert found.is_full_precision == ("16" in arguments)
 
 
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:

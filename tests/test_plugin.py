@@ -8,17 +8,18 @@ from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
-from mlx_lm_kvpersist.cache.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.request.lookup import RequestState
+from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.budget import StoreLimits
 
 
@@ -27,23 +28,23 @@ def test_a_request_with_images_says_that_it_is_left_to_stock(
 ) -> None:
     """From mlx-lm 0.32.1 the server makes such prompts itself; `take_request` is not asked."""
     plugin = KVPersistPlugin()
-    request = SimpleNamespace(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    request: Any = SimpleNamespace(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
     with caplog.at_level("INFO"):
         first, again = plugin.response_headers(request), plugin.response_headers(request)
     assert first == again
     headers = dict(first)
     assert headers["X-KVPersist"].startswith("outcome=STOCK; tier=cold; reused=0")
-    (record,) = plugin._history.records()
+    (record,) = plugin._log.records()
     assert record["id"] == headers["X-KVPersist-Request"]
     assert "images" in record["detail"]
     assert caplog.text.count("served as the stock server does: prompts with images") == 1
 
 
-def test_a6_a_request_that_another_plugin_took_is_told_so() -> None:
+def test_a_request_that_another_plugin_took_is_told_so() -> None:
     plugin = KVPersistPlugin()
-    request = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
+    request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
     assert "outcome=STOCK" in dict(plugin.response_headers(request))["X-KVPersist"]
-    (record,) = plugin._history.records()
+    (record,) = plugin._log.records()
     assert record["detail"] == "another plugin took it"
 
 
@@ -58,14 +59,39 @@ def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.session_key", failing)
     headers = Message()
     headers[KEEP_HEADER], headers["X-KVPersist-Namespace"] = "no", "theirs"
-    request = SimpleNamespace(messages=[{"role": "user", "content": "hello"}], tools=None)
+    request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}], tools=None)
     with pytest.raises(RecursionError):
         plugin.request_received(request, headers, {})
     state = RequestState.of(request)
     assert (state.namespace, state.is_kept) == ("theirs", False)
 
 
-def test_d_the_self_test_checks_the_configured_precision(
+def test_kv_bits_are_left_to_stock_where_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them stock quantizes, one request at a time; the plugin does so in batches."""
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    given = copy.copy(ARGS)
+    given.kv_bits, given.kv_group_size = 8, 64
+    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], given)
+    plugin.configure(args)
+    assert args.kv_bits is None
+    provider = SimpleNamespace(
+        cli_args=args, model_key=("model", None, "draft"), model=None, tokenizer=None
+    )
+    try:
+        plugin.model_loaded(provider)
+        assert args.kv_bits == 8
+        monkeypatch.setattr("mlx_lm_kvpersist.plugin.prepare", mock.MagicMock())
+        plugin.model_loaded(provider)
+        assert args.kv_bits is None
+    finally:
+        plugin.shutdown()
+
+
+def test_the_self_test_checks_the_configured_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault of the batch in full precision stops a server that was started with 16 bits."""

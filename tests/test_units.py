@@ -33,13 +33,13 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["8", "1000", "1048575"])
-def test_c2_a_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
+def test_a_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"write {text}G, {text}M or {text}K"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("option", ["--kvpersist-ram", "--kvpersist-disk"])
-def test_c2_a_budget_of_eight_bytes_is_refused(
+def test_a_budget_of_eight_bytes_is_refused(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for value, said in (("8", "write 8G, 8M or 8K"), ("512K", "write 1M or more, such as 8G")):

@@ -52,65 +52,96 @@ TIMES_BASELINE = 5.0
 # Of tokenizers, one kind: with all four the tests of matching take a minute.
 _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sentencepiece"]
 _ONE_KIND = ["-k", "not sentencepiece and not bos"]
-_LOOKUP = ["tests/request/test_reuse_policy.py", "tests/request/test_lookup.py"]
+_LOOKUP = ["tests/request/test_costs.py", "tests/request/test_lookup.py"]
 _FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
-_ALLOCATION = ["tests/cache/test_allocation.py"]
+_ALLOCATION = ["tests/cache/measuring/test_allocation.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
-    "cache/canary": ["tests/cache/test_canary.py", "tests/cache/test_warm_up.py"],
-    "cache/allocation": [*_ALLOCATION, "-k", "not mixed"],
-    "cache/attention": ["tests/cache/test_attention.py", "-k", "not long"],
-    "cache/batch": [
-        *("tests/cache/test_batch.py", "tests/cache/test_full_precision_batch.py"),
+    "cache/blocks/canary": [
+        "tests/cache/blocks/test_canary.py",
+        "tests/cache/blocks/test_warm_up.py",
+    ],
+    "cache/measuring/allocation": [*_ALLOCATION, "-k", "not mixed"],
+    "cache/live/attention": ["tests/cache/live/test_attention.py", "-k", "not long"],
+    "cache/live/batch": [
+        *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
         *("-k", "not give_what and not fault_shows"),
     ],
-    "cache/divergence": [
+    "cache/measuring/divergence": [
         *_ALLOCATION,
         "-k",
         "diverge or masked or vocabulary or memory or error_of",
     ],
-    "cache/observe": ["tests/cache/test_attention.py", "-k", "models or layers_of or observed"],
-    "cache/packed": [
-        *("tests/cache/test_quantized.py", "tests/cache/test_batch.py"),
-        "tests/cache/test_precision.py",
+    "cache/measuring/observe": [
+        "tests/cache/live/test_attention.py",
+        "-k",
+        "models or layers_of or observed",
     ],
-    "cache/probe": ["tests/cache/test_probe.py", "tests/cache/test_spec.py"],
-    "cache/quantized": [
-        *("tests/cache/test_quantized.py", "tests/cache/test_attention.py"),
+    "cache/live/packed": [
+        *("tests/cache/live/test_quantized.py", "tests/cache/live/test_batch.py"),
+        "tests/cache/geometry/test_precision.py",
+    ],
+    "cache/geometry/probe": [
+        "tests/cache/geometry/test_probe.py",
+        "tests/cache/geometry/test_spec.py",
+    ],
+    "cache/live/quantized": [
+        *("tests/cache/live/test_quantized.py", "tests/cache/live/test_attention.py"),
         *("-k", "test_quantized or plan or bits_show or plain_side or take or asked"),
     ],
-    "cache/sample": _ALLOCATION,
-    "cache/slots": ["tests/cache/test_slots.py", "tests/cache/test_blocks.py"],
-    "cache/spec": [
-        *("tests/cache/test_slots.py", "tests/cache/test_spec.py"),
-        "tests/cache/test_probe.py",
+    "cache/measuring/sample": _ALLOCATION,
+    "cache/geometry/kinds": [
+        *("tests/cache/geometry/test_kinds.py", "tests/cache/geometry/test_spec.py"),
+        "tests/cache/blocks/test_cut_join.py",
     ],
-    "host/batch_generator": ["tests/host/test_batch_generator.py", "tests/host/test_prefill.py"],
-    "host/caches": ["tests/host/test_prompt_cache.py"],
-    "host/chat_output": ["tests/host/test_chat_api.py"],
-    "host/chat_tap": ["tests/host/test_chat_api.py"],
-    "host/manager": ["tests/host/test_manager.py", "tests/host/test_response_generator.py"],
-    "host/pace": ["tests/host/test_prefill.py", "-k", "pace or kernel or longer"],
-    "host/patch": ["tests/host/test_patches.py"],
-    "host/probes": ["tests/host/test_patches.py"],
-    "host/prompt": ["tests/host/test_response_generator.py", "tests/host/test_prefill.py"],
-    "host/reply": ["tests/host/test_reply.py", "tests/host/test_prefill.py"],
-    "host/request_checks": [
-        *("tests/host/test_chat_api.py", "tests/host/test_response_generator.py"),
-        "tests/host/test_request_checks.py",
+    "cache/geometry/spec": [
+        "tests/cache/geometry/test_spec.py",
+        "tests/cache/geometry/test_probe.py",
     ],
-    "host/response_generator": [
-        *("tests/host/test_response_generator.py", "tests/host/test_waiting.py"),
-        "tests/host/test_generation_thread.py",
+    "host/scheduling/batch_generator": [
+        "tests/host/scheduling/test_batch_generator.py",
+        "tests/host/scheduling/test_prefill.py",
     ],
-    "host/routes": ["tests/host/test_http_server.py"],
+    "host/scheduling/caches": ["tests/host/scheduling/test_prompt_cache.py"],
+    "host/dialects/translated_output": ["tests/host/dialects/test_chat_api.py"],
+    "host/manager": [
+        "tests/host/test_manager.py",
+        "tests/host/scheduling/test_response_generator.py",
+    ],
+    "host/scheduling/pace": [
+        "tests/host/scheduling/test_pace.py",
+        "tests/host/scheduling/test_prefill.py",
+    ],
+    "host/patching/patch": ["tests/host/patching/test_patches.py"],
+    "host/patching/probes": ["tests/host/patching/test_patches.py"],
+    "host/prompt": [
+        "tests/host/scheduling/test_response_generator.py",
+        "tests/host/scheduling/test_prefill.py",
+    ],
+    "host/scheduling/reply": [
+        "tests/host/scheduling/test_reply.py",
+        "tests/host/scheduling/test_prefill.py",
+    ],
+    "host/http/request_checks": [
+        *(
+            "tests/host/dialects/test_chat_api.py",
+            "tests/host/scheduling/test_response_generator.py",
+        ),
+        "tests/host/http/test_request_checks.py",
+    ],
+    "host/scheduling/response_generator": [
+        *(
+            "tests/host/scheduling/test_response_generator.py",
+            "tests/host/scheduling/test_waiting.py",
+        ),
+        "tests/host/scheduling/test_generation_thread.py",
+    ],
     "host": ["tests/host/test_startup.py"],
-    "match/block": ["tests/match/test_keys.py", "tests/api/test_session_keys.py", *_MATCHING],
+    "block": ["tests/test_block.py", "tests/api/test_session_keys.py", *_MATCHING],
     "match/text": _MATCHING,
     "match/tree": ["tests/store/test_pool.py", *_MATCHING],
-    "request/costs": ["tests/request/test_costs.py", "tests/request/test_reuse_policy.py"],
+    "request/costs": ["tests/request/test_costs.py"],
     "request/insert": [
-        "tests/request/test_pin_system.py",
         *_LOOKUP,
         "tests/request/test_checkpoints.py",
         *_ONE_KIND,
@@ -118,6 +149,8 @@ TESTS = {
     "request/lookup": [*_LOOKUP, "tests/request/test_prefetch.py", *_ONE_KIND],
     "request/model": ["tests/request/test_model.py", "tests/request/test_loading.py"],
     "request/outcome": ["tests/request/test_outcome.py", *_LOOKUP, *_ONE_KIND],
+    "request/checkpoint_saver": ["tests/request/test_checkpoints.py", *_ONE_KIND],
+    "request/prefix_saver": [*_LOOKUP, *_ONE_KIND],
     "request/restore": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
     "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],
     "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
@@ -126,15 +159,17 @@ TESTS = {
         *("tests/store/test_trouble.py", "tests/store/test_foreign_files.py"),
     ],
     "store/folder": ["tests/store/test_foreign_files.py", *_FOLDER],
-    "store/index_reader": [*_FOLDER, "tests/store/test_index.py"],
+    "store/database": [*_FOLDER, "tests/store/test_index.py"],
     "store/index_schema": ["tests/store/test_index.py", *_FOLDER],
     "store/lock": [*_FOLDER, "tests/store/test_writer.py"],
-    "store/named_sessions": ["tests/server/test_agents.py"],
     "store/reading": [*_FOLDER, "tests/store/test_prefetch.py", "tests/store/test_trouble.py"],
     "store/rebuild": [*_FOLDER, "tests/store/test_trouble.py"],
     "store/records": [*_FOLDER, "tests/store/test_index.py"],
     "store/session_file": ["tests/cli/test_export.py"],
-    "store/stored_sessions": ["tests/store/test_stored_sessions.py", "tests/cli/test_sessions.py"],
+    "store/stored_sessions": [
+        *("tests/store/test_stored_sessions.py", "tests/cli/test_sessions.py"),
+        "tests/server/test_agents.py",
+    ],
     "store/verify": [*_FOLDER, "tests/store/test_foreign_files.py", "tests/cli/test_store.py"],
     "store": _FOLDER,
 }
@@ -483,7 +518,7 @@ def main() -> int:
     results: dict[str, dict[str, object]] = {}
     if RESULTS.exists():
         results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    files = [path for name in FOLDERS for path in sorted((ROOT / PACKAGE / name).glob("*.py"))]
+    files = [path for name in FOLDERS for path in sorted((ROOT / PACKAGE / name).rglob("*.py"))]
     wanted = [
         mutant
         for path in files

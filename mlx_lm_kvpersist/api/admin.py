@@ -5,11 +5,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from email.message import Message
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,33 +17,30 @@ from ..errors import RequestRefused
 REQUESTS_PATH = "/v1/kvpersist/requests"
 STATS_PATH = "/v1/kvpersist/stats"
 SPEC_PATH = "/v1/kvpersist/spec"
-SELFTEST_PATH = "/v1/kvpersist/selftest"
 METRICS_PATH = "/metrics"
 KEY_VARIABLE = "KVPERSIST_API_KEY"
-
-_SELFTEST = (sys.executable, "-m", "mlx_lm_kvpersist", "selftest", "--json")
-_SELFTEST_TIMEOUT_S = 300.0
+_PROXY_HEADERS = {
+    *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
+    "tailscale-user-login",
+}
+"""Headers that proxies add; so do all that begin with X-Forwarded-."""
 
 
 def operator_view(
     answer: Callable[[], Any],
     key: str | None = None,
     content_type: str = "application/json",
-    *,
-    costs: bool = False,
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 
     answer: returns an object for JSON, or bytes of the `content_type`; it may raise
     RequestRefused. The answers tell of private conversations. With a `key`, every request must
     carry it, and may come from anywhere. Without one, only programs of the server's own machine
-    may ask; what `costs` much, not by a page of another site.
+    may ask.
     """
 
     def checked(handler: Any) -> Any:
         check_operator(handler, key)
-        if costs:
-            check_site(handler.headers, key)
         return answer()
 
     return answering(checked, {"Content-Type": content_type})
@@ -119,27 +113,6 @@ def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) ->
     handler.wfile.write(body)
 
 
-class SelfTest:
-    """Runs `mlx-lm-kvpersist selftest` in a process of its own, beside the server that serves."""
-
-    def __init__(self) -> None:
-        self._running = Lock()
-
-    def __call__(self) -> Any:
-        """Return its report. Raises RequestRefused while another one runs, or if it cannot run."""
-        if not self._running.acquire(blocking=False):
-            raise RequestRefused("a self-test is running; ask again when it has ended", 409)
-        try:
-            done = subprocess.run(
-                _SELFTEST, capture_output=True, check=False, timeout=_SELFTEST_TIMEOUT_S
-            )
-            return json.loads(done.stdout)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            raise RequestRefused(f"the self-test gave no report: {error}", 500) from error
-        finally:
-            self._running.release()
-
-
 def why_refused(address: str, headers: Message, key: str | None) -> str:
     """Return why a request may not be answered; "" when it may.
 
@@ -155,8 +128,7 @@ def why_refused(address: str, headers: Message, key: str | None) -> str:
     forwarded = [
         name
         for name in headers
-        if name.lower() in ("forwarded", "via", "x-real-ip")
-        or name.lower().startswith("x-forwarded-")
+        if name.lower() in _PROXY_HEADERS or name.lower().startswith("x-forwarded-")
     ]
     if not is_loopback(address):
         found = f"the request comes from {address}"

@@ -1,4 +1,4 @@
-"""Requests to other APIs on their way to a chat completion: what they have in common."""
+"""Parts that the translations of other APIs' requests to chat completions share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_DEPTH = 6
 class ChatRequest(Generic[Reply]):
     """A request as a chat completion, and the reply that it will get.
 
-    `tools` has those, too, that are not in the chat completion's list but may be called.
+    `tools` also has deferred tools, which may be called but are not in the chat completion's list.
     """
 
     chat_body: dict[str, Any]
@@ -33,7 +33,7 @@ class ChatRequest(Generic[Reply]):
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a limit that stock takes: clients ask for any number."""
+    """Return a client's limit, brought into the range that stock takes."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 
@@ -62,11 +62,16 @@ def image_part(url: str) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part:
+    """Return a part that no model reads; the server puts a line of text in its place."""
+    named = {"file_data": f"data:{media_type};base64,", "filename": filename}
+    return {"type": kind, "file": named}
+
+
 def readable(value: Any, depth: int = 0) -> str:
     """Return the text in a block of a kind that is not known, "" if it has none.
 
-    Clients send back what any server has told them. A conversation must not end at a block that
-    one server has and another one lacks.
+    Clients send back blocks of any server. An unknown block must not end the conversation.
     """
     if isinstance(value, str):
         return value

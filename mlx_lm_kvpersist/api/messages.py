@@ -1,7 +1,7 @@
 """Requests to Anthropic's Messages API, as chat completions.
 
-https://platform.claude.com/docs/en/api/messages has the form. A field that is not known changes
-nothing: clients send more with every version.
+https://platform.claude.com/docs/en/api/messages has the form. Unknown fields are ignored: clients
+send more with every version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from email.message import Message as Headers
 from typing import Any
 
 from ..error_forms import anthropic_error
-from ..errors import RequestRefused
 from ..fields import refuse, require, require_object, require_objects, require_text
 from .chat_request import (
     ChatRequest,
@@ -24,6 +23,7 @@ from .chat_request import (
     max_tokens,
     readable,
     text_part,
+    unread_part,
 )
 from .messages_reply import MessagesReply
 from .session_keys import is_kept
@@ -79,7 +79,7 @@ class MessagesAPI:
 
 
 def empty_answer(handler: Any) -> None:
-    """Answer a request with a status and nothing else."""
+    """Answer a request with status 200 and no body."""
     handler.send_response(200)
     handler.send_header("Content-Length", "0")
     handler.end_headers()
@@ -168,15 +168,11 @@ def _assistant(name: str, content: Any) -> Message:
 
 
 def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield a message for each tool's result, and one for what stands between or behind them.
-
-    Images of a result go into the user's message: chat templates look for them there.
-    """
+    """Yield a message for each tool's result, and one for what stands between or behind them."""
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
     parts: list[Part] = []
-    images: list[Part] = []
     blocks = _blocks(name, content)
     for i, block in enumerate(blocks):
         place = f"{name}[{i}]"
@@ -187,19 +183,14 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
             yield {"role": "user", "content": parts}
             parts = []
         result = _result(f"{place}.content", block.get("content"), tools)
-        images += (part for part in result if part["type"] != "text")
-        texts = [part for part in result if part["type"] == "text"]
         call_id = require_text(f"{place}.tool_use_id", block.get("tool_use_id"))
-        yield {"role": "tool", "tool_call_id": call_id, "content": texts}
-    if parts or images or not blocks:
-        yield {"role": "user", "content": images + parts}
+        yield {"role": "tool", "tool_call_id": call_id, "content": result}
+    if parts or not blocks:
+        yield {"role": "user", "content": parts}
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a tool's result; a reference to a tool is the tool itself.
-
-    Nothing in it is refused that can be left out: it comes again with every turn.
-    """
+    """Return the parts of a tool's result; a reference to a tool is the tool itself."""
     parts: list[Part] = []
     for i, block in enumerate(_blocks(name, content if content is not None else [])):
         if block.get("type") == "tool_reference":
@@ -207,71 +198,53 @@ def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
             if tool_name in tools:  # else it was taken away since
                 tool = json.dumps(tools[tool_name][0], ensure_ascii=False)
                 parts.append({"type": "text", "text": f"<tool>{tool}</tool>\n"})
-            continue
-        try:
+        else:
             parts += _parts(f"{name}[{i}]", block)
-        except RequestRefused:
-            if block.get("type") in ("text", "image"):
-                raise
-            parts.append(text_part(f"{name}[{i}]", f"[{_kind(block)} that cannot be read]"))
     return parts
-
-
-def _kind(block: Mapping[str, Any]) -> str:
-    """Return what a block is, such as "document, application/pdf"."""
-    source = block.get("source")
-    media = source.get("media_type") if isinstance(source, dict) else None
-    return ", ".join(each for each in (block.get("type"), media) if isinstance(each, str))
 
 
 def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
     """Return a block of a user's message, or of a tool's result, as parts of a chat message."""
-    kind = block.get("type")
+    kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return [text_part(f"{name}.text", block.get("text"))]
     if kind == "image":
-        return [_image(f"{name}.source", block.get("source"))]
+        return [_image(source if isinstance(source, dict) else {})]
     if kind == "document":
-        return _document(name, block)
-    if text := readable(block):
-        return [text_part(f"{name}.text", text)]
-    refuse(f"{name}.type", kind, 'text, or "image", "document" or "tool_result"')
+        return _document(name, block, source if isinstance(source, dict) else {})
+    text = readable(block)
+    return [text_part(f"{name}.text", text) if text else unread_part(kind)]
 
 
-def _image(name: str, source: Any) -> Part:
-    form = require_object(name, source).get("type")
-    if form == "url":
-        return image_part(require_text(f"{name}.url", source.get("url")))
-    require(form == "base64", f"{name}.type", form, '"base64" or "url"')
-    mime = require_text(f"{name}.media_type", source.get("media_type"))
-    return image_part(f"data:{mime};base64,{require_text(f'{name}.data', source.get('data'))}")
+def _image(source: Mapping[str, Any]) -> Part:
+    form, url, data = (source.get(field) for field in ("type", "url", "data"))
+    if form == "url" and isinstance(url, str):
+        return image_part(url)
+    if form == "base64" and isinstance(data, str):
+        return image_part(f"data:{source.get('media_type')};base64,{data}")
+    return unread_part("image")
 
 
-def _document(name: str, block: Mapping[str, Any]) -> list[Part]:
-    """Return a document's title, context and text, as far as it has them."""
-    source = require_object(f"{name}.source", block.get("source"))
-    form = source.get("type")
-    heads = [head for head in ("title", "context") if block.get(head) is not None]
+def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) -> list[Part]:
+    """Return a document's title, context and content. A document that is no text is not read."""
     parts = [
         text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
-        for head in heads
+        for head in ("title", "context")
+        if block.get(head) is not None
     ]
+    form, place = source.get("type"), f"{name}.source.content"
     if form == "text":
         return [*parts, text_part(f"{name}.source.data", source.get("data"))]
-    if form == "content":
-        place = f"{name}.source.content"
-        for i, inner in enumerate(_blocks(place, source.get("content"))):
-            require(inner.get("type") != "document", f"{place}[{i}].type", "document", '"text"')
-            parts += _parts(f"{place}[{i}]", inner)
-        return parts
-    if form == "base64":
-        media = source.get("media_type")
-        refuse(f"{name}.source.media_type", media, "a document as text: no other is read")
-    refuse(f"{name}.source.type", form, '"text" or "content"')
+    if form != "content":
+        return [*parts, unread_part("document", source.get("media_type"))]
+    for i, inner in enumerate(_blocks(place, source.get("content"))):
+        is_nested = inner.get("type") == "document"  # the API has no document in a document
+        parts += [unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
+    return parts
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client marks what it wants cached: it then expects to see what was written."""
+    """Tell whether a client uses `cache_control`: it then expects the count of written tokens."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
     blocks = [block for each in (system, *contents) if isinstance(each, list) for block in each]

@@ -18,7 +18,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesReply(ReplyParts):
-    """One reply. The events that it returns are what a client that streams is to be sent."""
+    """One reply. It returns the events for a client that streams."""
 
     def __init__(self, model: str, *, marks_cache: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MessagesReply(ReplyParts):
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
         """Return the counts; their three parts of the prompt add up to it.
 
-        A client that marks nothing with `cache_control` counts `input_tokens` as what was computed.
+        Without `cache_control` in the request, `input_tokens` counts all computed tokens.
         """
         n_computed = n_prompt - n_cached
         return {

@@ -21,7 +21,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of `Metrics.exposed`."""
-TIERS = ("ram", "disk")
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
@@ -44,7 +43,7 @@ class Metrics:
 
         self._requests = counter("requests", "Requests, by what they reused.", "outcome")
         self._reused = counter("reused_tokens", "Prompt tokens that were not computed again.")
-        self._restored = counter("restored_tokens", "Reused tokens that were read from disk.")
+        self._restored = counter("restored_tokens", "Reused tokens that were not in RAM.")
         self._prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
         self._first_token = histogram(
             "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
@@ -90,18 +89,19 @@ class _StoreCollector:
             (GaugeMetricFamily, "bytes", "bytes", "Bytes of blocks and checkpoints."),
             (GaugeMetricFamily, "max_bytes", "max_bytes", "The budget."),
             (CounterMetricFamily, "evicted", "evictions", "Blocks and checkpoints evicted."),
+            (CounterMetricFamily, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):
             family = make(f"kvpersist_{name}", about, labels=["tier"])
-            for tier in TIERS:
-                family.add_metric([tier], found[tier][key])
+            for tier, about_tier in found["tiers"].items():
+                if key in about_tier:
+                    family.add_metric([tier], about_tier[key])
             yield family
-        queue, disk = found["queue"], found["disk"]
+        queue = found["queue"]
         for make, value, name, about in (
             (GaugeMetricFamily, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
             (GaugeMetricFamily, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
             (GaugeMetricFamily, queue["max_bytes"], "queue_max_bytes", "Most that may wait."),
             (GaugeMetricFamily, len(found["failures"]), "failures", "What fails on disk now."),
-            (CounterMetricFamily, disk["written_bytes"], "written_bytes", "Written to disk."),
             (CounterMetricFamily, found["turns_saved"], "saved_turns", "Turns written."),
             (CounterMetricFamily, found["turns_not_saved"], "dropped_turns", "Turns not written."),
             (CounterMetricFamily, found["blocks_quarantined"], "quarantined", "Failed a check."),

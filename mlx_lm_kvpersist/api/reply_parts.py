@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Event = dict[str, Any]
 Kind = Literal["thinking", "text"]
 
-_KEYS: tuple[tuple[Kind, str], ...] = (("thinking", "reasoning"), ("text", "content"))
-
 
 @dataclass
 class Part:
-    """Text of one kind, as far as it came. `index` counts all parts of a reply, calls too."""
+    """Text of one kind, so far. `index` counts all parts of a reply, including calls."""
 
     kind: Kind
     index: int
@@ -25,8 +23,7 @@ class Part:
 class ReplyParts(ABC):
     """One reply, on its way from the chunks of a chat completion to another API's events.
 
-    White space alone makes no part: clients drop such a part, and would send back another reply
-    than they were sent.
+    White space alone makes no part: clients drop such a part and would send back another reply.
     """
 
     def __init__(self) -> None:
@@ -43,27 +40,28 @@ class ReplyParts(ABC):
 
     @abstractmethod
     def start_part(self, part: Part) -> Iterator[Event]:
-        """Yield what begins a part."""
+        """Yield the events that begin a part."""
 
     @abstractmethod
     def add_text(self, part: Part, text: str) -> Iterator[Event]:
-        """Yield what continues a part. Its `text` has the new text already."""
+        """Yield the events for new text of a part. The part's `text` includes it already."""
 
     @abstractmethod
     def end_part(self, part: Part) -> Iterator[Event]:
-        """Yield what ends a part."""
+        """Yield the events that end a part."""
 
     @abstractmethod
     def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
         """Yield a whole call; `arguments` is JSON."""
 
-    def add(self, delta: Mapping[str, Any]) -> list[Event]:
-        """Return the events for the `delta` of a chunk."""
+    def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
+        """Return the events for a part of the reply."""
         events: list[Event] = []
-        for kind, key in _KEYS:
-            if delta.get(key):
-                events += self._add(kind, delta[key])
-        for call in delta.get("tool_calls") or ():
+        if reasoning:
+            events += self._add("thinking", reasoning)
+        if text:
+            events += self._add("text", text)
+        for call in tool_calls:
             events += self.close()
             self._held = ("text", "")
             function = call["function"]
@@ -72,7 +70,7 @@ class ReplyParts(ABC):
         return events
 
     def close(self) -> Iterator[Event]:
-        """Yield what ends the open part, if there is one."""
+        """Yield the events that end the open part, if there is one."""
         if self._open is not None:
             part, self._open = self._open, None
             yield from self.end_part(part)

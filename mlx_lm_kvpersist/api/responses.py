@@ -1,7 +1,7 @@
 """Requests to OpenAI's Responses API, as chat completions. Nothing is kept between requests.
 
-https://platform.openai.com/docs/api-reference/responses has the form. Fields and kinds of tools
-that are not known change nothing.
+https://platform.openai.com/docs/api-reference/responses has the form. Unknown
+fields and kinds of tools are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..error_forms import openai_error
 from ..errors import RequestRefused
-from ..fields import refuse, require, require_objects, require_text
+from ..fields import require, require_objects, require_text
 from .chat_request import (
     ChatRequest,
     Message,
@@ -26,6 +26,7 @@ from .chat_request import (
     max_tokens,
     readable,
     text_part,
+    unread_part,
 )
 from .responses_reply import REASONING_PREFIX, ResponsesReply
 from .session_keys import is_kept
@@ -102,7 +103,7 @@ def _full_name(namespace: str, name: str) -> str:
 def _messages(body: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a chat completion.
 
-    What the assistant thought, said and called in one turn are items here and one message there.
+    An assistant's turn is several items here (reasoning, text, calls) and one message there.
     """
     messages: list[Message] = []
     if body.get("instructions") is not None:
@@ -121,7 +122,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
             content = _content(f"{place}.content", item.get("content"))
             messages.append({"role": role, "content": content})
         elif isinstance(kind, str) and kind.endswith("_call_output"):
-            messages += _output(place, item)
+            messages.append(_output(place, item))
         elif is_call or kind in ("message", "reasoning", "function_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -147,59 +148,46 @@ def _part(name: str, part: Mapping[str, Any]) -> Part:
         return text_part(f"{name}.text", part.get("text"))
     if kind == "refusal":
         return text_part(f"{name}.refusal", part.get("refusal"))
-    if kind == "input_image":
-        return image_part(require_text(f"{name}.image_url", part.get("image_url")))
+    if kind == "input_image" and isinstance(part.get("image_url"), str):
+        return image_part(part["image_url"])
     if kind == "input_file":
-        return text_part(f"{name}.file_data", _file_text(f"{name}.file_data", part))
-    if text := readable(part):
-        return text_part(f"{name}.text", text)
-    refuse(f"{name}.type", kind, '"input_text", "output_text", "input_image" or "input_file"')
+        return _file(f"{name}.file_data", part)
+    text = readable(part) if kind != "input_image" else ""
+    return text_part(f"{name}.text", text) if text else unread_part(kind)
 
 
-def _file_text(name: str, part: Mapping[str, Any]) -> str:
-    """Return the name and the text of a file that came as a data URL."""
-    head, _, encoded = require_text(name, part.get("file_data")).partition(",")
-    require(head.startswith("data:text/"), name, head, "a file of text, as a data URL")
+def _file(name: str, part: Mapping[str, Any]) -> Part:
+    """Return the name and the text of a file that came as a data URL. Any other is not read."""
+    data, filename = part.get("file_data"), part.get("filename")
+    head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
+    media_type = head.removeprefix("data:").partition(";")[0]
+    if not head.startswith("data:text/"):
+        return unread_part("input_file", media_type, filename)
     try:
         text = base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, ValueError):
-        refuse(name, "data of another form", "base64 of UTF-8")
-    return f"{part.get('filename') or ''}\n{text}".removeprefix("\n")
+        return unread_part("input_file", media_type, filename)
+    return text_part(name, f"{filename or ''}\n{text}".removeprefix("\n"))
 
 
 def _text(place: str, content: Any) -> str:
-    """Return the text of what the assistant said; other servers also send what is none."""
+    """Return the assistant's text; non-text parts from other servers are ignored."""
     parts = content if isinstance(content, list) else [content]
     texts = (part.get("refusal") or readable(part) if isinstance(part, dict) else part
              for part in parts)  # fmt: skip
     return "".join(require_text(place, text) for text in texts if text is not None)
 
 
-def _output(place: str, item: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield the message of a call's output; images go into a user's message, as templates want.
-
-    Nothing in it is refused that can be left out: it comes again with every turn.
-    """
+def _output(place: str, item: Mapping[str, Any]) -> Message:
+    """Return the message of a call's output."""
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
     output, name = item.get("output"), f"{place}.output"
-    if not isinstance(output, list) or not all(isinstance(part, dict) for part in output):
+    if isinstance(output, list) and all(isinstance(part, dict) for part in output):
+        content: Any = [_part(f"{name}[{i}]", part) for i, part in enumerate(output)]
+    else:
         text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-        content: Any = require_text(name, text if output is not None else "")
-        yield {"role": "tool", "tool_call_id": call_id, "content": content}
-        return
-    parts: list[Part] = []
-    for i, part in enumerate(output):
-        try:
-            parts.append(_part(f"{name}[{i}]", part))
-        except RequestRefused:
-            kind = part.get("type")
-            if kind in ("input_text", "input_image"):
-                raise
-            parts.append(text_part(f"{name}[{i}]", f"[{kind} that cannot be read]"))
-    texts = [part for part in parts if part["type"] == "text"]
-    yield {"role": "tool", "tool_call_id": call_id, "content": texts}
-    if images := [part for part in parts if part["type"] != "text"]:
-        yield {"role": "user", "content": images}
+        content = require_text(name, text if output is not None else "")
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
@@ -232,9 +220,9 @@ def _arguments(name: str, item: Mapping[str, Any]) -> str:
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    """Return what an item says was thought; a summary is none.
+    """Return an item's reasoning; a summary is not reasoning.
 
-    Clients that keep no content send back what they call encrypted: our own text, encoded.
+    Clients that keep no content send back `encrypted_content`, which is the text in base64.
     """
     content = item.get("content")
     if content:

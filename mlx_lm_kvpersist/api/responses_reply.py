@@ -14,7 +14,7 @@ from typing import Any
 from .reply_parts import Event, Part, ReplyParts
 
 REASONING_PREFIX = "kvpersist:"
-"""Begins what clients call encrypted reasoning; base64 of the text follows."""
+"""Begins `encrypted_content`; base64 of the reasoning follows."""
 _ENCRYPTED = "reasoning.encrypted_content"
 _ECHOED: dict[str, Any] = {
     "instructions": None,
@@ -31,11 +31,11 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What a reply repeats of its request, and what stands for a field that the request lacks."""
+"""Fields that a reply repeats from its request, with their defaults."""
 
 
 class ResponsesReply(ReplyParts):
-    """One reply. The events that it returns are what a client that streams is to be sent.
+    """One reply. It returns the events for a client that streams.
 
     names: by the name that the model knows a tool by, its namespace and its name in the request.
     """
@@ -101,9 +101,9 @@ class ResponsesReply(ReplyParts):
     def whole(self) -> dict[str, Any]:
         return {**self._response, "output": self._output}
 
-    def add(self, delta: Mapping[str, Any]) -> list[Event]:
-        self._n_thoughts += bool(delta.get("reasoning"))  # stock sends a chunk a token
-        return super().add(delta)
+    def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
+        self._n_thoughts += bool(reasoning)  # a part is a token
+        return super().add(text, reasoning, tool_calls)
 
     def start_part(self, part: Part) -> Iterator[Event]:
         if part.kind == "thinking":

@@ -17,7 +17,6 @@ from hashlib import blake2b
 from typing import Any
 
 from ..errors import RequestRefused
-from ..match.block import short_name
 
 NAMESPACE_HEADER = "X-KVPersist-Namespace"
 KEEP_HEADER = "X-KVPersist-Keep"
@@ -25,6 +24,8 @@ KEEP_HEADER = "X-KVPersist-Keep"
 _VENDOR_SESSION = re.compile(r"x-[a-z0-9-]+-session-id", re.IGNORECASE)
 _USER_ID_SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 _CODEX_HEADERS = ("thread-id", "session-id", "session_id", "conversation_id")
+
+_MAX_NAME_BYTES = 256
 
 Find = Callable[[Message, Mapping[str, Any]], str | None]
 
@@ -151,3 +152,14 @@ def _metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
+
+
+def short_name(name: str) -> str:
+    """Return a client's name for something; a digest of it if it is long or not valid Unicode.
+
+    Names stand in the index, and clients can make as many as they like.
+    """
+    encoded = name.encode("utf-8", "surrogatepass")
+    if len(encoded) <= _MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
+        return name
+    return f"digest-{blake2b(encoded, digest_size=16, person=b'kvpersist-name-1').hexdigest()}"

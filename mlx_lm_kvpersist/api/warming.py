@@ -1,74 +1,139 @@
-"""Prompts that are computed when the server starts, before anybody asks for them."""
+"""Beginnings that are computed and pinned before anybody asks for them.
+
+The command `warm` posts a file to a running server; `--kvpersist-warm` does the same at its start.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-import os
-import subprocess
-import sys
+import re
 import threading
 import time
-from collections.abc import Sequence
-from http.client import HTTPException
+from collections.abc import Callable, Sequence
+from email.message import Message
+from functools import partial
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
+from typing import Any
 
-from .admin import KEY_VARIABLE
-from .agents import OPENAPI_PATH
+from ..errors import ConfigError, RequestRefused
+from ..fields import require
+from .admin import answering, check_operator, check_site
+from .agents import AgentSessions, Body, Chat
+from .messages import MessagesAPI
+from .responses import ResponsesAPI
+from .session_keys import namespace
+
+WARM_PATH = "/v1/kvpersist/warm"
+
+_NOT_SENT = re.compile(r"[^!-~ ]+")
+"""Characters that a header cannot have."""
+_SAVED_S = 60.0
+_POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-_WAIT_S = 3600.0
-"""How long a server may load its model, which may have to come over a network."""
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-"""Hosts that mean every address of this machine, and where such a server is asked."""
+
+class Warming:
+    """Computes a prompt, and pins the session that holds it."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        sessions: Callable[[], AgentSessions],
+        *,
+        key: str | None,
+        by_key: bool,
+        session_header: str | None,
+    ) -> None:
+        self._chat, self._sessions = chat, sessions
+        self._key, self._by_key = key, by_key
+        self._headers = {"X-Session-ID", session_header or "X-Session-ID"}
+
+    @property
+    def route(self) -> Callable[[Any], None]:
+        """The handler of the route: a body `{"name": …, "request": …}`."""
+        return answering(self._answer)
+
+    def _answer(self, handler: Any) -> Body:
+        check_operator(handler, self._key)
+        check_site(handler.headers, self._key)
+        body = self._chat.read_body(handler)
+        name = body.get("name")
+        require(isinstance(name, str) and bool(name), "name", name, "a session's name")
+        return self.warm(handler, str(name), body.get("request"))
+
+    def warm(self, handler: Any, name: str, content: Any) -> Body:
+        """Compute and pin `content`: messages, or the body of a request to one of the APIs.
+
+        Raises RequestRefused where it is none, or is not stored.
+        """
+        chat_body = chat_body_of(content, handler.headers)
+        name = _NOT_SENT.sub("-", name)
+        for header in self._headers:
+            del handler.headers[header]
+            handler.headers[header] = name
+        since_s = time.time()
+        self._chat.prefill(handler, chat_body)
+        tenant, deadline_s = namespace(handler.headers, by_key=self._by_key), since_s + _SAVED_S
+        while time.time() < deadline_s:
+            if (pinned := self._sessions().pin_newest(tenant, name, since_s)) is not None:
+                return pinned
+            time.sleep(_POLL_S)
+        why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
+        raise RequestRefused(why, 503)
+
+    def at_start(
+        self, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
+    ) -> None:
+        """Warm each file in a thread of its own; the log says what came of it.
+
+        serve: see the hook `started`.
+        """
+
+        def warm(handler: Any, file: Path) -> None:
+            done = self.warm(handler, session_name(file), read_prompt(file))
+            logger.info("kvpersist: %s is computed and pinned: %s", file, done)
+
+        def run() -> None:
+            for file in files:
+                try:
+                    serve(partial(warm, file=file))
+                except Exception as error:
+                    logger.error("kvpersist: %s is not warmed: %s", file, error)
+
+        threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
 
 
-def warm_at_start(
-    files: Sequence[Path], host: str, port: int, folder: Path, key: str | None
-) -> None:
-    """Have `mlx-lm-kvpersist sessions warm` send each file, once the server answers.
+def chat_body_of(content: Any, headers: Message) -> Body:
+    """Return messages, or a body of Chat Completions, Messages or Responses, as a chat completion.
 
-    Returns at once; the log says what came of each.
+    Raises RequestRefused for anything else.
     """
-    host = _ANY.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    def run() -> None:
-        if why_not := _wait_for(url):
-            logger.error("kvpersist: nothing is warmed: %s", why_not)
-            return
-        options = ("--url", url, "--kvpersist-dir", str(folder))
-        environment = {**os.environ, **({KEY_VARIABLE: key} if key else {})}
-        for file in files:
-            command = [sys.executable, "-m", "mlx_lm_kvpersist", "sessions", "warm", *options]
-            done = subprocess.run(
-                [*command, str(file)], env=environment, capture_output=True, text=True, check=False
-            )
-            said = (done.stderr or done.stdout).strip()
-            level = logging.ERROR if done.returncode else logging.INFO
-            logger.log(level, "kvpersist: %s: %s", file, said)
-
-    threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
+    body = {"messages": content} if isinstance(content, list) else content
+    is_body = isinstance(body, dict) and bool({"messages", "input"} & body.keys())
+    require(is_body, "the prompt", content, "messages, or the body of a request that has some")
+    tools = body.get("tools")
+    is_anthropic = "system" in body or (
+        isinstance(tools, list) and any(isinstance(t, dict) and "input_schema" in t for t in tools)
+    )
+    if "input" in body:
+        body = ResponsesAPI().translate(body, headers).chat_body
+    elif is_anthropic:
+        body = MessagesAPI().translate(body, headers).chat_body
+    # A limit of another name would go before the one token that is asked for.
+    body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
+    return {**body, "model": "default_model"}
 
 
-def _wait_for(url: str) -> str:
-    """Wait until this server answers; return "", or why it is not waited for any longer."""
-    opener = build_opener(ProxyHandler({}))
-    until_s = time.monotonic() + _WAIT_S
-    asked = [OPENAPI_PATH, "/health"]
-    while asked and time.monotonic() < until_s:
-        try:
-            opener.open(url + asked[0], timeout=10).close()
-            del asked[0]
-            continue
-        except HTTPError as error:
-            error.close()
-            if (asked[0], error.code) != ("/health", 503):  # else its model is loading
-                return f"{url} answers {error.code} to {asked[0]}, so it is another server's port"
-        except (OSError, HTTPException):
-            pass  # it does not listen yet
-        time.sleep(_POLL_S)
-    return f"{url} was not ready within {_WAIT_S:,.0f} s" if asked else ""
+def read_prompt(file: Path) -> Any:
+    """Return the JSON in a file. Raises ConfigError where there is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+
+
+def session_name(file: Path) -> str:
+    """Return what the session of a warmed file is called."""
+    return f"warm {file.stem}"

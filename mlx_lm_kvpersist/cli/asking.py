@@ -14,15 +14,13 @@ from ..api.admin import KEY_VARIABLE
 from ..error_forms import message_of
 from ..errors import KVPersistError
 
-_TIMEOUT_S = 10.0
-
 
 def ask(
     url: str,
     path: str,
     body: Any = None,
     headers: Mapping[str, str] | None = None,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = 10.0,
 ) -> Any:
     """Return a server's JSON; with a body it is posted. Raises KVPersistError without an answer."""
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"

@@ -2,8 +2,8 @@
 
 Two servers take turns, so that the model is in memory once: stock, ours, and after `kill -9` both
 again. Each is asked the same conversations: a new prompt, the next turn, and after the restart one
-turn more. The length of the prompts is chosen from a short measured rate, so that all of it fits
-into the time.
+turn more. The length of the prompts follows from a rate that is measured first, so that the whole
+fits into the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -23,14 +22,14 @@ from typing import Any
 
 from ..api.admin import SPEC_PATH
 from ..errors import ConfigError, KVPersistError
-from ..host.context_length import max_context
+from ..host.scheduling.context_length import max_context
+from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
 from .asking import ask
 from .bench_report import as_markdown, row
-from .demo_server import DemoServer, Message, Reply, wait_until_written
 from .machine import blas, device, openblas_advice, versions
-from .opening import check_model_folder
 from .output import ongoing
+from .started_server import Message, Reply, StartedServer, wait_until_written
 from .story import document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -49,14 +48,14 @@ _SLACK = 1.3
 """A long prompt computes fewer tokens a second than the short one that the rate was measured on."""
 _SELF_TEST_S = 5.0
 _LONG_PROBE_S = 0.5
-"""A prompt that took so long says enough about the machine."""
+"""A prompt that took longer says enough about the machine."""
 _MEASURE_SHARE = 5
-"""The precision may be measured for this part of the time, and no longer than by default."""
+"""Measuring the precision may take this part of the time, at most the default."""
 
 
 @dataclass
 class Side:
-    """What one server did: seconds to its first token after each start, replies by state."""
+    """One server's results: seconds of each start to the first token, replies by state."""
 
     options: tuple[str, ...]
     starts_s: list[float] = field(default_factory=list)
@@ -65,8 +64,8 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What the stock server needs on this machine, by a short prompt."""
+class StockSpeed:
+    """The stock server's speed on this machine, measured with a short prompt."""
 
     load_s: float
     prompt_tokens_per_s: float
@@ -85,7 +84,7 @@ class Bench:
         plugin = ("--plugin", "kvpersist", *store)
         ours = (*plugin, "--kvpersist-kv-measure-s", str(int(self.measure_s)))
         self.stock, self.ours = Side(()), Side(ours)
-        self.n_tokens = self._chars = self._probe_chars = 0
+        self.n_tokens = self._probe_chars = 0
         self._starts_s = self._chars_per_token = 0.0
         self.spec: dict[str, Any] = {}
 
@@ -103,7 +102,7 @@ class Bench:
             ours = stack.enter_context(self._server("kvpersist", self.ours))
             self.spec = ask(ours.url, SPEC_PATH)
             with ongoing("kvpersist: warm up"):
-                self._chat(ours, [_user(f"Warm up.\n\n{document(self._probe_chars)}")], 1)
+                ours.chat([_user(f"Warm up.\n\n{document(self._probe_chars)}")], None, 1)
             for n, messages in enumerate(self.stock.messages, 1):
                 of = f"kvpersist, {n} of {len(self.stock.messages)}"
                 self._converse(ours, self.ours, messages[0]["content"], of)
@@ -122,33 +121,35 @@ class Bench:
                         self._turn(server, side, messages, RESTARTED)
                 server.kill9()
 
-    def _server(self, name: str, side: Side) -> DemoServer:
+    def _server(self, name: str, side: Side) -> StartedServer:
         what = f"{name}: start" if side is self.stock else f"{name}: start, precision measured once"
         with ongoing(what):
             started_s = time.monotonic()
-            server = DemoServer(self._model, *side.options, log_path=self._folder / f"{name}.log")
+            server = StartedServer(
+                self._model, *side.options, log_path=self._folder / f"{name}.log"
+            )
             side.starts_s.append(time.monotonic() - started_s)
         return server
 
-    def _speed(self, server: DemoServer) -> Speed:
+    def _speed(self, server: StartedServer) -> StockSpeed:
         """Measure by about 250 tokens, and by about 2,000 where these took no time."""
         with ongoing("stock: how fast is this machine"):
             for n_chars in (1000, 8000):
                 prompt = f"{n_chars} characters.\n\n{document(n_chars)}"
-                self._chat(server, [_user(f"Warm up. {prompt}")], 1)
-                reply = self._chat(server, [_user(prompt)], 24)
+                server.chat([_user(f"Warm up. {prompt}")], None, 1)
+                reply = server.chat([_user(prompt)], None, 24)
                 if reply.ttft_s > _LONG_PROBE_S:
                     break
         self._probe_chars = n_chars
         n_computed = reply.prompt_tokens - reply.cached_tokens
-        return Speed(
+        return StockSpeed(
             load_s=self.stock.starts_s[0],
             prompt_tokens_per_s=n_computed / reply.ttft_s,
             reply_tokens_per_s=reply.tokens_per_s or 10.0,
             chars_per_token=n_chars / reply.prompt_tokens,
         )
 
-    def _plan(self, speed: Speed) -> int:
+    def _plan(self, speed: StockSpeed) -> int:
         """Choose the length of the prompts; return how many conversations there are to be."""
         room = max_context(self._model, None) or LENGTHS[-1]
         lengths = [n for n in reversed(LENGTHS) if n + 512 <= room]
@@ -173,19 +174,15 @@ class Bench:
             )
         is_repeated = bool(repeated) and repeated[0] >= min(_WORTH_REPEATING, single[0])
         self._starts_s, self._chars_per_token = starts_s, speed.chars_per_token
-        self._set_length(repeated[0] if is_repeated else single[0])
+        self.n_tokens = repeated[0] if is_repeated else single[0]
         return _CONVERSATIONS if is_repeated else 1
 
-    def _set_length(self, n_tokens: int) -> None:
-        self.n_tokens = n_tokens
-        self._chars = int((n_tokens - 32) * self._chars_per_token)
-
-    def _serve_stock(self, server: DemoServer, n_conversations: int) -> None:
+    def _serve_stock(self, server: StartedServer, n_conversations: int) -> None:
         """Hold conversations, fewer or shorter ones if the first takes longer than was thought."""
         while len(self.stock.messages) < n_conversations:
             began_s = self.seconds
             n = len(self.stock.messages) + 1
-            text = document(self._chars)
+            text = document(int((self.n_tokens - 32) * self._chars_per_token))
             opening = f"Conversation {n} of {self.n_tokens}.\n\n{text}\n\n{_QUESTIONS[COLD]}"
             self._converse(server, self.stock, opening, f"stock, {n} of {n_conversations}")
             took_s = self.seconds - began_s
@@ -193,54 +190,45 @@ class Bench:
             left_s = self._limit_s - self.seconds - self._starts_s
             shorter = [m for m in LENGTHS if m / self.n_tokens * 3 * took_s <= left_s]
             if n == 1 and left_s < 2 * took_s and self.n_tokens > LENGTHS[0]:
-                self._set_length(max(m for m in (*shorter, LENGTHS[0]) if m < self.n_tokens))
+                self.n_tokens = max(m for m in (*shorter, LENGTHS[0]) if m < self.n_tokens)
                 self.stock.messages.clear()
                 self.stock.replies.clear()
                 n_conversations = 1
             elif left_s < (2 * n + 3) * took_s:
                 break
 
-    def _converse(self, server: DemoServer, side: Side, opening: str, progress: str) -> None:
+    def _converse(self, server: StartedServer, side: Side, opening: str, progress: str) -> None:
         messages = [_user(opening)]
         for state in (COLD, HOT):
             with ongoing(f"{progress}: {state}, about {self.n_tokens:,} tokens"):
                 self._turn(server, side, messages, state)
         side.messages.append(messages)
 
-    def _turn(self, server: DemoServer, side: Side, messages: list[Message], state: str) -> None:
+    def _turn(self, server: StartedServer, side: Side, messages: list[Message], state: str) -> None:
         """Ask the state's question; the reply becomes part of the conversation."""
         if state != COLD:
             messages.append(_user(_QUESTIONS[state]))
-        reply = self._chat(server, messages, _REPLY_TOKENS[state])
+        reply = server.chat(messages, None, _REPLY_TOKENS[state])
         side.replies.setdefault(state, []).append(reply)
         messages.append({"role": "assistant", "content": reply.text})
 
-    @staticmethod
-    def _chat(server: DemoServer, messages: Sequence[Message], max_tokens: int) -> Reply:
-        return server.chat(messages, None, max_tokens)
-
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows; "times" above 1 is in our favour."""
-        found = []
+        found, sides = [], (self.stock, self.ours)
         for state in (COLD, HOT, RESTARTED):
-            samples = [[reply.ttft_s for reply in side.replies[state]] for side in self._sides]
+            samples = [[reply.ttft_s for reply in side.replies[state]] for side in sides]
             reused = [
                 statistics.median(reply.cached_tokens for reply in side.replies[state])
-                for side in self._sides
+                for side in sides
             ]
             found.append(row(f"first token, {state}", "s", *samples, reused=reused))
         rates = [
-            [rate for reply in side.replies[HOT] if (rate := reply.tokens_per_s)]
-            for side in self._sides
+            [rate for reply in side.replies[HOT] if (rate := reply.tokens_per_s)] for side in sides
         ]
         if all(rates):
             found.append(row("reply", "tokens/s", *rates, more_is_better=True))
-        found.append(row("start after kill -9", "s", *(side.starts_s[-1:] for side in self._sides)))
+        found.append(row("start after kill -9", "s", *(side.starts_s[-1:] for side in sides)))
         return found
-
-    @property
-    def _sides(self) -> tuple[Side, Side]:
-        return self.stock, self.ours
 
 
 def run(args: argparse.Namespace) -> int:
@@ -249,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
-    check_model_folder(args.model)
+    check_model_name(args.model)
     path = _fetched(args.model)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache.precision import layout_in_words
+from ..cache.geometry.precision import layout_in_words
 from ..units import show_bytes
+from .machine import Blas
 
 _COLUMNS = ("", "stock", "kvpersist", "times as fast", "kvpersist reused")
 
@@ -42,19 +43,18 @@ def as_markdown(content: dict[str, Any]) -> str:
     found, device, setting = content["versions"], content["device"], content["setting"]
     model = content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
-    blas = content["blas"]
-    cpu, n_bytes = "", device.get("memory_size")
+    kv = content["kv"]
+    kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
+    n_bytes = device.get("memory_size")
     memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
-    if blas:
-        kind = "reference BLAS" if blas["is_reference"] else blas["library"].rpartition("/")[2]
-        cpu = f", {kind} ({blas['gflops']:.3g} GFLOP/s)"
+    cpu = f", {Blas(**content['blas'])}" if content["blas"] else ""
     lines = [
         f"mlx-lm-kvpersist {found['mlx-lm-kvpersist']}, mlx-lm {found['mlx-lm']}, "
         f"mlx {found['mlx']}, Python {found['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
         f"{device['processors']} processors, load {content['load_before']} before",
         f"{model['name']} ({model['type']}{bits}, {model['weights']}); "
-        f"precision of kvpersist: {precision(content['kv'])}",
+        f"precision of kvpersist: {kept}",
         f"prompts of {setting['prompt_tokens']:,} tokens, {setting['conversations']} of each; one "
         "request and one server at a time; the system's page cache was not dropped",
         "",
@@ -72,10 +72,3 @@ def as_markdown(content: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"{content['date']}, took {content['seconds']} s"]
     return "\n".join(lines)
-
-
-def precision(spec: dict[str, Any]) -> str:
-    """Return in which bits the plugin keeps a model's layers."""
-    if not spec.get("kept"):
-        return f"nothing is kept ({spec.get('why_not')})"
-    return layout_in_words(spec["layout"])

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A file that exists is merged: what else it says stays, comments included. The merged text is parsed
-again; if anything but our own keys changed, nothing is written.
+A file that exists is merged: its other settings stay. The merged text is parsed again; if anything
+but our own keys changed, nothing is written.
 """
 
 from __future__ import annotations
@@ -12,86 +12,91 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import yaml
-
-from ..errors import ConfigError
+from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
+from .asking import ask
 
 Settings = Mapping[str, Any]
 
 _NAME = "kvpersist"
 _TITLE = "mlx-lm-kvpersist"
 _MODEL = "default_model"
-"""What the stock server calls the model of `--model`."""
+"""The stock server's name for the model of `--model`."""
 _CLAUDE_MODEL = "claude-local"
 """Every name that begins so is the server's own model, and Claude Code lists no other."""
 _NO_KEY = "none"
-
-
-@dataclass(frozen=True)
-class FileFormat:
-    """How a file is read, and how settings are merged into its text; both raise ValueError."""
-
-    parse: Callable[[str], Any]
-    merge: Callable[[str, Settings], str]
+_MAX_OUTPUT = 32_000
+_TOML_VALUE = r"""("[^"\n]*"|'[^'\n]*'|[^#"'\n]*?)\s*(#.*)?$"""
+"""A value of one line, and a comment behind it."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """What a client needs: `settings` for its `file`, if it has one, and how it is then started.
+    """How a client is started with its `files`, JSON or TOML; without_file: with variables."""
 
-    `without_file` starts it with nothing written.
-    """
-
-    without_file: str
-    start: str = ""
-    file: Path | None = None
-    format: FileFormat | None = None
-    settings: Settings | None = None
+    start: str
+    files: Mapping[Path, Settings]
+    without_file: str = ""
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises ConfigError where nothing can be written."""
-    client = CLIENTS[args.client](f"http://127.0.0.1:{args.port}")
-    if client.file is None or client.format is None or client.settings is None:
-        if args.write:
-            raise ConfigError(
-                f"{args.client} has no configuration file; start it with: {client.without_file}"
-            )
-        print(f"Start it:\n\n  {client.without_file}")
-        return 0
-    ours = client.format.merge("", client.settings)
-    if args.write:
+    url = f"http://127.0.0.1:{args.port}"
+    n_context = context_of(url)
+    client = CLIENTS[args.client](url, n_context)
+    if client.files and n_context is None:
+        print(
+            f"No server at {url} says its context length, so the client does not know it either; "
+            "connect again when the server runs.\n"
+        )
+    for file, settings in client.files.items():
+        ours = _format_of(file).merge("", settings)
+        if not args.write:
+            print(f"What --write adds to {file}:\n\n{ours}")
+            continue
         try:
-            _write(client.file, client.format, client.settings)
-        except (ValueError, OSError) as error:
-            print(f"What to add to {client.file}:\n\n{ours}")
+            _write(file, settings)
+        except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
+            # RuntimeError: links in a circle, deep JSON. ArithmeticError: huge numbers.
+            print(f"What to add to {file}:\n\n{ours}")
             why = " ".join(str(error).split())
             raise ConfigError(
-                f"{client.file} is left as it is ({why}); add the lines above by hand"
+                f"{file} is left as it is ({why}); add the lines above by hand"
             ) from error
-    else:
-        print(f"What --write adds to {client.file}:\n\n{ours}")
     print(f"Start it:\n\n  {client.start}")
-    if not args.write:
+    if client.without_file and not args.write:
         print(f"\nOr without the file:\n\n  {client.without_file}")
     return 0
 
 
-def _write(file: Path, form: FileFormat, settings: Settings) -> None:
+def context_of(url: str) -> int | None:
+    """Return how many tokens the model of a running server takes; None if no server says it."""
+    try:
+        models = ask(url, "/v1/models")["data"]
+        lengths = [int(one["max_model_len"]) for one in models if "max_model_len" in one]
+    except (KVPersistError, KeyError, TypeError, ValueError):
+        return None  # also for another program's server on the port
+    return lengths[0] if lengths else None
+
+
+def _write(file: Path, settings: Settings) -> None:
     """Merge settings into a file, show the difference, and keep what was there beside it.
 
-    Raises ValueError where it cannot be merged, OSError where it cannot be read or written.
+    Raises ValueError where it cannot be merged, OSError or RuntimeError where it cannot be read or
+    written.
     """
+    form = _format_of(file)
     path = file.resolve()  # a link stays one
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     there = form.parse(before) if before.strip() else {}
     wanted = _merged(there, settings)
@@ -104,18 +109,20 @@ def _write(file: Path, form: FileFormat, settings: Settings) -> None:
     old, new = before.splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = None
-    kept = ""
+    mode, kept = 0o600, ""
     if path.exists():
         mode = path.stat().st_mode & 0o777
-        backup = next(p for n in count(1) if not (p := Path(f"{path}.bak{n}")).exists())
-        shutil.copy2(path, backup)
-        kept = f"; what was there is in {backup}"
-    with whole_file(path, fsync=True) as out:
-        out.write(after.encode())
-    if mode is not None:
-        path.chmod(mode)
+        backup = next(p for n in count(1) if not os.path.lexists(p := f"{path}.bak{n}"))
+        kept = f"; its former content is in {backup}"
+        _replace(Path(backup), path.read_bytes(), mode)
+    _replace(path, after.encode(), mode)
     print(f"\n{file} is written{kept}.\n")
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    with whole_file(path, fsync=True) as out:
+        os.fchmod(out.fileno(), mode)
+        out.write(content)
 
 
 def _merged(there: Any, settings: Settings) -> dict[str, Any]:
@@ -128,53 +135,45 @@ def _merged(there: Any, settings: Settings) -> dict[str, Any]:
     return merged
 
 
+@dataclass(frozen=True)
+class FileFormat:
+    """How a file is read, and how settings are merged into its text; both raise ValueError."""
+
+    parse: Callable[[str], Any]
+    merge: Callable[[str, Settings], str]
+
+
+def _format_of(file: Path) -> FileFormat:
+    if file.suffix == ".toml":
+        return FileFormat(_parse_toml, _merge_toml)
+    return FileFormat(_parse_json, _merge_json)
+
+
+def _parse_json(text: str) -> Any:
+    """Return what a text says. Raises ValueError where it would not be written as it was."""
+
+    def number(written: str) -> float:
+        value = float(written)
+        if Decimal(repr(value)) != Decimal(written):
+            raise ValueError(f"the number {written} cannot be kept")
+        return value
+
+    def constant(written: str) -> NoReturn:
+        raise ValueError(f"{written} is no JSON")
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"the key {json.dumps(twice[0])} is there twice")
+        return dict(pairs)
+
+    return json.loads(text, parse_float=number, parse_constant=constant, object_pairs_hook=table)
+
+
 def _merge_json(text: str, settings: Settings) -> str:
     indent = re.search(r"^([ \t]+)\S", text, re.MULTILINE)
-    merged = _merged(json.loads(text) if text.strip() else {}, settings)
+    merged = _merged(_parse_json(text) if text.strip() else {}, settings)
     return json.dumps(merged, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
-
-
-def _merge_lines(text: str, lines: list[str]) -> str:
-    """Put lines `key: value` or `key = value` in the place of those with their keys, or last.
-
-    A comment behind a value stays.
-    """
-    added = []
-    for line in lines:
-        key = re.match(r"[\w-]+(?=\s*[:=])", line)
-        found = key and re.search(rf"^{key[0]}\s*[:=][^#\n]*(#.*)?$", text, re.MULTILINE)
-        if found:
-            comment = f"  {found[1]}" if found[1] else ""
-            text = text[: found.start()] + line + comment + text[found.end() :]
-        elif line not in text.splitlines():
-            added.append(line)
-    if added and text and not text.endswith("\n"):
-        text += "\n"
-    return text + "".join(f"{line}\n" for line in added)
-
-
-def _merge_yaml(text: str, settings: Settings) -> str:
-    return _merge_lines(text, [f"{key}: {value}" for key, value in settings.items()])
-
-
-def _merge_toml(text: str, settings: Settings) -> str:
-    lines = [f"{key} = {json.dumps(v)}" for key, v in settings.items() if isinstance(v, str)]
-    for table, entries in _tables(settings):
-        lines += [f"[{table}]", *(f"{key} = {json.dumps(v)}" for key, v in entries.items())]
-    return _merge_lines(text, lines)
-
-
-def _tables(settings: Settings) -> list[tuple[str, Settings]]:
-    """Return the tables that stand two deep, as a provider's does, by their names."""
-    groups = ((name, group) for name, group in settings.items() if isinstance(group, Mapping))
-    return [(f"{name}.{key}", table) for name, group in groups for key, table in group.items()]
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {error}") from error
 
 
 def _parse_toml(text: str) -> Any:
@@ -185,9 +184,30 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-JSON = FileFormat(json.loads, _merge_json)
-YAML = FileFormat(_parse_yaml, _merge_yaml)
-TOML = FileFormat(_parse_toml, _merge_toml)
+def _merge_toml(text: str, settings: Settings) -> str:
+    """Put lines in the place of those with their keys, or last. A comment behind a value stays."""
+    lines = _toml_lines(settings)
+    for name, group in settings.items():
+        if isinstance(group, Mapping):  # tables two deep, as a provider's are
+            for key, table in group.items():
+                lines += [f"[{name}.{key}]", *_toml_lines(table)]
+    added = []
+    for line in lines:
+        key = re.match(r"[\w-]+(?=\s*=)", line)
+        found = key and re.search(rf"^{key[0]}\s*=\s*{_TOML_VALUE}", text, re.MULTILINE)
+        if found:
+            comment = f"  {found[2]}" if found[2] else ""
+            text = text[: found.start()] + line + comment + text[found.end() :]
+        elif line not in text.splitlines():
+            added.append(line)
+    if added and text and not text.endswith("\n"):
+        text += "\n"
+    return text + "".join(f"{line}\n" for line in added)
+
+
+def _toml_lines(settings: Settings) -> list[str]:
+    entries = (item for item in settings.items() if not isinstance(item[1], Mapping))
+    return [f"{key} = {json.dumps(value)}" for key, value in entries]
 
 
 def _folder(variable: str, *otherwise: str) -> Path:
@@ -200,7 +220,7 @@ def _with(variables: Mapping[str, str], command: str) -> str:
     return " ".join([*(f"{name}={shlex.quote(v)}" for name, v in variables.items()), command])
 
 
-def claude(url: str) -> Client:
+def claude(url: str, n_context: int | None) -> Client:
     """Claude Code reads `env` of its settings, and a variable of the shell otherwise."""
     variables = {
         "ANTHROPIC_BASE_URL": url,
@@ -208,56 +228,65 @@ def claude(url: str) -> Client:
         "ANTHROPIC_MODEL": _CLAUDE_MODEL,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": _CLAUDE_MODEL,
     }
+    if n_context:
+        variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(n_context)
     file = _folder("CLAUDE_CONFIG_DIR", ".claude") / "settings.json"
-    return Client(_with(variables, "claude"), "claude", file, JSON, {"env": variables})
+    return Client("claude", {file: {"env": variables}}, _with(variables, "claude"))
 
 
-def codex(url: str) -> Client:
+def codex(url: str, n_context: int | None) -> Client:
     """Codex lays a profile's file over its own configuration, since 0.162."""
     provider = {"name": _TITLE, "base_url": f"{url}/v1", "wire_api": "responses"}
-    table = ", ".join(f"{key}={json.dumps(value)}" for key, value in provider.items())
-    options = [f"model={_MODEL}", f"model_provider={_NAME}"]
-    options.append(f"model_providers.{_NAME}={{{table}}}")
+    own: dict[str, Any] = {"model": _MODEL, "model_provider": _NAME}
+    if n_context:
+        own["model_context_window"] = n_context
     file = _folder("CODEX_HOME", ".codex") / f"{_NAME}.config.toml"
-    settings = {"model": _MODEL, "model_provider": _NAME, "model_providers": {_NAME: provider}}
-    command = " ".join(["codex", *(f"-c {shlex.quote(option)}" for option in options)])
-    return Client(command, f"codex --profile {_NAME}", file, TOML, settings)
+    settings = {**own, "model_providers": {_NAME: provider}}
+    return Client(f"codex --profile {_NAME}", {file: settings})
 
 
-def opencode(url: str) -> Client:
+def opencode(url: str, n_context: int | None) -> Client:
     """Opencode takes a provider of any name, and models only by their ids."""
+    model: dict[str, Any] = {"name": "the server's model"}
+    if n_context:
+        model["limit"] = {"context": n_context, "output": min(n_context // 4, _MAX_OUTPUT)}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": _TITLE,
         "options": {"baseURL": f"{url}/v1"},
-        "models": {_MODEL: {"name": "the server's model"}},
+        "models": {_MODEL: model},
     }
     settings = {"$schema": "https://opencode.ai/config.json", "provider": {_NAME: provider}}
-    start = f"opencode --model {_NAME}/{_MODEL}"
     file = _folder("XDG_CONFIG_HOME", ".config") / "opencode" / "opencode.json"
-    content = {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)}
-    return Client(_with(content, start), start, file, JSON, settings)
+    return Client(f"opencode --model {_NAME}/{_MODEL}", {file: settings})
 
 
-def aider(url: str) -> Client:
-    """Aider reads the same from variables and from its file; `openai/` names the API."""
-    model = f"openai/{_MODEL}"
-    variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": _NO_KEY}
+def aider(url: str, n_context: int | None) -> Client:
+    """Aider takes a configuration file by name, and another one for facts about models.
+
+    Both are files of our own. JSON is YAML, which aider reads.
+    """
+    model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
-    file = Path.home() / ".aider.conf.yml"
-    return Client(_with(variables, f"aider --model {model}"), "aider", file, YAML, settings)
+    file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
+    files: dict[Path, Settings] = {file: settings}
+    if n_context:
+        settings["model-metadata-file"] = str(facts)
+        known = {"max_input_tokens": n_context, "litellm_provider": "openai", "mode": "chat"}
+        files[facts] = {model: known}
+    return Client(f"aider --config {shlex.quote(str(file))}", files)
 
 
-def openwebui(url: str) -> Client:
+def openwebui(url: str, n_context: int | None) -> Client:
     """Open WebUI reads variables at its first start; with the last it names each chat."""
     variables = {
         "OPENAI_API_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": _NO_KEY,
         "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
     }
-    return Client(_with(variables, "open-webui serve --port 3000"))
+    return Client(_with(variables, "open-webui serve --port 3000"), {})
 
 
-CLIENTS: dict[str, Callable[[str], Client]] = {
+CLIENTS: dict[str, Callable[[str, int | None], Client]] = {
     function.__name__: function for function in (claude, codex, opencode, aider, openwebui)
 }

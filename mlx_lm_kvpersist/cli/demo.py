@@ -13,11 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from .demo_picture import draw, print_bars
-from .demo_server import DemoServer, Message, Reply, wait_until_written
-from .opening import check_model_folder
+from ..host.scheduling.model_provider import check_model_name
 from .output import console, ongoing, print_table, shown
+from .started_server import Message, Reply, StartedServer, wait_until_written
 from .story import document
 
 SESSION = "demo"
@@ -40,23 +38,20 @@ class Step:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if the conversation came back from disk, else 1."""
-    check_model_folder(args.model or "")
-    if args.png and not args.png.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder for {args.png}; make it first")
+    if args.model is not None:
+        check_model_name(args.model)
     out = console()
     with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name:
         folder = Path(folder_name)
-        model = args.model or _tiny_model(folder / "model")
-        options = ("--kvpersist-kv-bits", args.bits) if args.bits else ()
-        # What random weights say is not worth reading.
-        shows_replies = args.model is not None
-        steps = run_steps(model, options, folder, args.chars, out.print, shows_replies)
+        model = args.model
+        if model is None:
+            with ongoing("make a tiny model with random weights"):
+                # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
+                from .demo_model import make_model
+
+                model = str(make_model(folder / "model"))
+        steps = run_steps(model, args.model is None, folder, args.chars, out.print)
     _print(steps)
-    times = [(step.server, step.what, step.reply.ttft_s) for step in steps]
-    print_bars(times)
-    if args.png:
-        drawn = draw(times, args.png)
-        out.print(f"{args.png} shows it." if drawn else "No PNG: matplotlib is not installed.")
     *_, warm, stock = (step.reply for step in steps)
     n_restored = int(warm.said("restored") or 0)
     if n_restored:
@@ -70,32 +65,23 @@ def run(args: argparse.Namespace) -> int:
     return 0 if n_restored else 1
 
 
-def _tiny_model(folder: Path) -> str:
-    with ongoing("make a tiny model with random weights"):
-        # Not at the top: importing mlx-lm takes seconds, in which nothing would be said.
-        from .demo_model import make_model
-
-        return str(make_model(folder))
-
-
 def run_steps(
     model: str,
-    options: Sequence[str],
+    is_random: bool,
     folder: Path,
     n_chars: int,
     progress: Callable[[str], None],
-    shows_replies: bool,
 ) -> list[Step]:
     """Play the conversation and return one Step per request; the servers log into `folder`.
 
     The first request sends a text of `n_chars` characters; every request asks a question about it.
-    `options` are further ones of the plugin.
+    Random weights are not measured, and their replies are not shown: they say nothing.
     Raises KVPersistError where a server does not start or does not answer.
     """
     messages: list[Message] = []
     steps: list[Step] = []
 
-    def ask(server: DemoServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
+    def ask(server: StartedServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
         if is_new_turn:
             if steps:
                 messages.append({"role": "assistant", "content": steps[-1].reply.text})
@@ -106,19 +92,22 @@ def run_steps(
         steps.append(Step(name, what, reply))
         header = reply.outcome or "no X-KVPersist header"
         progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
-        if shows_replies:
+        if not is_random:
             question = messages[-1]["content"].rpartition("\n")[2]
             progress(f"    {question}\n    > {shown(reply.text, 200)}")
 
     store = folder / "store"
-    plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store), *options)
-    progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
-    start = "  start"
-    if "--kvpersist-kv-bits" not in options:
+    plugin, start = ["--plugin", "kvpersist", "--kvpersist-dir", str(store)], "  start"
+    if is_random:
+        plugin += ["--kvpersist-kv-bits", "8"]
+    else:
         start += "; the model is measured once, for at most a minute, to choose its bits"
+    progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
     with ExitStack() as stack:
         with ongoing(start):
-            server = stack.enter_context(DemoServer(model, *plugin, log_path=folder / "plugin.log"))
+            server = stack.enter_context(
+                StartedServer(model, *plugin, log_path=folder / "plugin.log")
+            )
         ask(server, "kvpersist", "first request")
         ask(server, "kvpersist", "next turn")
         wait_until_written(store)
@@ -130,7 +119,7 @@ def run_steps(
     progress("the same request to a fresh server without the plugin")
     with ExitStack() as stack:
         with ongoing("  start"):
-            server = stack.enter_context(DemoServer(model, log_path=folder / "stock.log"))
+            server = stack.enter_context(StartedServer(model, log_path=folder / "stock.log"))
         ask(server, "stock", "turn after restart", is_new_turn=False)
     return steps
 

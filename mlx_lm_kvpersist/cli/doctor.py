@@ -21,7 +21,8 @@ from importlib import metadata
 from pathlib import Path
 
 from ..errors import PluginNotFound, UnsupportedVersion
-from ..host import manager, versions
+from ..host import manager
+from ..host.patching import versions
 from .machine import Blas, openblas_advice
 from .output import console, print_json, print_table
 

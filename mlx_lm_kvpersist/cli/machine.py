@@ -1,7 +1,7 @@
-"""What a measured time depends on: the machine, the versions, and the BLAS of MLX's CPU backend.
+"""The conditions of a measurement: the machine, the versions, the BLAS of MLX's CPU backend.
 
 MLX's wheel for Linux brings netlib's reference BLAS. A server that computes prompts with it takes
-many times as long as with OpenBLAS, and is told so by `doctor` and `bench`.
+many times as long as with OpenBLAS; `doctor` and `bench` say so.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import time
 from ctypes.util import find_library
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 _PRODUCT = "cblas_sgemm"
 _OPTIMISED = ("openblas_get_config", "mkl_get_version", "bli_info_get_version_str")
-"""What OpenBLAS, MKL and BLIS export, and netlib's reference BLAS does not."""
+"""Functions that OpenBLAS, MKL and BLIS export, and netlib's reference BLAS does not."""
 _SIZE, _REPEATS = 384, 3
 
 
@@ -45,15 +45,7 @@ class Blas:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            # On PYTHONPATH without its metadata.
-            module = __import__(package.replace("-", "_"))
-            found[package] = str(getattr(module, "__version__", "unknown"))
-    return found
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 @cache

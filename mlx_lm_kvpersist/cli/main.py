@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a name in a terminal of ASCII is no error
     args = make_parser().parse_args(argv)
+    if "run" not in args:
+        args.print_help()
+        return 0
     module, _, function = args.run.partition(":")
     try:
         run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
@@ -74,15 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
     )
-    demo.add_argument("--bits", help="as the server's --kvpersist-kv-bits (default: its own)")
     demo.add_argument(
         "--chars",
         type=int,
         default=12_000,
-        help="characters of the text it is about (default: %(default)s, about 4,000 tokens)",
-    )
-    demo.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the times there, too; needs matplotlib"
+        help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
     _add_quality(_adder(commands, _folder()))
@@ -96,8 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
         prefix_chars="\0",
     )
     server.add_argument("options", nargs=argparse.REMAINDER)
-    summary = "look after the sessions of a store"
-    _add_sessions(_commands(commands.add_parser("sessions", help=summary, description=summary)))
+    _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
     add_spec = _adder(commands, _folder())
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
@@ -109,14 +107,27 @@ def make_parser() -> argparse.ArgumentParser:
         help="as the server's --kvpersist-kv-bits (default: auto)",
     )
     _add_precision(spec)
-    summary = "check, repair and shrink a store"
-    _add_store(_commands(commands.add_parser("store", help=summary, description=summary)))
+    _add_store(_group(commands, "store", "check, repair and shrink a store"))
+    summary = "let a running server compute the beginning of prompts, and pin it"
+    warm = add("warm", "warm:run", summary, json=True)
+    warm.add_argument(
+        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
+    )
+    warm.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
+    )
+    warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
     _add_why(commands)
     return parser
 
 
-def _commands(parser: argparse.ArgumentParser, dest: str = "subcommand") -> Any:
-    return parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
+def _group(commands: Any, name: str, summary: str) -> Any:
+    return _commands(commands.add_parser(name, help=summary, description=summary), "subcommand")
+
+
+def _commands(parser: argparse.ArgumentParser, dest: str) -> Any:
+    parser.set_defaults(print_help=parser.print_help)  # for the command alone
+    return parser.add_subparsers(dest=dest, metavar="COMMAND")
 
 
 def _adder(commands: Any, *parents: argparse.ArgumentParser) -> Any:
@@ -161,8 +172,9 @@ def _budgets() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kvpersist-min-free",
         type=parse_size,
+        default="10G",
         metavar="SIZE",
-        help="disk space to leave free on the volume (default: 10G)",
+        help="disk space to leave free on the volume (default: %(default)s)",
     )
     return parser
 
@@ -211,11 +223,13 @@ def _add_connect(add: Any) -> None:
         choices=("claude", "codex", "opencode", "aider", "openwebui"),
         help="the program to configure",
     )
-    connect.add_argument("--port", type=int, default=8080, help="the server's (%(default)s)")
+    connect.add_argument(
+        "--port", type=int, default=8080, help="the server's port (default: %(default)s)"
+    )
     connect.add_argument(
         "--write",
         action="store_true",
-        help="merge it into the client's file: show the difference, keep what was there",
+        help="merge it into the client's file: show the difference, keep a copy of the former file",
     )
 
 
@@ -288,14 +302,6 @@ def _add_sessions(commands: Any) -> None:
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    warm = add("warm", "warm:run", "have a running server compute a beginning, and pin it")
-    warm.add_argument(
-        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
-    )
-    warm.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
-    )
-    warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
     add = _adder(commands, _folder(), _budgets())
     load = add("import", "sessions:load", "add a session from a file that export has written")
     load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
@@ -325,7 +331,4 @@ def _add_why(commands: Any) -> None:
     why.add_argument(
         "--url",
         help="ask this running server, such as http://127.0.0.1:8080, instead of the store",
-    )
-    why.add_argument(
-        "--follow", action="store_true", help="show requests as they come, until interrupted"
     )

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..config import DEFAULT_MIN_FREE_BYTES, default_disk_bytes, default_folder
-from ..errors import ConfigError, StoreError
+from ..config import default_disk_bytes, default_folder
+from ..errors import StoreError
 from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.folder import check_store
@@ -25,23 +25,12 @@ def folder_of(args: argparse.Namespace) -> Path:
     return args.kvpersist_dir or default_folder()
 
 
-def check_model_folder(model: str) -> None:
-    """Raise ConfigError where a model is named by a folder that does not exist.
-
-    mlx-lm 0.31.3 would answer /health and hang on the first request.
-    """
-    if model.startswith(("/", ".")) and not Path(model).is_dir():
-        raise ConfigError(f"there is no model folder {model}")
-
-
 def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
     """Return the budgets that the options name, with the server's defaults."""
-    max_disk_bytes, min_free_bytes = args.kvpersist_disk, args.kvpersist_min_free
-    if max_disk_bytes is None:
-        max_disk_bytes = default_disk_bytes(folder)
-    if min_free_bytes is None:
-        min_free_bytes = DEFAULT_MIN_FREE_BYTES
-    return StoreLimits(0, max_disk_bytes, min_free_bytes=min_free_bytes, fsync=True)
+    disk = args.kvpersist_disk
+    if disk is None:
+        disk = default_disk_bytes(folder)
+    return StoreLimits(0, disk, min_free_bytes=args.kvpersist_min_free, fsync=True)
 
 
 def check_exists(folder: Path) -> None:

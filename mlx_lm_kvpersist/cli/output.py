@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, progress of long work.
+"""Output of the commands: tables for people, JSON for programs, progress of long work.
 
 Names and texts come from clients. They are shown escaped and shortened, never as markup.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from rich.text import Text
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask."""
 _LONG_S = 2.0
-_BEAT_S = 5.0
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -109,41 +107,26 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _lines(what: str) -> Callable[[int, int], None]:
-    told, started_s = 0, time.monotonic()
+    printed, started_s = 0, time.monotonic()
 
-    def tell_of(done: int, total: int) -> None:
-        nonlocal told
+    def on_progress(done: int, total: int) -> None:
+        nonlocal printed
         percent = 100 * done // max(1, total) // 5 * 5
-        if percent > told and time.monotonic() - started_s >= _LONG_S:
-            told = percent
+        if percent > printed and time.monotonic() - started_s >= _LONG_S:
+            printed = percent
             print(f"{what}: {percent}%", file=sys.stderr, flush=True)
 
-    return tell_of
+    return on_progress
 
 
 @contextmanager
 def ongoing(what: str) -> Iterator[None]:
-    """Say on stderr what is being done, and for how long: a clock in a terminal, else lines.
-
-    A line comes at once and every 5 s.
-    """
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as clock:
-            clock.add_task(what, total=None)
-            yield
-        return
-    done, started_s = threading.Event(), time.monotonic()
-
-    def beat() -> None:
-        while not done.wait(_BEAT_S):
-            print(f"{what}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
-
-    print(f"{what} …", file=sys.stderr, flush=True)
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
+    """Say on stderr what is being done: with a clock in a terminal, else in one line."""
+    if not sys.stderr.isatty():
+        print(f"{what} …", file=sys.stderr, flush=True)
         yield
-    finally:
-        done.set()
-        thread.join()
+        return
+    columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as clock:
+        clock.add_task(what, total=None)
+        yield

@@ -12,14 +12,14 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.kept_allocation import PRECISION_FILE, keep_allocation
-from ..cache.precision import layout_in_words
-from ..cache.spec import ModelCacheSpec
+from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.precision import layout_in_words
+from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.measuring.persisted_allocation import put_allocation
 from ..config import KV_BITS
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
-from .opening import check_exists, folder_of
+from .opening import changing, check_exists, folder_of
 from .output import console, print_json, print_table, progress, tell
 from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
@@ -27,7 +27,7 @@ from .quality_checks import (
     TOOL,
     TOOL_QUESTION,
     MakeCache,
-    Told,
+    OnProgress,
     greedy,
     n_text_steps,
     needle_prompts,
@@ -77,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
     n_needles = 0 if args.no_needle else len(_DEPTHS)
     total = n_text_steps(windows) + len(makers) * (n_needles + with_tools)
     done = 0
-    with progress("quality") as told:
+    with progress("quality") as on_progress:
 
         def one_more() -> None:
             nonlocal done
             done += 1
-            told(done, total)
+            on_progress(done, total)
 
         scores = score_text(model, windows, makers, one_more)
         ask = partial(_replies, model, tokenizer, makers, one_more)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         Row(
             precision=name,
-            layout=specs[name].layout if name in specs else "own",
+            layout=specs[name].layout if name in specs else "full",
             bits_per_number=first.bits_per_number * n_bytes / first.bytes_per_token,
             kv_bytes_per_token=float(n_bytes),
             perplexity=score.perplexity,
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose(args: argparse.Namespace) -> int:
-    """Measure anew what `auto` gives, and keep it for the server."""
+    """Measure anew what `auto` gives, and persist it for the server."""
     folder = folder_of(args)
     check_exists(folder)
     model, tokenizer = load_named(args.model)
@@ -152,25 +152,26 @@ def _choose(args: argparse.Namespace) -> int:
     if allocation is None:
         raise ModelNotSupported(f"nothing of {args.model} is quantized, there is nothing to choose")
     fingerprint = model_fingerprint(local_path(args.model), None, content_hash)
-    file = folder / PRECISION_FILE
-    keep_allocation(file, fingerprint, request, allocation)
+    with changing(folder) as disk:
+        put_allocation(disk.index.state, fingerprint, request, allocation)
     nats = allocation.divergence
     content = {
         "model": args.model,
         "layout": spec.layout,
         "divergence_nats": asdict(nats) if nats else None,
-        "kept_in": str(file),
+        "store": str(folder),
     }
     tell(
         args,
         content,
-        f"{args.model}: {layout_in_words(spec.layout)} ({spec.bits_per_number:.1f} on average)",
+        f"{args.model}: {layout_in_words(spec.layout)} ({spec.bits_per_number:.1f} on average with "
+        "scales)",
         *(f"Bits of the {side} by layer: {line}" for side, line in pictures(spec).items()),
         f"Predicted divergence: {nats.value:.2g} ± {nats.error:.1g} nats"
         if nats
         else "There was no time to measure the whole: give it more with --measure-s",
-        f"Kept in {file}. The server uses it from its next start; conversations stored in other "
-        "bits are not found again.",
+        f"Persisted in {folder}. The server uses it from its next start; conversations stored in "
+        "other bits are not found again.",
     )
     return 0
 
@@ -224,7 +225,7 @@ def _replies(
     model: Any,
     tokenizer: Any,
     makers: Mapping[str, MakeCache],
-    told: Told,
+    on_progress: OnProgress,
     ids: list[int],
     max_tokens: int,
 ) -> dict[str, str]:
@@ -234,7 +235,7 @@ def _replies(
     for name, make_cache in makers.items():
         said = greedy(model, ids, make_cache(), max_tokens, ends)
         replies[name] = tokenizer.decode(said)
-        told()
+        on_progress()
     return replies
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..cache.precision import Estimate
+from ..cache.geometry.precision import Estimate
 
 REFERENCE = "16"
 """The precision that the others are compared with: the model's own."""
 
 MAX_RISE = 0.015
 TARGET_SLACK = 1.5
-"""`auto` meets its target on a text of its own; on another it may be missed by so much."""
+"""`auto` meets its target on its own text; on another text this factor is allowed."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.precision import Estimate
+from ..cache.geometry.precision import Estimate
 
-Told = Callable[[], None]
+OnProgress = Callable[[], None]
 """Called when a piece of work is done."""
 
 MakeCache = Callable[[], list[Any]]
@@ -113,12 +113,12 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
 
 
 def n_text_steps(windows: Sequence[Window]) -> int:
-    """Return how many times `score_text` calls `told`."""
+    """Return how many times `score_text` calls `on_progress`."""
     return sum(-(-(len(window.ids) - 1) // _TEXT_STEP) for window in windows)
 
 
 def score_text(
-    model: Any, windows: Sequence[Window], makers: Mapping[str, MakeCache], told: Told
+    model: Any, windows: Sequence[Window], makers: Mapping[str, MakeCache], on_progress: OnProgress
 ) -> dict[str, TextScore]:
     """Return the score of each maker's caches; the reference is a run of its own.
 
@@ -139,7 +139,7 @@ def score_text(
                 found = _log_probabilities(model, inputs, caches[name])
                 if first < stop - start:
                     _add(score, expected[first:], found[first:], targets[first:])
-            told()
+            on_progress()
     return scores
 
 

@@ -22,9 +22,10 @@ from typing import Any
 from unittest import mock
 
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
-from ..host import install, uninstall, versions
-from ..host.patch import PATCH_SET, Patch, PatchSet, look_up
-from ..host.patches import PATCHES
+from ..host import install, uninstall
+from ..host.patching import versions
+from ..host.patching.patch import PATCH_SET, Patch, PatchSet, look_up
+from ..host.patching.patches import PATCHES
 from .output import console, print_json, print_table
 
 

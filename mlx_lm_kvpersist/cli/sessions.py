@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache.kept_allocation import PRECISION_FILE, adopt_choices, chosen_as
-from ..cache.precision import layout_in_words
+from ..block import Checkpoint
+from ..cache.geometry.precision import layout_in_words
+from ..cache.measuring.persisted_allocation import adopt_choices, chosen_as
 from ..errors import StoreError
-from ..store.files import block_path, checkpoint_path
 from ..store.index import Index, Session
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
@@ -57,7 +57,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "name": session.name,
         "model": root.model if root else None,
         "fingerprint": root.fingerprint if root else None,
-        "precision": root.precision if root else None,
+        "precision": root.layout if root else None,
         "namespace": root.namespace if root else None,
         "isolated": bool(root and root.session),
         "text_stored": bool(root and root.with_text),
@@ -107,8 +107,7 @@ def _name(session: Session, max_chars: int = 40) -> str:
 
 
 def show(args: argparse.Namespace) -> int:
-    folder = folder_of(args)
-    with reading(folder) as index:
+    with reading(folder_of(args)) as index:
         session = choose(index.sessions(), args.session)
         about = describe(index, session)
         chain = index.chain(session.leaf)
@@ -120,17 +119,10 @@ def show(args: argparse.Namespace) -> int:
             "start": node.start,
             "tokens": node.n_tokens,
             "bytes": n_bytes,
-            "file_exists": block_path(folder, node.key).exists(),
             "checkpoints": [
-                {
-                    "key": part.key.hex(),
-                    "kind": part.kind,
-                    "tokens": part.n_tokens,
-                    "bytes": size,
-                    "file_exists": checkpoint_path(folder, part.key).exists(),
-                }
-                for part, size in checkpoints
-                if part.parent == node.key
+                {"key": one.key.hex(), "kind": one.kind, "tokens": one.n_tokens, "bytes": size}
+                for one, size in checkpoints
+                if one.block == node.key
             ],
         }
         for node, n_bytes in chain
@@ -170,24 +162,15 @@ def show(args: argparse.Namespace) -> int:
             str(block["tokens"]),
             show_bytes(block["bytes"]),
             ", ".join(
-                f"{shown(part['kind'])} {show_bytes(part['bytes'])}"
-                for part in block["checkpoints"]
+                f"{shown(one['kind'])} {show_bytes(one['bytes'])}" for one in block["checkpoints"]
             ),
-            _missing(block),
         ]
         for block in about["chain"]
     ]
     console().print()
-    columns = ["block", "start", "tokens", "size", "checkpoints", ""]
+    columns = ["block", "start", "tokens", "size", "checkpoints"]
     print_table(columns, rows, right="start tokens size")
     return 0
-
-
-def _missing(block: dict[str, Any]) -> str:
-    """Say which of the files of a block and its checkpoints are missing."""
-    if not block["file_exists"]:
-        return "its file is missing"
-    return "" if all(part["file_exists"] for part in block["checkpoints"]) else "a part is missing"
 
 
 def rm(args: argparse.Namespace) -> int:
@@ -200,12 +183,13 @@ def rm(args: argparse.Namespace) -> int:
         sessions = disk.index.sessions()
         chosen = sessions if args.all else [choose(sessions, wanted) for wanted in args.sessions]
         chosen = list(dict.fromkeys(chosen))
-        before = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
+        before = disk.index.totals()
         for session in chosen:
-            disk.remove_session(session)
-        disk.index.forget_requests(None if args.all else [one.name for one in chosen])
-        after = disk.index.n_bytes(), disk.index.n_blocks(), disk.index.n_checkpoints()
-    freed, n_blocks, n_checkpoints = (had - has for had, has in zip(before, after, strict=True))
+            disk.files.remove_session(session)
+        disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
+        after = disk.index.totals()
+    freed, n_blocks = before.n_bytes - after.n_bytes, before.n_blocks - after.n_blocks
+    n_checkpoints = before.n_checkpoints - after.n_checkpoints
     removed = [{"id": session.id, "name": session.name} for session in chosen]
     tell(
         args,
@@ -219,7 +203,7 @@ def rm(args: argparse.Namespace) -> int:
 
 def pin(args: argparse.Namespace) -> int:
     with changing(folder_of(args)) as disk, disk.lock.held():
-        session = disk.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
+        session = disk.files.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         about = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
     tell(args, about, f"{session.id}  {_name(session)}  is {what}")
@@ -228,14 +212,14 @@ def pin(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> int:
     folder, target = folder_of(args), args.file
-    with reading(folder) as index, progress("export") as told:
+    with reading(folder) as index, progress("export") as on_progress:
         session = choose(index.sessions(), args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
         root, choices = index.root(session.root), {}
         if root is not None:
-            choices = chosen_as(folder / PRECISION_FILE, root.fingerprint, root.precision)
-        n_bytes = export_session(folder, index, session, target, told, choices)
+            choices = chosen_as(index.state, root.fingerprint, root.layout)
+        n_bytes = export_session(folder, index, session, target, on_progress, choices)
         about = describe(index, session)
     content = {**about, "file": str(target), "file_bytes": n_bytes}
     said = f"is now in {target}, {show_bytes(n_bytes)}"
@@ -247,19 +231,20 @@ def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     if not args.create:
         check_exists(folder)
-    with progress("check") as told:
-        source = SessionFile(args.file, told)
+    with progress("check") as on_progress:
+        source = SessionFile(args.file, on_progress)
     try:
         with changing(folder, limits_of(args, folder), create=args.create) as disk:
-            root, file = source.root, folder / PRECISION_FILE
-            adopt_choices(file, root.fingerprint, root.precision, source.choices)
+            root = source.root
+            with disk.index.database.transaction():
+                adopt_choices(disk.index.state, root.fingerprint, root.layout, source.choices)
             done = import_session(disk, source)
             about = describe(disk.index, done.session)
     except ValueError as error:
         raise StoreError(f"{args.file}: {error}") from error
     finally:
         source.close()
-    n_checkpoints = sum(item.is_checkpoint for item in done.written)
+    n_checkpoints = sum(isinstance(item, Checkpoint) for item in done.written)
     n_blocks = len(done.written) - n_checkpoints
     written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
     what = "is added" if done.is_new else "was there"

@@ -8,16 +8,19 @@ from typing import Any
 
 from mlx_lm.utils import load
 
-from ..cache.allocation import allocated, measure
-from ..cache.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.kept_allocation import PRECISION_FILE, known_allocation, suits
-from ..cache.precision import OWN_BITS, Allocation, PrecisionRequest
-from ..cache.sample import sample_ids
-from ..cache.spec import Batching, GroupKind, ModelCacheSpec, TensorShape
+from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.kinds import GroupKind
+from ..cache.geometry.precision import FULL_BITS, Allocation, PrecisionRequest
+from ..cache.geometry.spec import Batching, ModelCacheSpec, TensorShape
+from ..cache.measuring.allocation import chosen_spec, measure
+from ..cache.measuring.persisted_allocation import known_allocation, suits
+from ..cache.measuring.sample import sample_ids
 from ..config import KV_BITS
 from ..errors import KVPersistError, ModelNotSupported
+from ..host.scheduling.model_provider import check_model_name
+from ..store.folder import INDEX_FILES
 from ..units import show_bytes
-from .opening import check_model_folder, folder_of
+from .opening import folder_of, reading
 from .output import console, print_json, print_table, progress, tell
 
 _BATCHING = {
@@ -34,7 +37,7 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
         ConfigError: the folder does not exist.
         KVPersistError: the model cannot be loaded.
     """
-    check_model_folder(name)
+    check_model_name(name)
     try:
         loaded: Any = load(name, adapter_path=adapter_path)
     except Exception as error:
@@ -86,29 +89,31 @@ def measured_spec(
         KVPersistError: MLX cannot quantize so, or the model cannot be measured.
         ModelNotSupported: nothing of this model is kept.
     """
-    try:
-        spec = ModelCacheSpec.probe(model, request.choice())
-    except ValueError as error:
-        raise KVPersistError(str(error)) from error
-    if not request.is_measured or not any(group.precision for group in spec.full):
-        return spec, None
-    if known is None or not suits(known, spec, request):
+
+    def choose(spec: ModelCacheSpec) -> Allocation:
+        if known is not None and suits(known, spec, request):
+            return known
         try:
-            with progress("precision") as told:
-                known = measure(model, spec, sample_ids(tokenizer), request, told)
+            with progress("precision") as on_progress:
+                return measure(model, spec, sample_ids(tokenizer), request, on_progress)
         except Exception as error:
             raise KVPersistError(f"its precision cannot be measured: {error!r}") from error
-    return allocated(model, spec, known), known
+
+    try:
+        return chosen_spec(model, request, choose)
+    except ValueError as error:
+        raise KVPersistError(str(error)) from error
 
 
 def _known(args: argparse.Namespace, request: PrecisionRequest) -> Allocation | None:
     """Return what a server chose, if its store has it."""
-    file = folder_of(args) / PRECISION_FILE
-    if not file.exists():
+    folder = folder_of(args)
+    if not (folder / INDEX_FILES[0]).exists():
         return None
     adapter = Path(args.adapter_path) if args.adapter_path else None
     fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
-    return known_allocation(file, fingerprint, request)
+    with reading(folder) as index:
+        return known_allocation(index.state, fingerprint, request)
 
 
 def _print(model: str, spec: ModelCacheSpec) -> None:
@@ -122,7 +127,7 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
             _shape(group.keys),
             _shape(group.values),
             "" if group.window is None else f"{group.window:,}",
-            str(group.precision or "own"),
+            str(group.precision or "full"),
             show_bytes(group.bytes_per_token) if group.bytes_per_token else "",
             show_bytes(group.full_precision_bytes) if group.full_precision_bytes else "",
             show_bytes(group.state_bytes) if group.state_bytes else "",
@@ -136,12 +141,12 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
         if group.why and group.kind is GroupKind.FULL:
             names = f"The {len(group.slots)} {group.cache} of group {group.name}"
             out.print(f"{names} not quantized: {group.why}")
-    own = sum(group.full_precision_bytes for group in spec.full)
-    if own:
-        share = spec.bytes_per_token / own
+    full_bytes = sum(group.full_precision_bytes for group in spec.full)
+    if full_bytes:
+        share = spec.bytes_per_token / full_bytes
         out.print(
             f"A token takes {show_bytes(spec.bytes_per_token)} live and on disk, {share:.2f} of "
-            f"{show_bytes(own)} in the model's own precision."
+            f"{show_bytes(full_bytes)} in full precision."
         )
     for side, picture in pictures(spec).items():
         out.print(f"Bits of the {side} by layer: {picture}")
@@ -151,17 +156,18 @@ def _print(model: str, spec: ModelCacheSpec) -> None:
 
 
 def pictures(spec: ModelCacheSpec) -> dict[str, str]:
-    """Return the bits of the full layers' keys and values, a digit each; "." for their own."""
+    """Return the bits of the full layers' keys and values, a digit each; "." for full precision."""
     pairs = ((slot, group.precision) for group in spec.full for slot in group.slots)
     by_slot = sorted(pairs, key=lambda pair: pair[0])
     if not any(precision for _, precision in by_slot):
         return {}
     bits = {
-        side: [getattr(how, side).bits if how else OWN_BITS for _, how in by_slot]
+        side: [getattr(how, side).bits if how else FULL_BITS for _, how in by_slot]
         for side in ("keys", "values")
     }
     return {
-        side: "".join("." if n == OWN_BITS else f"{n}" for n in each) for side, each in bits.items()
+        side: "".join("." if n == FULL_BITS else f"{n}" for n in each)
+        for side, each in bits.items()
     }
 
 
@@ -173,13 +179,13 @@ def _reuse(spec: ModelCacheSpec) -> list[str]:
     if spec.sliding and not spec.recurrent:
         windows = " and ".join(f"{window:,}" for window in spec.sliding)
         lines.append(
-            f"Reusable: up to any place whose last {windows} tokens are stored. These are kept "
+            f"Reusable: up to any place whose last {windows} tokens are stored. They are stored "
             "for the ends of the system prompt, of the last turns and of their replies."
         )
     else:
         lines.append(
             "Reusable: up to the ends of the system prompt, of the last turns and of their "
-            "replies, where the state of the recurrent layers is kept."
+            "replies, where the state of the recurrent layers is stored."
         )
     lines.append(
         f"Each such checkpoint takes up to {show_bytes(spec.bytes_per_checkpoint)} on disk."

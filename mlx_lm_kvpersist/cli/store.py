@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..cache.precision import layout_in_words
+from ..cache.geometry.precision import layout_in_words
 from ..errors import StoreError
 from ..store.budget import StoreLimits, free_bytes
 from ..store.disk import DiskStore
-from ..store.eviction import DryRun
+from ..store.eviction import DryRun, Eviction
 from ..store.folder import own_bytes
 from ..store.index import Session
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
+from ..store.stored_files import StoredFiles
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading
@@ -31,7 +33,7 @@ def stats(args: argparse.Namespace) -> int:
             {
                 "model": root.model,
                 "fingerprint": root.fingerprint,
-                "precision": root.precision,
+                "precision": root.layout,
                 "namespace": root.namespace,
                 "sessions": sum(session.root == root.key for session in sessions),
                 "blocks": totals.n_blocks,
@@ -40,19 +42,19 @@ def stats(args: argparse.Namespace) -> int:
             }
             for root, totals in index.roots()
         ]
-        n_blocks, n_checkpoints, version = index.n_blocks(), index.n_checkpoints(), index.format()
+        held, version = index.totals(), index.format()
         files = [path for path in folder.glob("index.sqlite*") if path.exists()]
         index_bytes = sum(path.stat().st_size for path in files)
     kinds = {name: own_bytes(folder, name) for name in ("blocks", "sessions", "quarantine")}
-    kinds |= {"checkpoints": own_bytes(folder, "parts"), "index": index_bytes}
+    kinds |= {"checkpoints": own_bytes(folder, "checkpoints"), "index": index_bytes}
     limits = limits_of(args, folder)
     n_models = len({model["fingerprint"] for model in models})
     stats = {
         "folder": str(folder),
         "format": version,
         "bytes": {**kinds, "all": sum(kinds.values())},
-        "blocks": n_blocks,
-        "checkpoints": n_checkpoints,
+        "blocks": held.n_blocks,
+        "checkpoints": held.n_checkpoints,
         "sessions": len(sessions),
         "pinned": n_pinned,
         "models": n_models,
@@ -68,8 +70,8 @@ def stats(args: argparse.Namespace) -> int:
         ("folder", str(folder)),
         ("format", str(version)),
         ("sessions", f"{len(sessions):,}, {n_pinned:,} pinned"),
-        ("blocks", f"{n_blocks:,} of {counted(n_models, 'model')}"),
-        ("checkpoints", f"{n_checkpoints:,}"),
+        ("blocks", f"{held.n_blocks:,} of {counted(n_models, 'model')}"),
+        ("checkpoints", f"{held.n_checkpoints:,}"),
         *((f"size of {name}", show_bytes(kinds[name])) for name in sorted(kinds)),
         ("size in all", show_bytes(sum(kinds.values()))),
         ("budget", f"{show_bytes(limits.max_disk_bytes)} (--kvpersist-disk)"),
@@ -107,16 +109,17 @@ def verify(args: argparse.Namespace) -> int:
             if problems:
                 fix_problems(disk, problems)
                 left = _problems(folder, disk)
-            n_blocks, n_checkpoints = disk.index.n_blocks(), disk.index.n_checkpoints()
+            totals = disk.index.totals()
     else:
-        with reading(folder) as index, progress("verify") as told:
-            left = problems = find_problems(folder, index, told)
-            n_blocks, n_checkpoints = index.n_blocks(), index.n_checkpoints()
+        with reading(folder) as index, progress("verify") as on_progress:
+            left = problems = find_problems(folder, index, on_progress)
+            totals = index.totals()
             is_copy = index.path.parent != folder
         if problems and is_copy:  # what a server saved since is not in it
             with reading(folder) as index:
                 again = find_problems(folder, index)
             left = problems = [problem for problem in again if problem in problems]
+    n_blocks, n_checkpoints = totals.n_blocks, totals.n_checkpoints
     if args.json:
         found = [
             {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
@@ -144,17 +147,17 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _problems(folder: Path, disk: DiskStore) -> list[Problem]:
-    with progress("verify") as told:
-        return find_problems(folder, disk.index, told)
+    with progress("verify") as on_progress:
+        return find_problems(folder, disk.index, on_progress)
 
 
 def rebuild(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
-    with StoreLock(folder / "lock").held(), progress("rebuild") as told:
-        n_blocks = rebuild_index(folder, told)
+    with StoreLock(folder / "lock").held(), progress("rebuild") as on_progress:
+        n_blocks = rebuild_index(folder, on_progress)
     with reading(folder) as index:
-        n_checkpoints, n_sessions = index.n_checkpoints(), len(index.sessions())
+        n_checkpoints, n_sessions = index.totals().n_checkpoints, len(index.sessions())
     counts = {"blocks": n_blocks, "checkpoints": n_checkpoints, "sessions": n_sessions}
     held = f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
     said = f"{folder}: the index has {held}, {counted(n_sessions, 'session')}"
@@ -166,7 +169,11 @@ def gc(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
     limits = limits_of(args, folder)
-    found = (_would_remove if args.dry_run else _remove)(folder, limits)
+    if args.dry_run:
+        found = _would_remove(folder, limits)
+    else:
+        with changing(folder, limits) as disk, disk.lock.held():
+            found = _remove(disk.files, limits, disk.index.sessions())
     fits: bool = found["fits"]
     if args.json:
         budgets = {"max_disk_bytes": limits.max_disk_bytes, "min_free_bytes": limits.min_free_bytes}
@@ -176,8 +183,8 @@ def gc(args: argparse.Namespace) -> int:
     for session in found["sessions"]:
         name = "-" if session["name"] is None else shown(session["name"])
         console().print(f"{session['id']}  {name}  {verb}")
-    blocks, parts = counted(found["blocks"], "block"), counted(found["checkpoints"], "checkpoint")
-    console().print(f"{blocks} and {parts}, {show_bytes(found['bytes'])}, {verb}")
+    held = f"{counted(found['blocks'], 'block')} and {counted(found['checkpoints'], 'checkpoint')}"
+    console().print(f"{held}, {show_bytes(found['bytes'])}, {verb}")
     if not fits:
         n_pinned = found["pinned"]
         rest = f"{counted(n_pinned, 'session')} pinned" if n_pinned else "only its index"
@@ -190,39 +197,31 @@ def gc(args: argparse.Namespace) -> int:
 
 
 def _would_remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
-    """Return what `_remove` would remove, found on a copy of the index."""
+    """Return what `_remove` would, found on a copy of the index."""
     with (
         reading(folder) as index,
         tempfile.TemporaryDirectory(prefix="kvpersist-gc-") as scratch,
     ):
-        sessions = index.sessions()
-        copy = DryRun(folder, limits, index.path, Path(scratch))
-        try:
-            return {
-                "fits": copy.make_room(0),
-                **_sessions(sessions, {each.id for each in sessions} - {*copy.ended}),
-                "blocks": copy.n_blocks,
-                "checkpoints": copy.n_checkpoints,
-                "bytes": copy.n_freed_bytes,
-                "used_bytes": copy.used_bytes(),
-            }
-        finally:
-            copy.close()
+        sessions = index.sessions()  # the copy has no names
+        copy = DryRun(folder, index.path, Path(scratch))
+        with closing(copy.index):
+            return _remove(copy, limits, sessions)
 
 
-def _remove(folder: Path, limits: StoreLimits) -> dict[str, Any]:
+def _remove(files: StoredFiles, limits: StoreLimits, sessions: list[Session]) -> dict[str, Any]:
     """Make room within the budgets; return whether that was possible, and what was removed."""
-    with changing(folder, limits) as disk, disk.lock.held():
-        sessions, n_bytes = disk.index.sessions(), disk.used_bytes()
-        n_blocks, n_checkpoints = disk.index.n_blocks(), disk.index.n_checkpoints()
-        return {
-            "fits": disk.make_room(0),
-            **_sessions(sessions, {each.id for each in disk.index.sessions()}),
-            "blocks": n_blocks - disk.index.n_blocks(),
-            "checkpoints": n_checkpoints - disk.index.n_checkpoints(),
-            "bytes": n_bytes - disk.used_bytes(),
-            "used_bytes": disk.used_bytes(),
-        }
+    index = files.index
+    before, used_bytes = index.totals(), files.used_bytes()
+    fits = Eviction(files, limits).make_room(0)
+    after = index.totals()
+    return {
+        "fits": fits,
+        **_sessions(sessions, {each.id for each in index.sessions()}),
+        "blocks": before.n_blocks - after.n_blocks,
+        "checkpoints": before.n_checkpoints - after.n_checkpoints,
+        "bytes": used_bytes - files.used_bytes(),
+        "used_bytes": files.used_bytes(),
+    }
 
 
 def _sessions(before: list[Session], left: set[str]) -> dict[str, Any]:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from ..api.admin import REQUESTS_PATH
 from ..errors import KVPersistError
@@ -17,15 +12,16 @@ from .opening import folder_of, reading
 from .output import console, local_time, print_json, print_table, shown
 
 Record = dict[str, Any]
-_POLL_S = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError when nobody can say."""
-    with _source(args) as ask:
-        if args.follow:
-            _follow(ask, args)
-        records = ask()
+    records: list[Record]
+    if args.url is not None:
+        records = ask(args.url, REQUESTS_PATH)
+    else:
+        with reading(folder_of(args)) as index:
+            records = index.state.requests()
     if args.request is not None:
         records = [record for record in records if record["id"].endswith(args.request)]
         if not records:
@@ -44,31 +40,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _source(args: argparse.Namespace) -> Iterator[Callable[[], list[Record]]]:
-    """Yield what returns the last requests, the newest first: of a server, or of a store."""
-    if args.url is not None:
-        yield lambda: ask(args.url, REQUESTS_PATH)
-        return
-    with reading(folder_of(args)) as index:
-        yield index.requests
-
-
-def _follow(ask: Callable[[], list[Record]], args: argparse.Namespace) -> NoReturn:
-    """Print each request that comes from now on, until the command is interrupted."""
-    known = {record["id"] for record in ask()}
-    print(f"following {args.url or folder_of(args)}; Ctrl-C ends it", file=sys.stderr, flush=True)
-    while True:
-        time.sleep(_POLL_S)
-        records = ask()
-        for record in reversed(records):
-            if record["id"] not in known:
-                at = time.strftime("%H:%M:%S", time.localtime(record["received"]))
-                line = f"{at}  {record['id']}  {_sentence(record)}"
-                print(json.dumps(record) if args.json else line, flush=True)
-        known = {record["id"] for record in records}
-
-
 def _sentence(record: Record) -> str:
     return shown(record["sentence"], 400)
 
@@ -77,6 +48,8 @@ def _explain(record: Record) -> None:
     out = console()
     out.print(f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}")
     out.print(f"Model: {shown(record['model'], 200)}")
+    if (first_token_s := record.get("first_token_s")) is not None:
+        out.print(f"First token after {first_token_s:.2f} s")
     divergence = record["divergence"]
     if not divergence:
         return

@@ -16,23 +16,24 @@ def install(names: Sequence[str]) -> None:
     Raises UnsupportedVersion, PluginNotFound, a PatchError, or whatever a plugin raises while it
     is loaded; the server is then as it was before.
     """
-    from . import manager, versions
-    from .patch import PATCH_SET
-    from .patches import PATCHES, PatchChecks
+    from . import manager
+    from .patching import versions
+    from .patching.patch import PATCH_SET
+    from .patching.patches import PatchChecks, needed
 
     if PATCH_SET.is_applied:
         return
     versions.check()
     plugins = manager.load_plugins(names)
     plugins.register(PatchChecks(), name="patches")
-    PATCH_SET.apply(PATCHES)
+    PATCH_SET.apply(needed())
     manager.set_current(plugins)
 
 
 def uninstall() -> None:
     """Give `mlx_lm.server` back its own functions and classes, and forget the plugins."""
     from . import manager
-    from .patch import PATCH_SET
+    from .patching.patch import PATCH_SET
 
     PATCH_SET.undo()
     manager.set_current(manager.make_manager())

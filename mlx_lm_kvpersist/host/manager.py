@@ -7,16 +7,17 @@ put a manager of its own in its place. Plugins are asked in the order of the com
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
 
-from ..errors import ClientGone, PluginNotFound
+from ..errors import PluginFault, PluginNotFound, RequestRefused
 from . import hookspecs
-from .prompt import Prepared, Prompt
+from .answers import CHECKS
+from .http.request_checks import check_messages
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
 
@@ -84,80 +85,95 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
         set_current(previous)
 
 
-def ask(hook: str, **arguments: Any) -> Any:
-    """Call a hook as pluggy does; what a plugin raises reaches the caller."""
-    return getattr(_current.hook, hook)(**arguments)
+def ask(hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+    """Return each plugin that answers a hook, with its answer. Raises what a plugin raises.
+
+    Raises:
+        PluginFault: an answer cannot be used.
+    """
+    return list(ask_each(hook, passed_on=(Exception,), **arguments))
 
 
 def ask_each(
-    hook: str, only: Any = None, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
-) -> Iterator[tuple[Any, Any]]:
-    """Yield each plugin that answers a hook, with its answer; None is no answer.
+    hook: str, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
+) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each plugin that answers a hook, with its answer; None is no answer.
 
-    For places where nothing would catch an exception. A plugin that raises is logged and passed
-    over: the first failure of a kind with its traceback, the same kind again at DEBUG only.
-    only: the one plugin to ask. passed_on: exceptions that reach the caller.
+    For places where nothing would catch an exception. A plugin that raises, or whose answer cannot
+    be used, is logged and passed over. passed_on: exceptions that reach the caller.
     """
     # pluggy calls the last implementation first.
-    for implementation in reversed(getattr(_current.hook, hook).get_hookimpls()):
-        if only is not None and implementation.plugin is not only:
-            continue
-        taken = {name: arguments[name] for name in implementation.argnames}
+    for one in reversed(getattr(_current.hook, hook).get_hookimpls()):
+        taken = {name: arguments[name] for name in one.argnames}
+        check, name = CHECKS.get(hook), one.plugin_name
+        answer = safely(name, hook, one.function, check=check, passed_on=passed_on, **taken)
+        if answer is not None:
+            yield name, answer
+
+
+def safely(
+    plugin: str,
+    hook: str,
+    function: Callable[..., Any],
+    *args: Any,
+    check: Callable[[Any], None] | None = None,
+    passed_on: tuple[type[Exception], ...] = (),
+    **kwargs: Any,
+) -> Any:
+    """Return what a plugin's function returns; None, and a line in the log, if it fails.
+
+    The first failure of a kind is logged with its traceback, the same kind again at DEBUG only.
+    check: raises PluginFault for an answer that cannot be used. passed_on: see `ask_each`.
+    """
+    try:
+        answer = function(*args, **kwargs)
+        if check is not None and answer is not None:
+            check(answer)
+        return answer
+    except passed_on as error:
+        if isinstance(error, PluginFault):
+            raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
+        raise
+    except Exception as error:
+        kind = (plugin, hook, type(error))
+        if kind in _logged:
+            logger.debug("plugin %s failed in hook %s", plugin, hook, exc_info=True)
+        elif isinstance(error, PluginFault):
+            logger.error("plugin %s in hook %s %s; ignored", plugin, hook, error)
+        else:
+            logger.exception("plugin %s failed in hook %s; ignored", plugin, hook)
+        _logged.add(kind)
+        return None
+
+
+def ask_all(
+    hook: str, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
+) -> list[Any]:
+    """Return every answer to a hook; see `ask_each`."""
+    return [answer for _, answer in ask_each(hook, passed_on=passed_on, **arguments)]
+
+
+def prepare_messages(messages: list[Any], tools: Any) -> None:
+    """Let plugins change messages and tools in place. What they leave is checked.
+
+    Raises:
+        RequestRefused: a plugin refuses the request, or there is no list of messages.
+        PluginFault: a plugin failed, or left what is no list of messages.
+    """
+    check_messages(messages)
+    for one in reversed(_current.hook.prepare_messages.get_hookimpls()):
+        given = {"messages": messages, "tools": tools}
+        culprit = f"plugin {one.plugin_name} in hook prepare_messages"
         try:
-            answer = implementation.function(**taken)
-        except passed_on:
+            one.function(**{argument: given[argument] for argument in one.argnames})
+        except RequestRefused:
             raise
         except Exception as error:
-            kind = (implementation.plugin_name, hook, type(error))
-            log = logger.debug if kind in _logged else logger.error
-            _logged.add(kind)
-            log(
-                "plugin %s failed in hook %s; the server goes on without its answer",
-                implementation.plugin_name,
-                hook,
-                exc_info=True,
-            )
-            continue
-        if answer is not None:
-            yield implementation.plugin, answer
-
-
-def ask_first(hook: str, only: Any = None, **arguments: Any) -> Any:
-    """Return the first answer to a hook, or that of the plugin `only`; None without one.
-
-    Plugins that raise are logged.
-    """
-    return next((answer for _, answer in ask_each(hook, only, **arguments)), None)
-
-
-def ask_all(hook: str, **arguments: Any) -> list[Any]:
-    """Return every answer to a hook; plugins that raise are logged."""
-    return [answer for _, answer in ask_each(hook, **arguments)]
-
-
-def take_request(request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared | None:
-    """Return the first plugin's answer that can be served; None when no plugin takes the request.
-
-    An answer that cannot be served is logged, and the next plugin is asked.
-    """
-    given = {"request": request, "args": args, "tokenizer": tokenizer, "prompt": prompt}
-    for plugin, prepared in ask_each("take_request", passed_on=(ClientGone,), **given):
-        if not isinstance(prepared, Prepared):
-            wrong = f"a {type(prepared).__name__}, expected a Prepared"
-        else:
-            fed, n_cached = prepared.prompt, prepared.n_cached
-            joined = [token for segment in fed.segments for token in segment]
-            if len(fed.segments) != len(fed.segment_types) or not all(fed.segments):
-                wrong = "segments without a type or without ids"
-            elif joined != fed.ids:
-                wrong = "segments that are not its ids cut up"
-            elif not 0 <= n_cached < len(fed.ids) or (n_cached > 0) != bool(prepared.caches):
-                wrong = f"{n_cached} cached of {len(fed.ids)} tokens, or caches for none"
-            else:
-                prepared.plugin = plugin
-                return prepared
-        logger.error("hook take_request of %s answered %s; ignored", type(plugin).__name__, wrong)
-    return None
+            raise PluginFault(f"{culprit} failed: {type(error).__name__}: {error}") from error
+        try:
+            check_messages(messages)
+        except RequestRefused as error:
+            raise PluginFault(f"{culprit} broke the request: {error}") from error
 
 
 def is_implemented(hook: str) -> bool:

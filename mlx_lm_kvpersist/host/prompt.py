@@ -1,27 +1,89 @@
-"""A prompt on its way to the model, and token ids that know which plugin took the request."""
+"""A request and its prompt as plugins are given them: nothing in them can be changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, SupportsIndex, overload
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.message import Message
+from typing import Any, NoReturn
 
 PREFILL = "prefill"
-"""The cache type of a prompt that is still being computed, for the hook `insert_cache`."""
+"""The cache type of a prompt that is still being computed; see `TakenRequest.insert`."""
+
+REPLY = "assistant"
+"""Stock's cache type at the end of a reply; the ends of earlier segments have others."""
 
 
-@dataclass(frozen=True)
-class PrefillLimits:
-    """A plugin's answer to `prefill_limits`.
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError("a plugin cannot change this, expected changes of a copy (copy.deepcopy)")
 
-    `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
-    `most_tokens(position)` is how many tokens may be computed at once after so many cached ones.
-    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk.
+
+class FrozenDict(dict[str, Any]):
+    """An object of a request. Copies can be changed."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = _refuse
+    popitem = setdefault = update = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+
+class FrozenList(list[Any]):
+    """A list of a request. Copies can be changed."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = _refuse
+    clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return [copy.deepcopy(value, memo) for value in self]
+
+
+class FrozenHeaders(Message):
+    """The headers of a request."""
+
+    def __init__(self, headers: Mapping[str, str] | Message) -> None:
+        super().__init__()
+        for name, value in headers.items():
+            super().__setitem__(name, value)
+
+    __setitem__ = __delitem__ = add_header = replace_header = _refuse
+
+
+def frozen(value: Any) -> Any:
+    """Return a copy of what JSON can hold, in which nothing can be changed."""
+    if isinstance(value, dict):
+        return FrozenDict({name: frozen(inner) for name, inner in value.items()})
+    if isinstance(value, list):
+        return FrozenList([frozen(inner) for inner in value])
+    return value
+
+
+class ClientRequest:
+    """A request as plugins see it, from its arrival to its end; the server's own is out of reach.
+
+    `kind` is "chat" or "text". `messages` are those that the client sent, `prompt` is its text
+    where `kind` is "text". Plugins may keep what they know of a request in attributes of it.
     """
 
-    max_stall_s: float
-    most_tokens: Callable[[int], int]
-    max_unused_bytes: int = 1 << 30
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.kind: str = request.request_type
+        self.prompt: str = request.prompt
+        self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
+
+    @staticmethod
+    def of(request: Any) -> ClientRequest:
+        """Return what plugins see of a request of the server, always the same object."""
+        seen: ClientRequest | None = getattr(request, "seen_by_plugins", None)
+        if seen is None:
+            seen = request.seen_by_plugins = ClientRequest(request)
+        return seen
+
+    @property
+    def client_gone(self) -> bool:
+        """Whether nobody waits for the reply any more."""
+        return bool(getattr(self._request, "client_gone", False))
 
 
 @dataclass(frozen=True)
@@ -29,49 +91,22 @@ class Prompt:
     """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
 
     The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
+    `messages` are those that it was rendered from. All sequences become tuples.
     """
 
-    ids: list[int]
-    segments: list[list[int]]
-    segment_types: list[str]
+    ids: Sequence[int]
+    segments: Sequence[Sequence[int]]
+    segment_types: Sequence[str]
+    messages: Sequence[dict[str, Any]] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
+        object.__setattr__(self, "segments", tuple(map(tuple, self.segments)))
+        object.__setattr__(self, "segment_types", tuple(self.segment_types))
 
 
-@dataclass
-class Prepared:
-    """A plugin's answer to `take_request`.
-
-    `prompt` is what the model reads. `caches`, one per layer, hold its first `n_cached` tokens, at
-    least one less than all; None stands for empty caches. `handle` comes back to the plugin with
-    `insert_cache`.
-    """
-
-    prompt: Prompt
-    caches: list[Any] | None = None
-    n_cached: int = 0
-    handle: Any = None
-    plugin: Any = None
-    """The plugin that answered; set by the server."""
-    reply: Any = None
-    """Where its tokens go (`reply.ReplyQueue`); set by the server."""
-
-
-class TakenTokens(list[int]):
-    """Token ids of a request that a plugin took.
-
-    The stock server passes a prompt's ids, and slices of them, through the batch generator and back
-    to the prompt cache. It passes nothing else of the request. Slices and in-place appends keep
-    `taken`.
-    """
-
-    def __init__(self, ids: Iterable[int], taken: Prepared) -> None:
-        super().__init__(ids)
-        self.taken = taken
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> TakenTokens: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> int | TakenTokens:
-        if isinstance(index, slice):
-            return TakenTokens(super().__getitem__(index), self.taken)
-        return super().__getitem__(index)
+def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Tell whether no message holds anything but text, such as an image."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return all(part.get("type") == "text" for part in parts)

@@ -85,21 +85,14 @@ class PluginArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-class ArgparseView(ModuleType):
-    """The argparse module as `mlx_lm.server` sees it: only ArgumentParser is another.
+def plugin_argparse(stock: ModuleType) -> ModuleType:
+    """Return argparse as `mlx_lm.server` is to see it: only ArgumentParser is another.
 
     The name is replaced in the server's module only, so no other part of the program is affected.
     """
-
-    ArgumentParser = PluginArgumentParser
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(argparse, name)
-
-
-def plugin_argparse(stock: ModuleType) -> ModuleType:
-    """Return the replacement of the server's `argparse`."""
-    return ArgparseView(stock.__name__, stock.__doc__)
+    view = ModuleType(stock.__name__, stock.__doc__)
+    vars(view).update({**vars(stock), "ArgumentParser": PluginArgumentParser})
+    return view
 
 
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:

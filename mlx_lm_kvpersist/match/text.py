@@ -65,7 +65,7 @@ class TokenText:
             return None
         # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
         pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
-        if to_bytes is _byte_level_piece:  # added tokens are not spelled with its stand-ins
+        if to_bytes is _byte_level_piece:  # added tokens do not have its stand-ins
             added = tokenizer.get_added_vocab()
             pieces |= {i: content.encode() for content, i in added.items()}
         return cls(pieces)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal, Protocol, TypeVar
 
-from .block import Block, unpack_ids
+from ..block import Block, unpack_ids
 from .text import REPLACEMENT, TokenText
 
 Content = TypeVar("Content", str, bytes)
@@ -162,8 +162,8 @@ def _steps(
             is_known = True
             if tokens is not None:
                 content = node.text
-                is_own = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
-                is_known = is_own or tokens.covers(node.ids)
+                is_full_precision = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
+                is_known = is_full_precision or tokens.covers(node.ids)
                 if not is_known:
                     # The text of an unknown token does not tell its id; what is before it counts.
                     content = tokens.known_beginning(

@@ -13,25 +13,26 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from ..cache.allocation import allocated, measure, unmeasured
-from ..cache.attention import Strategy
-from ..cache.calibration import with_plans
-from ..cache.canary import warm_up
-from ..cache.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.kept_allocation import PRECISION_FILE, keep_allocation, known_allocation, suits
-from ..cache.precision import Allocation, PrecisionRequest
-from ..cache.prefill_memory import measure_prefill
-from ..cache.sample import sample_ids
-from ..cache.spec import ModelCacheSpec
+from ..cache.blocks.canary import warm_up
+from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.precision import Allocation, PrecisionRequest
+from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.live.attention import Strategy
+from ..cache.measuring.allocation import chosen_spec, measure, unmeasured
+from ..cache.measuring.calibration import with_plans
+from ..cache.measuring.persisted_allocation import known_allocation, put_allocation, suits
+from ..cache.measuring.prefill_memory import measure_prefill
+from ..cache.measuring.sample import sample_ids
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..units import show_bytes
 from .model import LoadedModel, described
+from .speed import Speed
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 5.0
+_LOG_EVERY_S = 5.0
 """Between two lines of progress."""
 
 
@@ -46,7 +47,7 @@ def prepare(
 ) -> LoadedModel:
     """Return what is known of the model that the provider has loaded, and log it.
 
-    What is measured of it is kept in the store's folder. with_text: whether its prompts may be
+    What is measured of it is persisted in the store's index. with_text: whether its prompts may be
     stored as text. max_prefill_bytes: what a chunk of a prompt may take beside model and caches.
     Raises ModelNotSupported where its conversations cannot be kept.
     """
@@ -58,34 +59,34 @@ def prepare(
         Path(adapter_path) if adapter_path else None,
         lambda path: _content_hash(store, path),
     )
-    spec = ModelCacheSpec.probe(provider.model, request.choice())
-    allocation = None
-    if request.is_measured and any(group.precision for group in spec.full):
-        allocation = _allocation(provider, spec, fingerprint, request, store)
-        spec = allocated(provider.model, spec, allocation)
-    spec = with_plans(provider.model, spec, store.folder / "attention.json", attention)
+    spec, allocation = chosen_spec(
+        provider.model,
+        request,
+        lambda spec: _allocation(provider, spec, fingerprint, request, store),
+    )
+    spec = with_plans(provider.model, spec, store.view, attention)
     warm_up(provider.model, spec)
-    memory = measure_prefill(provider.model, spec, max_prefill_bytes)
+    speed = Speed(measure_prefill(provider.model, spec, max_prefill_bytes))
     text = TokenText.of(provider.tokenizer) if with_text else None
     if text is None and with_text:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
     about = described(spec, allocation)
     logger.info("kvpersist: %s: %s; %s", model_path, about, places(store))
     for group in spec.full:
-        if group.precision is None and not request.is_own:
+        if group.precision is None and not request.is_full_precision:
             logger.warning(
                 "kvpersist: %d of its layers stay in full precision: %s",
                 len(group.slots),
                 group.why,
             )
     model = weakref.proxy(provider.model)
-    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path), memory)
+    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path), speed)
 
 
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
-    return f"conversations in {store.disk.space()}, and up to {ram} of RAM"
+    return f"conversations in {store.disk.eviction.space()}, and up to {ram} of RAM"
 
 
 def _allocation(
@@ -96,23 +97,22 @@ def _allocation(
     store: BlockStore,
 ) -> Allocation:
     """Return the precision of each layer: as chosen before, else measured now."""
-    file = store.folder / PRECISION_FILE
-    known = known_allocation(file, fingerprint, request)
+    known = known_allocation(store.view, fingerprint, request)
     if known is not None and suits(known, spec, request):
         return known
-    told_s = time.monotonic()
+    logged_s = time.monotonic()
 
-    def told(n_done: int, n_runs: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > _TELL_S:
-            told_s = time.monotonic()
+    def on_progress(n_done: int, n_runs: int) -> None:
+        nonlocal logged_s
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
             logger.info("kvpersist: measuring precision: %d of about %d runs", n_done, n_runs)
 
     logger.info("kvpersist: measuring once which precision this model bears")
     try:
-        found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, told)
+        found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, on_progress)
     except Exception as error:
-        # It may lack memory, or be a model that runs in the server alone. Nothing is kept of it.
+        # It may lack memory, or run in the server alone. Nothing of it is persisted.
         logger.warning("kvpersist: its precision could not be measured: %r", error)
         return unmeasured(spec, request)
     finally:
@@ -123,11 +123,10 @@ def _allocation(
             "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits",
             found.cut_at_s,
         )
-    with store.disk.lock.held():
-        theirs = known_allocation(file, fingerprint, request)
-        if theirs is not None and suits(theirs, spec, request):
-            return theirs  # another server was quicker
-        keep_allocation(file, fingerprint, request, found)
+    theirs = known_allocation(store.view, fingerprint, request)
+    if theirs is not None and suits(theirs, spec, request):
+        return theirs  # another server was quicker
+    put_allocation(store.view, fingerprint, request, found)
     return found
 
 
@@ -135,9 +134,10 @@ def _content_hash(store: BlockStore, path: Path) -> str:
     """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
     stat = path.stat()
     stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-    known = store.file_hash(str(path), stamp)
-    if known is None:
-        logger.info("kvpersist: reading %s once, to tell models apart", path.name)
-        known = content_hash(path)
-        store.set_file_hash(str(path), stamp, known)
-    return known
+    match store.view.get(f"hash/{path}"):
+        case [str(then), str(known)] if then == stamp:
+            return known
+    logger.info("kvpersist: reading %s once, to tell models apart", path.name)
+    found = content_hash(path)
+    store.view.put(f"hash/{path}", [stamp, found])
+    return found

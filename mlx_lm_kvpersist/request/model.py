@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..cache.precision import Allocation, bits_in_words, rotation_in_words
-from ..cache.prefill_memory import PrefillMemory
-from ..cache.spec import Batching, ModelCacheSpec
-from ..match.block import Root
+from ..block import Root
+from ..cache.geometry.precision import Allocation, bits_in_words, rotation_in_words
+from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..match.text import TokenText
 from ..units import show_bytes
+from .checkpoint_saver import CheckpointSaver
+from .prefix_saver import PrefixSaver
+from .speed import Speed
 
 _BATCHING = {
     Batching.REPLIES: "replies in batches",
@@ -35,7 +37,7 @@ class LoadedModel:
     """None when prompts are matched by ids: text is not to be stored, or not understood."""
     name: str = ""
     """What people call the model."""
-    memory: PrefillMemory | None = None
+    speed: Speed = field(default_factory=Speed, compare=False)
 
     @cached_property
     def root(self) -> Root:
@@ -43,6 +45,12 @@ class LoadedModel:
         return Root(
             self.fingerprint, self.spec.layout, with_text=self.text is not None, model=self.name
         )
+
+    @cached_property
+    def saver(self) -> PrefixSaver | CheckpointSaver:
+        """What saves this model's caches, and finds what can be restored."""
+        saver = PrefixSaver if self.spec.any_prefix else CheckpointSaver
+        return saver(self.spec, self.text)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -72,7 +80,7 @@ def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str
 
 
 def described_bits(spec: ModelCacheSpec) -> str:
-    """Return the bits of keys and values, such as "keys 4 to 6 bits, values 4 (5.2 on average)"."""
+    """Return the bits of keys and values, such as "keys 4 bits, values 4 (5.0 on average …)"."""
     precisions = [group.precision for group in spec.full]
     if not precisions:
         return "in windows and states alone"
@@ -84,7 +92,7 @@ def described_bits(spec: ModelCacheSpec) -> str:
     return (
         bits_in_words(precisions)
         + (f", {n_own} layers in full precision" if n_own else "")
-        + f" ({spec.bits_per_number:.1f} on average"
+        + f" ({spec.bits_per_number:.1f} on average with scales"
         + (f", {turned}" if turned else "")
         + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
     )

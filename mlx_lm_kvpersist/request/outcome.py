@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from itertools import count
-from threading import Lock
 from typing import Any
 
-from ..cache.blocks import BLOCK_TOKENS
-from ..cache.precision import layout_in_words
-from ..match.block import Root, block_key, pack_ids
+from ..block import Root, block_key, pack_ids
+from ..cache.blocks.cut_join import BLOCK_TOKENS
+from ..cache.geometry.precision import layout_in_words
 from ..match.tree import Match, common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Gone
-
-KEPT = 200
-"""The last requests that a server remembers, for people who ask why something was slow."""
+from ..store.tier import DISK, RAM
 
 MIN_ALIKE_CHARS = 64
 MIN_ALIKE_TOKENS = 16
@@ -44,12 +38,8 @@ class Kind(Enum):
     """Not kept by the plugin: the stock server's own prompt cache is used."""
 
 
-class Tier(Enum):
-    """Where the reused blocks were."""
-
-    HOT = "hot"
-    WARM = "warm"
-    COLD = "cold"
+COLD = "cold"
+"""The tier of a prompt of which nothing is reused."""
 
 
 class Reason(Enum):
@@ -62,7 +52,6 @@ class Reason(Enum):
     OTHER_NAMESPACE = "other-namespace", "stored in another namespace or session"
     EVICTED = "evicted", "evicted to keep to the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
-    BELOW_THRESHOLD = "below-threshold", "less than --kvpersist-min-reuse"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
     NO_CHECKPOINT = "no-checkpoint", "the model can go on only from an earlier checkpoint"
     STORE_FAILED = "store-failed", "the store could not be read, the log says why"
@@ -92,7 +81,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request reused: of `n_prompt` tokens `n_reused`, `n_restored` of them from disk."""
+    """What a request reused: of `n_prompt` tokens `n_reused`.
+
+    `n_restored` of them were read from tiers below RAM, of which `slowest` was the last.
+    """
 
     kind: Kind
     n_prompt: int
@@ -102,6 +94,7 @@ class Outcome:
     reason: Reason | None = None
     detail: str = ""
     divergence: Divergence | None = None
+    slowest: str = DISK
 
     @classmethod
     def stock(cls, n_prompt: int, why: str) -> Outcome:
@@ -114,17 +107,18 @@ class Outcome:
         return 0 if self.kind is Kind.STOCK else self.n_prompt - self.n_reused
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> str:
+        """The name of the slowest tier that something came from, or `COLD`."""
         if self.n_restored:
-            return Tier.WARM
-        return Tier.HOT if self.n_reused else Tier.COLD
+            return self.slowest
+        return RAM if self.n_reused else COLD
 
     @property
     def header(self) -> str:
         """The value of the X-KVPersist response header. It holds no text of the prompt."""
         reason = f"; reason={self.reason.word}" if self.reason else ""
         return (
-            f"outcome={self.kind.value}; tier={self.tier.value}; reused={self.n_reused}; "
+            f"outcome={self.kind.value}; tier={self.tier}; reused={self.n_reused}; "
             f"restored={self.n_restored}; restore_ms={self.restore_ms:.1f}{reason}"
         )
 
@@ -138,7 +132,8 @@ class Outcome:
         else:
             source = "RAM"
             if self.n_restored:
-                source = "disk" if self.n_restored >= self.n_reused else "RAM and disk"
+                is_all = self.n_restored >= self.n_reused
+                source = self.tier if is_all else f"RAM and {self.tier}"
                 source += f" in {self.restore_ms:,.0f} ms"
             parts = [
                 f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
@@ -183,7 +178,7 @@ def divergence_at(
 
 
 def why_not_stored(
-    prompt_ids: list[int], text: str | None, match: Match, root: Root, store: BlockStore
+    prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> tuple[Reason, str]:
     """Return why what follows a match is not stored: removed, elsewhere, or never saved.
 
@@ -195,7 +190,7 @@ def why_not_stored(
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:
         parent = whole[-1].key if whole else root.key
-        gone = store.disk.gone(block_key(parent, pack_ids(next_ids)))
+        gone = store.disk.files.gone(block_key(parent, pack_ids(next_ids)))
         if gone is not None:
             return (Reason.EVICTED if gone is Gone.EVICTED else Reason.DAMAGED), ""
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
@@ -209,7 +204,7 @@ def why_not_stored(
                     reason = _differences(root, other)[0]
                     if reason is not Reason.OTHER_PRECISION:
                         return reason, ""
-                    stored, live = map(layout_in_words, (other.precision, root.precision))
+                    stored, live = map(layout_in_words, (other.layout, root.layout))
                     return reason, f"{reason.text}: {stored}; now {live}"
     return Reason.NOTHING_ALIKE, ""
 
@@ -221,84 +216,6 @@ def _differences(root: Root, other: Root) -> list[Reason]:
         found.append(Reason.OTHER_NAMESPACE)
     if other.fingerprint != root.fingerprint:
         found.append(Reason.OTHER_MODEL)
-    if other.precision != root.precision:
+    if other.layout != root.layout:
         found.append(Reason.OTHER_PRECISION)
     return found or [Reason.NOTHING_ALIKE]
-
-
-class History:
-    """The last requests as JSON objects. Any thread.
-
-    with_text: whether a record may quote the prompt.
-    """
-
-    def __init__(self, *, with_text: bool = True) -> None:
-        self._with_text = with_text
-        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._numbers = count(1)
-        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
-        self._lock = Lock()
-
-    def add(
-        self,
-        session: str | None,
-        namespace: str,
-        model: str,
-        outcome: Outcome,
-        *,
-        kept: bool = True,
-    ) -> dict[str, Any]:
-        """Add a record and return it. Ids are unique and growing.
-
-        `received` is in seconds since the epoch. A request that is not `kept` is not quoted.
-        """
-        divergence = asdict(outcome.divergence) if outcome.divergence else None
-        record = {
-            "id": f"kvp-{self._start}-{next(self._numbers)}",
-            "received": time.time(),
-            "session": session,
-            "namespace": namespace,
-            "model": model,
-            "sentence": outcome.sentence(session, kept=kept),
-            "kept": kept,
-            "outcome": outcome.kind.value,
-            "tier": outcome.tier.value,
-            "prompt_tokens": outcome.n_prompt,
-            "reused_tokens": outcome.n_reused,
-            "restored_tokens": outcome.n_restored,
-            "restore_ms": round(outcome.restore_ms, 2),
-            "reason": outcome.reason.text if outcome.reason else None,
-            "detail": outcome.detail or None,
-            "divergence": divergence,
-            "first_token_s": None,
-        }
-        if not (self._with_text and kept):
-            record = _unquoted(record)
-        with self._lock:
-            self._records.append(record)
-        return record
-
-    def timed(self, request_id: str, first_token_s: float) -> None:
-        """Add how long a request waited for its first token, in seconds since it was queued."""
-        with self._lock:
-            for n, record in enumerate(self._records):
-                if record["id"] == request_id:
-                    self._records[n] = {**record, "first_token_s": round(first_token_s, 4)}
-
-    def forget(self, session: str | None) -> None:
-        """Remove the records of a deleted session; others may quote it, and quote no more."""
-        with self._lock:
-            left = [_unquoted(one) for one in self._records if one["session"] != session]
-            self._records = deque(left, maxlen=KEPT)
-
-    def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
-        """Return the records, newest first; without text they quote no prompt."""
-        with self._lock:
-            records = list(self._records)[::-1]
-        return records if with_text else [_unquoted(record) for record in records]
-
-
-def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without the text of prompts."""
-    divergence = record["divergence"] and {**record["divergence"], "stored": None, "asked": None}
-    return {**record, "divergence": divergence}

@@ -3,7 +3,9 @@
 The rule: the prompt that the model reads is, byte for byte, what the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
-1. the client sent back the content and the tool calls that it was sent for these ids;
+1. the client sent back the content and the tool calls that it was sent for these ids, or, of a
+   reply that ended without an end token, a beginning of them: nobody knows how much of it a client
+   has read that left, and max_tokens or a stop string cut some of what was produced;
 2. the prompt before the reply reads as it did when the model produced the ids, character for
    character: bytes of the model that are no character read as clients see them, as U+FFFD;
 3. what the template renders from there to the next end token is the same reply: the same text
@@ -27,74 +29,79 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ..block import Root, pack_ids, unpack_ids
 from ..host.prompt import Prompt
-from ..match.block import Root, pack_ids, unpack_ids
-from ..match.text import REPLACEMENT
+from ..match.text import TokenText
 from ..store.block_store import BlockStore
-from ..store.index import StoredReply
-from ..store.records import Turn
+from ..store.records import Commit, StoredReply
 from .lookup import with_ids
 from .model import LoadedModel
 
 Message = dict[str, Any]
 _DIGEST_BYTES = 16
+_START = _DIGEST_BYTES + 1 + 8
 
 
 @dataclass(frozen=True)
 class _Reply:
-    """The ids of a reply, as far as it was sent; size and digest of the text of its prompt."""
+    """The ids of a reply; size and digest of the text of its prompt.
+
+    has_ended: whether the model ended it itself; else max_tokens, a stop string or its client did.
+    """
 
     ids: list[int]
+    has_ended: bool
     n_prompt_bytes: int
     prompt_digest: bytes
 
     def to_bytes(self) -> bytes:
-        return self.prompt_digest + self.n_prompt_bytes.to_bytes(8, "little") + pack_ids(self.ids)
+        about = bytes([self.has_ended]) + self.n_prompt_bytes.to_bytes(8, "little")
+        return self.prompt_digest + about + pack_ids(self.ids)
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> _Reply:
-        start = _DIGEST_BYTES + 8
-        n_prompt_bytes = int.from_bytes(packed[_DIGEST_BYTES:start], "little")
-        return cls(unpack_ids(packed[start:]), n_prompt_bytes, packed[:_DIGEST_BYTES])
+        digest, about, ids = packed[:_DIGEST_BYTES], packed[_DIGEST_BYTES:_START], packed[_START:]
+        return cls(unpack_ids(ids), bool(about[0]), int.from_bytes(about[1:], "little"), digest)
 
 
 def remember(
     messages: Sequence[Message],
     prompt: Sequence[int],
     reply: Sequence[int],
-    sent: Message,
+    sent: Message | None,
     root: Root,
     store: BlockStore,
     model: LoadedModel,
 ) -> None:
-    """Remember a whole reply, unless text matching will find it. Any thread.
+    """Remember a reply, unless text matching will find it. Any thread.
 
     `messages` were rendered to `prompt`. The model answered with the ids `reply`, for which the
-    client was `sent` content, reasoning and tool calls.
+    client was `sent` content, reasoning and tool calls; None if that is not known, or not yet. A
+    reply without an end token is also found by its conversation alone, the newest one: its client
+    may have read less of it.
     """
     if model.text is None or not reply or not messages:
         return
+    has_ended = reply[-1] in model.tokenizer.eos_token_ids
+    if has_ended and sent is None:
+        return  # it is looked for by what was sent alone
     if not model.text.covers((*prompt, *reply)):
         return
-    ended = reply[-1] in model.tokenizer.eos_token_ids
-    ids = list(reply[:-1] if ended else reply)
-    text, content = model.text.decode(ids), sent.get("content") or ""
-    if not ended:
-        start = _shown(text).rfind(_shown(content))
-        end = start + len(content)
-        if start < 0 or sent.get("tool_calls") or text[end:].strip(" " + REPLACEMENT):
-            return  # a stop word was cut off
-        # mlx-lm 0.31.3 does not send a space or broken characters at the end of such a reply.
-        ids = ids[: bisect_right(model.text.ends(ids), (end, False))]
-    if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
-        return
+    ids = list(reply[:-1] if has_ended else reply)
+    if has_ended:
+        text, content = model.text.decode(ids), (sent or {}).get("content") or ""
+        if text == content == text.strip() and unicodedata.is_normalized("NFC", text):
+            return
+    *_, (key, key_begun) = _reply_keys([*messages, {**(sent or {}), "role": "assistant"}])
+    keys = [key] if sent is not None else []
+    keys += [] if has_ended else [key_begun]
     before = model.text.decode(prompt).encode()
-    made = _Reply(ids, len(before), blake2b(before, digest_size=_DIGEST_BYTES).digest())
-    *_, key = _reply_keys([*messages, {**sent, "role": "assistant"}])
-    store.save_turn(Turn(root, (), None, (StoredReply(key, made.to_bytes()),)), [])
+    digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
+    made = _Reply(ids, has_ended, len(before), digest).to_bytes()
+    store.commit(Commit(root, (), None, tuple(StoredReply(key, made) for key in keys)), [])
 
 
-def respell(
+def retokenize(
     prompt: Prompt,
     messages: Sequence[Message],
     root: Root,
@@ -108,7 +115,10 @@ def respell(
     tokens = model.text
     if tokens is None:
         return prompt
-    stored = [store.reply_ids(root.key, key) for key in _reply_keys(messages)]
+    stored = [
+        store.reply_ids(root.key, key) or store.reply_ids(root.key, key_begun)
+        for key, key_begun in _reply_keys(messages)
+    ]
     replies = [_Reply.from_bytes(packed) for packed in stored if packed is not None]
     if not replies or not tokens.covers(prompt.ids):
         return prompt
@@ -133,18 +143,37 @@ def respell(
         stop = turn_ends[bisect_left(turn_ends, start)]
         up_to = before.copy()
         up_to.update(read[ends[n_read] : ends[start]])
-        if up_to.digest() != reply.prompt_digest or not _is_same(
-            tokens.decode(prompt.ids[start:stop]), tokens.decode(reply.ids), model.tokenizer
-        ):
+        if up_to.digest() != reply.prompt_digest:
+            continue
+        rendered = tokens.decode(prompt.ids[start:stop])
+        own_ids = reply.ids[: _n_rendered(rendered, reply, tokens, model.tokenizer)]
+        if not own_ids:
             continue
         copy_up_to(start)
-        ids += reply.ids
+        ids += own_ids
         n_read = stop
-        own = tokens.decode(reply.ids).encode()
+        own = tokens.decode(own_ids).encode()
         up_to.update(own)
         before, n_bytes = up_to, reply.n_prompt_bytes + len(own)
     copy_up_to(len(prompt.ids))
     return with_ids(prompt, ids, boundaries)
+
+
+def _n_rendered(rendered: str, reply: _Reply, tokens: TokenText, tokenizer: Any) -> int:
+    """Return how many first ids of a reply a template rendered so; 0 if it rendered others."""
+
+    def n_chars(n_ids: int) -> int:
+        return len("".join(_shown(tokens.decode(reply.ids[:n_ids])).split()))
+
+    places: Sequence[int] = range(len(reply.ids) + 1)
+    first, stop = len(reply.ids), len(places)
+    if not reply.has_ended:
+        wanted = len("".join(rendered.split()))
+        first, stop = (find(places, wanted, key=n_chars) for find in (bisect_left, bisect_right))
+    for n in (*places[first:stop], len(reply.ids)):
+        if _is_same(rendered, tokens.decode(reply.ids[:n]), tokenizer):
+            return n
+    return 0
 
 
 def _is_same(rendered: str, own: str, tokenizer: Any) -> bool:
@@ -183,10 +212,10 @@ def _parts(text: str, tokenizer: Any) -> Iterator[str]:
         yield "".join(content.split())
 
 
-def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
-    """Yield the key of each assistant message: a hash over the messages up to it.
+def _reply_keys(messages: Sequence[Message]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield two keys of each assistant message: hashes over the messages up to it, and before it.
 
-    The key does not depend on the form in which a client sends content, nor on reasoning.
+    They do not depend on the form in which a client sends content, nor on reasoning.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-2")
     for message in messages:
@@ -197,9 +226,11 @@ def _reply_keys(messages: Sequence[Message]) -> Iterator[bytes]:
             content = "".join(str(part.get("text")) for part in content)
         calls = [_call_of(call) for call in message.get("tool_calls") or ()]
         encoded = json.dumps([message.get("role"), content or "", calls], default=str).encode()
+        before = digest.copy()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
         if message.get("role") == "assistant":
-            yield digest.digest()
+            before.update(b"begun")
+            yield digest.digest(), before.digest()
 
 
 def _call_of(call: Any) -> list[Any]:

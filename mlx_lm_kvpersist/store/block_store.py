@@ -1,38 +1,35 @@
-"""The block store: a pool in RAM, a folder on disk, a writer between them."""
+"""The block store: blocks in tiers, RAM, the disk and any others, and a writer between them."""
 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import StoreError
-from ..match.block import Block, Root
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .budget import StoreLimits
 from .disk import DiskStore
+from .disk_tier import DiskTier
 from .files import Arrays
-from .index import Index, Session
 from .pool import BlockPool, KVBlock
-from .reading import BlockReader, Loaded, Prefetch
-from .records import Turn
+from .reading import Prefetch, Reader
+from .records import Commit
+from .tier import LowerTier, Tier
 from .writer import Writer
 
-__all__ = ["BlockStore", "Loaded", "Prefetch", "StoreLimits", "Turn"]
-
-Answer = TypeVar("Answer")
-Default = TypeVar("Default")
+__all__ = ["BlockStore", "Commit", "Prefetch", "StoreLimits"]
 
 logger = logging.getLogger(__name__)
 
 _MIN_QUEUE_BYTES = 512 << 10
-"""Even where RAM holds nothing, turns must wait to be written."""
+"""Even where RAM holds nothing, commits must wait to be written."""
 
 
 @dataclass
@@ -44,11 +41,11 @@ class StoreCounters:
     blocks_quarantined: int = 0
     """Blocks and checkpoints."""
     failures: set[str] = field(default_factory=set)
-    """What keeps turns from being saved right now; each is logged once."""
+    """What keeps commits from being saved right now; each is logged once."""
 
 
 @dataclass(frozen=True)
-class HotFirst:
+class RamFirst:
     """A store's blocks; the pool has all that continue one in `complete`."""
 
     store: BlockStore
@@ -57,54 +54,54 @@ class HotFirst:
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        hot = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(hot) or self.store.children(parent, ahead, limit)  # evicted since
+        found = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
+        return list(found) or self.store.children(parent, ahead, limit)  # evicted since
 
 
-class BlockStore(BlockReader):
-    """Blocks by key, and their checkpoints, wherever they are.
+class BlockStore:
+    """Blocks by key, and their checkpoints, in whichever tier they are.
 
-    The generation thread reads and submits; a thread of the store's own changes the disk.
+    The generation thread reads and submits; a thread of the store's own changes the tiers below
+    RAM. `others` are tiers below the disk, the quickest first.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits) -> None:
-        super().__init__(folder, BlockPool(limits.max_ram_bytes), verify=limits.verify)
+    def __init__(self, folder: Path, limits: StoreLimits, others: Sequence[LowerTier] = ()) -> None:
+        self.folder = folder
         self.limits = limits
-        self.disk = DiskStore(folder, limits)
         self.counters = StoreCounters()
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self._unwritten_replies: dict[tuple[bytes, bytes], bytes] = {}
-        self._lost: set[bytes] = set()
-        """Keys of what is damaged or may be missing on disk, until it is removed or written anew.
-        What could not be read for another reason is not among them."""
+        self.disk = DiskStore(folder, limits)
+        self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self._writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
-        self._writer.submit(self._sweep)
+        self._disk_tier = DiskTier(self.disk, self._writer, self._failed)
+        self.index, self.view = self.disk.index, self._disk_tier.view
+        self.pool = BlockPool(limits.max_ram_bytes)
+        self.disk.files.forgotten = self.pool.not_stored
+        self.below: tuple[LowerTier, ...] = (self._disk_tier, *others)
+        """The tiers below RAM, in the order in which they are read."""
+        self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
+        self.reader = Reader(self.pool, self.below, self._lose_from)
+        self._writer.submit(self._disk_tier.sweep)
 
-    @property
-    def index(self) -> Index:
-        return self.disk.index
+    # Find.
 
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, in RAM or, if it can be read, on disk.
+        """Return the blocks that continue `parent`, of all tiers; see `BlockSource.children`."""
+        found: dict[bytes, Block] = {}
+        for tier in reversed(self.tiers):
+            for one in tier.children(parent, ahead, limit):
+                found[one.key] = one
+        return list(found.values())[:limit]
 
-        See `BlockSource.children`.
-        """
-        lost = self._lost.copy()  # before the index is read: they leave both, it first
-        wanted = None if limit is None else limit + len(lost)
-        stored = self._ask(partial(self.disk.index.children, parent, ahead, wanted), ())
-        nodes = {node.key: node for node in stored if node.key not in lost}
-        nodes.update((node.key, node) for node in self.pool.children(parent, ahead, limit))
-        return list(nodes.values())[:limit]
+    def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
+        """Return a source of the same blocks that asks the tiers below RAM less often.
 
-    def hot_first(self, root: bytes, prompt: str | bytes) -> HotFirst:
-        """Return a source of the same blocks that asks the disk less often.
-
-        Where the pool has all that the disk has to continue the prompt (a text, or packed ids), the
-        disk is not asked again. One query tells that of a whole conversation.
+        Where the pool has all that they have to continue the prompt (a text, or packed ids), they
+        are not asked again. One query of each tells that of a whole conversation.
         """
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
@@ -117,115 +114,107 @@ class BlockStore(BlockReader):
                     path[before] = parent = node.key
                     position += len(content)
                     break
-        branching = self._ask(partial(self.index.branches, path), path.keys()) if path else ()
-        return HotFirst(self, path.keys() - branching)
+        return RamFirst(self, path.keys() - {b for tier in self.below for b in tier.branches(path)})
 
     def __contains__(self, key: bytes) -> bool:
-        if key in self.pool:
-            return True
-        return key not in self._lost and self._ask(
-            partial(self.disk.index.__contains__, key), False
-        )
+        return any(key in tier for tier in self.tiers)
 
-    def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Block]]:
-        """Return, by block, the checkpoints in RAM or, if they can be read, on disk.
+    def tier_of(self, key: bytes) -> str:
+        """Return the name of the tier that a stored block or checkpoint is read from."""
+        *upper, last = self.tiers
+        return next((tier.name for tier in upper if key in tier), last.name)
 
-        A block that has none may be missing. Blocks are given by their keys.
+    def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
+        """Return, by block, the checkpoints of all tiers; a block that has none may be missing.
+
+        Blocks are given by their keys.
         """
-        lost = self._lost.copy()  # as in `children`
-        stored = self._ask(partial(self.disk.index.checkpoints, blocks), ())
-        found = {block.key: block for block, _ in stored if block.key not in lost}
-        found.update((block.key, block) for block in self.pool.checkpoints(blocks))
-        by_block: dict[bytes, list[Block]] = {}
+        tiers = reversed(self.tiers)
+        found = {one.key: one for tier in tiers for one in tier.checkpoints(blocks)}
+        by_block: dict[bytes, list[Checkpoint]] = {}
         for one in found.values():
-            by_block.setdefault(one.parent, []).append(one)
+            by_block.setdefault(one.block, []).append(one)
         return by_block
 
-    def quarantine(self, block: Block, reason: str) -> None:
-        """Take a block or checkpoint out of use that failed a check, in RAM now, on disk soon.
+    # Forget.
 
-        A block takes its checkpoints along. Any thread.
+    def lose(self, block: Record, reason: str) -> None:
+        """Take a block or checkpoint that must not be used out of all tiers. Any thread.
+
+        A block takes its checkpoints along. The disk moves it to quarantine.
         """
-        logger.warning("%s goes to quarantine: %s", block, reason)
-        self.counters.blocks_quarantined += 1
-        self._lose(block.key, reason)
+        self._lose_from(self.below, block, reason)
 
-    def _lose(self, key: bytes, reason: str | None = None) -> None:
-        """Forget what is not there or, for a reason, must not be used. Any thread."""
-        self._lost.add(key)
+    def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
-            self.pool.drop(key)
+            logger.warning("%s goes to quarantine: %s", block, reason)
+            self.counters.blocks_quarantined += 1
+            self.pool.drop(block.key)
         self.n_changes += 1
-        self._writer.submit(partial(self._take_away, key, reason))
+        for tier in tiers:
+            tier.forget(block.key, reason)
 
-    def put(self, blocks: Iterable[tuple[Block, Arrays]]) -> None:
+    # Add.
+
+    def put(self, blocks: Iterable[tuple[Record, Arrays]]) -> None:
         """Put blocks into RAM, for as long as there is room."""
         for block, arrays in blocks:
             self.pool.put(KVBlock.of(block, arrays))
         self.n_changes += 1
 
-    def save_turn(self, turn: Turn, new: Iterable[tuple[Block, Arrays]]) -> None:
-        """Put a turn's new blocks and checkpoints into RAM and have it saved in the background.
+    def commit(self, commit: Commit, new: Iterable[tuple[Record, Arrays]]) -> None:
+        """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         """
-        pinned = self.pool.pin(block.key for block in (*turn.blocks, *turn.checkpoints))
+        pinned = self.pool.pin(record.key for record in commit.records)
         for block, arrays in new:
             entry = KVBlock.of(block, arrays)
             entry.pins = 1
             pinned.append(self.pool.put(entry))
-        self.pool.touch(block.key for block in turn.blocks)
+        self.pool.touch(block.key for block in commit.blocks)
         self.n_changes += 1
-        for reply in turn.replies:
-            self._unwritten_replies[turn.root.key, reply.digest] = reply.packed_ids
-        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.on_disk}
-        self._writer.submit_turn(
-            turn,
-            save=partial(self._save, turn, pinned),
-            abandon=partial(self._abandon, turn, pinned),
+        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        self._writer.submit_commit(
+            commit,
+            save=partial(self._save, commit, pinned),
+            abandon=partial(self._abandon, pinned),
             sizes=sizes,
         )
 
-    def session_blocks(self, root: Root, name: str) -> set[bytes]:
-        """Return the blocks of all branches of a session; none if the index cannot be read."""
-        return self._ask(partial(self.disk.index.session_blocks, root.key, name), set[bytes]())
-
-    def sessions_at(self, key: bytes) -> list[Session]:
-        """Return the sessions that end in a block, as far as they are on disk."""
-        return self._ask(partial(self.disk.index.sessions_at, key), list[Session]())
-
     def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
         """Return the packed ids of a remembered reply."""
-        unwritten = self._unwritten_replies.get((root, digest))
-        return unwritten or self._ask(partial(self.disk.index.reply_ids, root, digest), None)
+        for commit in reversed(self._writer.commits()):
+            for reply in commit.replies:
+                if (commit.root.key, reply.digest) == (root, digest):
+                    return reply.packed_ids
+        return self.view.reply_ids(root, digest)
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""
-        roots = self._ask(partial(self.disk.index.roots, limit + 1), ())
-        return [other for other, _ in roots if other.key != root.key][:limit]
-
-    def file_hash(self, path: str, stamp: str) -> str | None:
-        """Return what is remembered of a model's file, if its stamp is still the same."""
-        return self._ask(partial(self.disk.index.file_hash, path, stamp), None)
-
-    def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
-        """Remember the hash of a model's file."""
-        self._change_index(
-            "remember the hash of a model's file",
-            lambda index: index.set_file_hash(path, stamp, content_hash),
-        )
+        others = [other for other, _ in self.view.roots(limit + 1) if other.key != root.key]
+        return others[:limit]
 
     def keep_request(self, record: dict[str, Any]) -> None:
         """Remember what a request reused, for those who ask later."""
-        self._change_index("remember what a request reused", lambda i: i.add_request(record))
+        self._disk_tier.change_index(
+            "remember what a request reused", lambda index: index.state.add_request(record)
+        )
 
-    def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Block] = ()) -> None:
+    def add_first_token(self, request_id: str, first_token_s: float) -> None:
+        """Add to what is remembered of a request how long it waited for its first token."""
+        self._disk_tier.change_index(
+            "remember what a request waited",
+            lambda index: index.state.add_first_token(request_id, first_token_s),
+        )
+
+    def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
 
         The checkpoints are evicted before the chain: they are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)])
-        self._change_index(
+        self._disk_tier.change_index(
             "mark a block as used", lambda index: index.touch(chain[-1], checkpoints)
         )
 
@@ -248,21 +237,14 @@ class BlockStore(BlockReader):
         Without `all_files` the bytes on disk are those of blocks and checkpoints, as the index
         knows them, and no folder is looked at.
         """
-        with self.disk.index.asked_once() as index:
-            totals = index.totals()
-            used_bytes = self.disk.used_bytes() if all_files else totals.n_bytes
+        found: dict[str, dict[str, Any]]
+        found = {tier.name: tier.stats() for tier in self.tiers}
+        if all_files:
+            with self.index.asked_once():
+                found["disk"]["bytes"] = self.disk.files.used_bytes()
         return {
             "folder": str(self.folder),
-            "ram": self.pool.stats(),
-            "disk": {
-                "blocks": totals.n_blocks,
-                "checkpoints": totals.n_checkpoints,
-                "bytes": used_bytes,
-                "checkpoint_bytes": totals.checkpoint_bytes,
-                "evicted": self.disk.n_evicted,
-                "max_bytes": self.limits.max_disk_bytes,
-                "written_bytes": self.disk.written.total_bytes,
-            },
+            "tiers": found,
             "queue": {
                 "tasks": self._writer.n_tasks,
                 "bytes": self._writer.n_bytes,
@@ -286,91 +268,45 @@ class BlockStore(BlockReader):
                 show_bytes(n_bytes),
                 timeout_s,
             )
-        readers_ended = self._stop_reading(max(0.0, deadline_s - time.monotonic()))
+        readers_ended = self.reader.close(max(0.0, deadline_s - time.monotonic()))
         if readers_ended and not self._writer.is_alive():
             self.disk.close()
             self.pool.clear()
 
     # Writer thread.
 
-    def _save(self, turn: Turn, pinned: list[KVBlock]) -> None:
-        lost = self._lost.copy()
+    def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
         try:
-            keep = self._writer.waiting_keys()
-            saved = self.disk.save(turn, self._arrays_of, keep, self._writer.rest, lost)
-        except Exception as error:  # whatever it is, the turn's pins are let go of
+            written = [tier.write(commit, self._arrays_of) for tier in self.below]
+        except Exception as error:  # whatever it is, the commit's pins are let go of
             self._failed("save a turn", error)
-            self._abandon(turn, pinned)
+            self._abandon(pinned)
             return
-        if saved is None:
-            logger.warning("a turn is not saved: another process removed a block that it needs")
-            self._abandon(turn, pinned)
+        saved = [one for one in written if one is not None]
+        if not saved:
+            self._abandon(pinned)
             return
         self.counters.turns_saved += 1
         self.counters.failures.clear()
-        for block in (*saved.blocks, *saved.checkpoints):
-            if block.key in lost:  # what was lost meanwhile may not have been written anew
-                self._lost.discard(block.key)
-            entry = self.pool.get(block.key)
+        for key in {record.key for one in saved for record in one.records}:
+            entry = self.pool.get(key)
             if entry is not None:
-                entry.on_disk = True
-        self._release(turn, pinned)
-        for replaced, _ in saved.leaf.replaced if saved.leaf else ():
-            self.pool.drop_unpinned(replaced)
-        for block in set(saved.superseded).difference(saved.checkpoints):
-            self.pool.drop_unpinned(block.key)
+                entry.is_stored = True
+        self.pool.unpin(pinned)
+        for one in saved:
+            for replaced, _ in one.leaf.replaced if one.leaf else ():
+                self.pool.drop_unpinned(replaced)
+            for block in set(one.superseded).difference(one.checkpoints):
+                self.pool.drop_unpinned(block.key)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         entry = self.pool.get(key)
         return None if entry is None else entry.arrays
 
-    def _abandon(self, turn: Turn, pinned: list[KVBlock]) -> None:
-        """A turn stays in memory only, where its blocks may now be evicted. Any thread."""
+    def _abandon(self, pinned: list[KVBlock]) -> None:
+        """A commit stays in memory only, where its blocks may now be evicted. Any thread."""
         self.counters.turns_not_saved += 1
-        self._release(turn, pinned)
-
-    def _release(self, turn: Turn, pinned: list[KVBlock]) -> None:
         self.pool.unpin(pinned)
-        for reply in turn.replies:
-            self._unwritten_replies.pop((turn.root.key, reply.digest), None)
-
-    def _take_away(self, key: bytes, reason: str | None = None) -> None:
-        """Forget a block or checkpoint that is not on disk; for a reason, move it to quarantine."""
-        if key not in self._lost:
-            return  # written anew since
-        try:
-            if reason is None:
-                self.disk.forget_missing(key)
-            else:
-                self.disk.quarantine(key, reason)
-        except (OSError, StoreError, sqlite3.Error) as error:
-            self._failed("take a block out of the store", error)
-            if reason is not None:
-                return  # it stays damaged
-        self._lost.discard(key)
-
-    def _change_index(self, what: str, change: Callable[[Index], None]) -> None:
-        def run() -> None:
-            try:
-                with self.disk.lock.held():
-                    change(self.disk.index)
-            except (OSError, sqlite3.Error) as error:
-                self._failed(what, error)
-
-        self._writer.submit(run)
-
-    def _sweep(self) -> None:
-        n_swept = self.disk.sweep()
-        if n_swept:
-            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
-
-    def _ask(self, index: Callable[[], Answer], otherwise: Default) -> Answer | Default:
-        """Return what the index answers, or something else if it cannot be read. Any thread."""
-        try:
-            return index()
-        except (OSError, sqlite3.Error) as error:
-            self._failed("read the index", error)
-            return otherwise
 
     def _failed(self, what: str, error: Exception) -> None:
         """Say once what does not work, until something works again."""

@@ -3,7 +3,7 @@
 A file holds KV arrays and, in its metadata, everything that the index knows of the block, so that
 the index can be rebuilt. The checksum covers names, shapes, dtypes and bytes of all arrays and the
 rest of the metadata; it is verified on every read. A block whose model keeps nothing for every
-token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own, `parts`:
+token has no arrays, and a file of metadata alone. Checkpoints have a folder of their own:
 they can be evicted while their block stays.
 
 What a file's header claims is compared with what the file has, and bounded. Source of the format:
@@ -18,15 +18,14 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import mlx.core as mx
 import xxhash
 
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
-from ..match.block import Block, Root
 from .folder import new_file, sync
 
 FORMAT = 1
@@ -53,12 +52,12 @@ def block_path(folder: Path, key: bytes) -> Path:
 
 def checkpoint_path(folder: Path, key: bytes) -> Path:
     """Return where the checkpoint of this key is kept."""
-    return folder / "parts" / key.hex()[:2] / f"{key.hex()}.safetensors"
+    return folder / "checkpoints" / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
-def path_of(folder: Path, block: Block) -> Path:
+def path_of(folder: Path, block: Record) -> Path:
     """Return where a block or a checkpoint is kept."""
-    return (checkpoint_path if block.is_checkpoint else block_path)(folder, block.key)
+    return (checkpoint_path if isinstance(block, Checkpoint) else block_path)(folder, block.key)
 
 
 def key_of(path: Path) -> bytes | None:
@@ -67,7 +66,7 @@ def key_of(path: Path) -> bytes | None:
     return None if name.startswith(".") else bytes.fromhex(name)
 
 
-def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: bool) -> int:
+def write_block(path: Path, block: Record, root: Root, arrays: Arrays, *, fsync: bool) -> int:
     """Write the file of a block or a checkpoint, a new one; return its size in bytes.
 
     The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
@@ -93,15 +92,15 @@ def write_block(path: Path, block: Block, root: Root, arrays: Arrays, *, fsync: 
     return path.stat().st_size
 
 
-def metadata_of(block: Block, root: Root) -> dict[str, str]:
+def metadata_of(block: Record, root: Root) -> dict[str, str]:
     """Return what the file of a block or a checkpoint says of it, but for the checksum."""
     named = {"format": str(FORMAT), "key": block.key.hex()}
-    if block.is_checkpoint:
+    if isinstance(block, Checkpoint):
         return {
             **named,
-            "block": block.parent.hex(),
+            "block": block.block.hex(),
             "kind": block.kind,
-            "n_tokens": str(block.n_covered),
+            "n_tokens": str(block.n_tokens),
             "root": root.to_json(),
         }
     return {
@@ -125,8 +124,8 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
 
 
 def read_file(
-    path: Path, *, verify: bool = True, expected: Block | None = None
-) -> tuple[Block, Root, Arrays]:
+    path: Path, *, verify: bool = True, expected: Record | None = None
+) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
     `verify` checks the checksum. Raises what `read_record` does, BlockCorrupt when the arrays are
@@ -142,42 +141,50 @@ def read_file(
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
-    add_empty(arrays, metadata)
-    if verify and metadata.get("checksum") != checksum(arrays, metadata):
-        raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
-    if expected is not None and (block.key, block.packed_ids, block.start) != (
-        expected.key,
-        expected.packed_ids,
-        expected.start,
-    ):
+    check_arrays(arrays, metadata, path.name, verify=verify)
+    if expected is not None and not same(block, expected):
         raise BlockCorrupt(f"{path.name}: file and index disagree")
     return block, root, arrays
 
 
-def read_record(path: Path) -> tuple[Block, Root, Mapping[str, str]]:
+def same(record: Record, expected: Record) -> bool:
+    """Say whether a file holds what the index says."""
+    if isinstance(record, Block) and isinstance(expected, Block):
+        both = ((one.key, one.packed_ids, one.start) for one in (record, expected))
+        return next(both) == next(both)
+    return record == expected
+
+
+def read_record(path: Path) -> tuple[Record, Root, Mapping[str, str]]:
     """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
 
     Raises BlockCorrupt when the file is not whole or has another's name, StoreFormatError when a
     newer version wrote it, FileNotFoundError when there is no such file, and OSError when it cannot
     be read now, which says nothing about it.
     """
+    is_checkpoint = path.parent.parent.name == "checkpoints"
     with open_regular(path) as file:
-        try:
-            header = own_header(read_header(file).decode())
-        except MALFORMED as error:
-            raise BlockCorrupt(f"{path.name}: its header cannot be read: {error}") from error
         n_bytes = os.fstat(file.fileno()).st_size
-    if n_bytes != header.n_file_bytes:
-        raise BlockCorrupt(
-            f"{path.name}: has {n_bytes} bytes and should have {header.n_file_bytes}"
-        )
-    block, root = block_of(header.metadata, is_checkpoint=path.parent.parent.name == "parts")
+        block, root, metadata = record_in(file, n_bytes, path.name, is_checkpoint=is_checkpoint)
     if path.name != f"{block.key.hex()}.safetensors":
         raise BlockCorrupt(f"{path.name}: holds {block}")
-    return block, root, header.metadata
+    return block, root, metadata
 
 
-def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tuple[Block, Root]:
+def record_in(
+    source: BinaryIO, n_bytes: int, name: str, *, is_checkpoint: bool
+) -> tuple[Record, Root, Mapping[str, str]]:
+    """Return what an open file of `n_bytes` says of itself; raises what `read_record` does."""
+    try:
+        expected, metadata = own_header(read_header(source, n_bytes).decode())
+    except MALFORMED as error:
+        raise BlockCorrupt(f"{name}: its header cannot be read: {error}") from error
+    if n_bytes != expected:
+        raise BlockCorrupt(f"{name}: has {n_bytes} bytes and should have {expected}")
+    return *block_of(metadata, is_checkpoint=is_checkpoint), metadata
+
+
+def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tuple[Record, Root]:
     """Return the block or checkpoint, and its root, that the metadata of its file describe.
 
     Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
@@ -186,17 +193,14 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
     version = metadata.get("format", "")
     if version.isdecimal() and int(version) > FORMAT:
         raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
+    record: Record
     try:
         key, root = bytes.fromhex(metadata["key"]), Root.from_json(metadata["root"])
         if is_checkpoint:
-            block = Block(
-                key,
-                parent=bytes.fromhex(metadata["block"]),
-                kind=metadata["kind"],
-                n_covered=int(metadata["n_tokens"]),
-            )
+            of_block, n_tokens = bytes.fromhex(metadata["block"]), int(metadata["n_tokens"])
+            record = Checkpoint(key, of_block, metadata["kind"], n_tokens)
         else:
-            block = Block(
+            record = Block(
                 key,
                 parent=bytes.fromhex(metadata["parent"]),
                 start=int(metadata["start"]),
@@ -204,27 +208,39 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
                 text=json.loads(metadata["text"]),
                 pending=bytes.fromhex(metadata["pending"]),
             )
-        is_genuine = block.is_genuine and block.is_checkpoint == is_checkpoint
+            if not record.packed_ids or len(record.packed_ids) % 4:
+                raise ValueError("it holds no whole tokens")
+        is_genuine = record.is_genuine
+        # Else SQLite does not take it.
+        (record.text if isinstance(record, Block) else record.kind).encode()
+        texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
+        if not all(isinstance(one, str) for one in texts) or type(root.with_text) is not bool:
+            raise TypeError("its root has the wrong types")
     except (*MALFORMED, OverflowError) as error:
         raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
     if not is_genuine:
-        raise BlockCorrupt(f"{block}: what it says of itself does not hash to its key")
-    return block, root
+        raise BlockCorrupt(f"{record}: what it says of itself does not hash to its key")
+    return record, root
 
 
-def add_empty(arrays: dict[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Add the arrays without elements, which stand in the metadata of a file alone.
+def check_arrays(
+    arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str, *, verify: bool = True
+) -> None:
+    """Complete the arrays of a file and check them against its metadata.
 
-    Raises BlockCorrupt when the metadata describe anything else.
+    Arrays without elements stand in the metadata alone. Raises BlockCorrupt when the checksum, if
+    it is to be verified, or the metadata are wrong.
     """
     try:
-        for name, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
+        for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # before there is a checksum, no memory is taken
-                raise ValueError(f"{name} has the shape {shape}")
-            arrays[name] = mx.zeros(shape, getattr(mx, dtype))
-            mx.eval(arrays[name])  # another thread may use it
+                raise ValueError(f"{empty} has the shape {shape}")
+            arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
+            mx.eval(arrays[empty])  # another thread may use it
     except (*MALFORMED, OverflowError, RuntimeError) as error:
-        raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
+        raise BlockCorrupt(f"{name}: its metadata cannot be read: {error!r}") from error
+    if verify and metadata.get("checksum") != checksum(arrays, metadata):
+        raise BlockCorrupt(f"{name}: its content does not match its checksum")
 
 
 def _name_of(dtype: mx.Dtype) -> str:
@@ -254,20 +270,8 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
 # The header of a safetensors file.
 
 
-@dataclass(frozen=True)
-class OwnHeader:
-    """The header of a block's or checkpoint's own file, as text, and what it says."""
-
-    text: str
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """Name, dtype and shape, in the order of their bytes."""
-    n_data_bytes: int
-    n_file_bytes: int
-    metadata: Mapping[str, str]
-
-
-def own_header(text: str) -> OwnHeader:
-    """Read the header of a block or checkpoint.
+def own_header(text: str) -> tuple[int, Mapping[str, str]]:
+    """Return the size of the file with this header, in bytes, and its metadata.
 
     Raises one of MALFORMED unless it describes arrays that lie one after the other.
     """
@@ -281,14 +285,13 @@ def own_header(text: str) -> OwnHeader:
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{name} has the shape {shape}")
         n_bytes = math.prod(shape) * DTYPE_BYTES[entry["dtype"]]
-        placed.append((entry["data_offsets"], n_bytes, name, entry["dtype"], shape))
+        placed.append((entry["data_offsets"], n_bytes, name))
     end = 0
-    for offsets, n_bytes, name, _, _ in sorted(placed):
+    for offsets, n_bytes, name in sorted(placed):
         if offsets != [end, end + n_bytes]:
             raise ValueError(f"{name} takes {n_bytes} bytes and stands at {offsets}, not {end}")
         end += n_bytes
-    tensors = tuple(tuple(item[2:]) for item in sorted(placed))
-    return OwnHeader(text, tensors, end, LENGTH_BYTES + len(text.encode()) + end, metadata)
+    return LENGTH_BYTES + len(text.encode()) + end, metadata
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -309,14 +312,14 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_header(source: BinaryIO) -> bytes:
+def read_header(source: BinaryIO, n_file_bytes: int) -> bytes:
     """Read the header of an open file, which then stands at its arrays.
 
     Raises ValueError when it is longer than the file, or than a header may be.
     """
     n_bytes = int.from_bytes(source.read(LENGTH_BYTES), "little")
-    most = os.fstat(source.fileno()).st_size - LENGTH_BYTES
-    header = source.read(n_bytes) if n_bytes <= min(most, MAX_HEADER_BYTES) else b""
+    most = min(n_file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES)
+    header = source.read(n_bytes) if n_bytes <= most else b""
     if n_bytes != len(header):
         raise ValueError("its header is cut off")
     return header

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 MARKER = "kvpersist-store"
 """A file that says: this folder is a store. Its content is for people."""
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
-_FOLDERS = ("blocks", "parts", "sessions", "quarantine", "writing")
+_FOLDERS = ("blocks", "checkpoints", "sessions", "quarantine", "writing")
 _FORMS = re.compile(
-    r"(?:blocks|parts)/([0-9a-f]{2})/(?:\1[0-9a-f]{30}|\.\1[0-9a-f]{30}\.\d+\.tmp)\.safetensors"
+    r"(?:blocks|checkpoints)/([0-9a-f]{2})/(?:\1[0-9a-f]{30}|\.\1[0-9a-f]{30}\.\d+\.tmp)\.safetensors"
     r"|sessions/[0-9a-f]{8}\.(?:json|[0-9a-f]+\.tmp)"
     r"|quarantine/[0-9a-f]{32}-\d+\.(?:safetensors|json)"
     r"|quarantine/(?:index|rebuild)-\d+\.sqlite(?:-wal|-shm)?"
@@ -38,11 +38,8 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
     "lost+found",
 }
 """What an operating system puts into every folder or volume: a folder with these is empty."""
-_LEFT_BEHIND = {"lock", "writing", "attention.json", "precision.json"}
+_LEFT_BEHIND = {"lock", "writing"}
 """What a running server can leave in a store's folder that was removed under it."""
-_SQLITE = b"SQLite format 3\0"
-_APPLICATION_ID = b"kvp"
-"""The first bytes of what `index_schema` writes at byte 68 of an SQLite file."""
 
 
 def take_into_use(folder: Path) -> None:
@@ -66,27 +63,17 @@ def take_into_use(folder: Path) -> None:
 
 
 def check_store(folder: Path) -> None:
-    """Raise StoreError unless a folder is a store's: marked, or with an index of a store's."""
+    """Raise StoreError unless a folder is marked as a store."""
     for name in (*_FOLDERS, *INDEX_FILES, MARKER, "lock"):
         if (folder / name).is_symlink():
             raise StoreError(
                 f"{folder / name} is a link, and a store follows none; put there what it leads to"
             )
-    if not ((folder / MARKER).is_file() or any(map(_is_index, folder.glob("index.sqlite*")))):
+    if not (folder / MARKER).is_file():
         raise StoreError(
-            f"{folder} holds no store; choose a store or an empty folder with --kvpersist-dir, or, "
-            f"if this is a store that lost its index, make an empty file {MARKER} in it"
+            f"{folder} holds no store: it has no file {MARKER}; choose a store or an empty folder "
+            "with --kvpersist-dir, or, if this is a store, make an empty file of that name in it"
         )
-
-
-def _is_index(path: Path) -> bool:
-    """Say whether an SQLite file, or its log, is of a store's index. Nothing is opened as one."""
-    if path.name not in INDEX_FILES or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        content = file.read(1 << 20)
-    pages = (match.start() for match in re.finditer(_SQLITE, content))
-    return any(content[page + 68 : page + 71] == _APPLICATION_ID for page in pages)
 
 
 def own_files(folder: Path, name: str) -> Iterator[Path]:

@@ -1,89 +1,90 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read (`index_reader`). Only the writer changes it, and only while it holds the
-store's lock. What it says of blocks can be rebuilt from their files.
+Any thread may read. Only the writer changes it, and only while it holds the store's lock. What it
+says of blocks can be rebuilt from their files.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import astuple
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..match.block import Block, Root
-from .index_reader import INCREMENTAL, IndexReader
+from ..block import Block, Checkpoint, Record, Root
+from ..match.tree import FEW, MAX_ALIKE, nearest
+from .database import Database
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, faults, prepare, recount, sound
 from .records import (
     SESSION_COLUMNS,
+    Commit,
     Forgotten,
     Leaf,
     Session,
-    StoredReply,
-    Turn,
+    Totals,
+    read_root,
     read_session,
-    seal,
+    sidecar,
 )
+from .small_state import SmallState
 
-__all__ = ["Forgotten", "Index", "Leaf", "Session", "StoredReply"]
+__all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
-_MAX_REPLIES = 10_000
-KEPT = 100
-"""Records of requests."""
-_MAX_RECORD_CHARS = 4096
+_BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
+_BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
+_AT_ONCE = 500
+"""Keys in one statement; SQLite takes 999 or more."""
+_MAX_BRANCHES = 4
+"""Of a session that are preferred to others of equal length: those used last."""
+_ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 
 
-class Index(IndexReader):
+class Index:
     """What is on disk, in rows.
 
-    Opening makes it where it is missing. Raises StoreFormatError when a newer version wrote it
-    and sqlite3.DatabaseError when it is damaged.
+    Opening makes it where it is missing or empty, unless `create` is false: then it raises
+    FileNotFoundError. Raises StoreFormatError when another version wrote it and
+    sqlite3.DatabaseError when it is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        path.touch(mode=0o600)
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        self.path = path
+        self.database = Database(path)
         self._seldom = Lock()
-        self._inode = path.stat().st_ino
+        self.state = SmallState(self.database)
         try:
-            prepare(self._db, path)
-            if self._db.execute("PRAGMA auto_vacuum").fetchone() != (INCREMENTAL,):
-                self._let_shrink()
-        except UnicodeDecodeError as error:
-            # A message of SQLite's that quotes a damaged schema.
-            self.close()
-            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
+            self.reopen(create=create)
         except BaseException:
             self.close()
             raise
 
-    def _let_shrink(self) -> None:
-        """Have an index of an older format give pages back from now on."""
+    def reopen(self, *, create: bool = True) -> None:
+        """Use the file that is at the path now. Raises what opening raises."""
+        if create:
+            self.path.touch(mode=0o600)
+        elif not self.path.stat().st_size:
+            raise FileNotFoundError(self.path)
+        self.database.reopen()
         try:
-            self._db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
-            self._db.execute("VACUUM")
-            self.empty_log()
-        except sqlite3.OperationalError:
-            pass  # others are reading it, or the disk is full: the next one who opens it tries
+            prepare(self._db, self.path)
+        except UnicodeDecodeError as error:
+            # A message of SQLite's that quotes a damaged schema.
+            raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
 
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Change the index, all or nothing. A transaction inside another one is part of it."""
-        db = self._db
-        if db.in_transaction:
-            yield db
-            return
-        with db:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
+    def close(self) -> None:
+        """Answer no more, and close this thread's connection. Any thread."""
+        self.database.close()
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self.database.connection
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
@@ -95,15 +96,266 @@ class Index(IndexReader):
             try:
                 yield self
             finally:
-                self.disconnect()
+                self.database.disconnect()
 
-    # Blocks, checkpoints and sessions.
+    # Blocks.
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> list[Block]:
+        """Return the blocks that continue `parent`, at most `limit`.
+
+        With the text or the packed ids that lie ahead, and where there are many, only the nearest
+        to them are returned. A damaged index may lie; the walk of the tree checks those blocks
+        that it means to use.
+        """
+        if ahead is not None:
+            limit = FEW + 1
+        nodes = self._nodes("parent = ? LIMIT ?", parent, -1 if limit is None else limit)
+        if ahead is None or len(nodes) <= FEW:
+            return nodes
+        column = "text" if isinstance(ahead, str) else "ids"
+
+        def find(how: str, content: str | bytes) -> list[Block]:
+            where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
+            return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
+
+        return nearest(ahead, find)
+
+    def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
+        """Return, of these parents and a child of each, the parents that have another child."""
+        found: set[bytes] = set()
+        steps = list(path.items())
+        for first in range(0, len(steps), _AT_ONCE // 2):
+            part = steps[first : first + _AT_ONCE // 2]
+            rows = self._db.execute(
+                f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(part))}) "
+                "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
+                "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
+                [key for step in part for key in step],
+            )
+            found.update(parent for (parent,) in rows)
+        return found
+
+    def _nodes(self, where: str, *values: Any) -> list[Block]:
+        rows = self._db.execute(f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}", values)
+        # A damaged index may hold anything.
+        return [
+            Block(*row)
+            for row in rows
+            if all(map(isinstance, row, _BLOCK_TYPES)) and len(row[3]) % 4 == 0
+        ]
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
+
+    def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
+        """Return what is known of a block: its node, its root's key, its file's size."""
+        nodes = self._nodes("key = ?", key)
+        row = self._db.execute("SELECT root, n_bytes FROM blocks WHERE key = ?", (key,)).fetchone()
+        if not nodes or not row or not all(map(isinstance, row, (bytes, int))):
+            return None
+        return nodes[0], row[0], row[1]
+
+    def chain(self, leaf: bytes) -> list[tuple[Block, int]]:
+        """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
+        chain: list[tuple[Block, int]] = []
+        key = leaf
+        while (found := self.block(key)) is not None:
+            node, root, n_bytes = found
+            if chain and node.start >= chain[-1][0].start:
+                break  # a damaged index may go round in circles
+            chain.append((node, n_bytes))
+            if node.parent == root:
+                return chain[::-1]
+            key = node.parent
+        return []
+
+    def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
+        """Return how many blocks lead to `leaf`, itself included; their checkpoints; all bytes."""
+        n_blocks, block_bytes, n_checkpoints, checkpoint_bytes = self._db.execute(
+            "WITH RECURSIVE up(key) AS (VALUES (?) UNION "
+            "SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
+            "SELECT count(*), coalesce(sum(b.n_bytes), 0), "
+            "coalesce(sum((SELECT count(*) FROM checkpoints WHERE block = b.key)), 0), "
+            "coalesce(sum((SELECT sum(n_bytes) FROM checkpoints WHERE block = b.key)), 0) "
+            "FROM blocks AS b JOIN up ON b.key = up.key",
+            (leaf,),
+        ).fetchone()
+        return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
+
+    def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
+        """Return all blocks on the way to these leaves, parents before children.
+
+        Of each: its key, its parent's key, its start, its tokens, its bytes with its checkpoints'.
+        `leaves` are at most 500.
+        """
+        rows = self._db.execute(
+            f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
+            "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
+            "SELECT key, parent, start, length(ids) / 4, n_bytes + coalesce("
+            "(SELECT sum(n_bytes) FROM checkpoints WHERE block = b.key), 0) "
+            "FROM blocks AS b JOIN up USING (key) ORDER BY start",
+            leaves,
+        )
+        types = (bytes, bytes, int, int, int)  # a damaged index may hold anything
+        return [row for row in rows if all(map(isinstance, row, types))]
+
+    def keys(self, table: str = "blocks") -> set[bytes]:
+        """Return the keys of all blocks, or of all "checkpoints"."""
+        rows = self._db.execute(f"SELECT key FROM {table} WHERE typeof(key) = 'blob'")
+        return {key for (key,) in rows}
+
+    def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
+        """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
+        with closing(
+            self._db.execute(
+                "SELECT CAST(used AS REAL), key FROM blocks AS b WHERE n_children = 0 "
+                # Once more, because a damaged index may lie.
+                "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
+                "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
+                "ORDER BY used, start DESC"
+            )
+        ) as rows:
+            yield from rows
+
+    def unreachable(self) -> list[bytes]:
+        """Return the keys of what is never reached.
+
+        These are blocks whose parent is neither a root nor there, all blocks that follow them, and
+        checkpoints whose block is not there.
+        """
+        rows = self._db.execute(
+            "WITH RECURSIVE lost(key) AS ("
+            "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
+            "(SELECT 1 FROM blocks WHERE key = b.parent) "
+            "UNION SELECT b.key FROM blocks AS b JOIN lost ON b.parent = lost.key) "
+            "SELECT key FROM lost UNION ALL SELECT key FROM checkpoints AS p "
+            "WHERE NOT EXISTS (SELECT 1 FROM blocks WHERE key = p.block)"
+        )
+        return [key for (key,) in rows]
+
+    # Checkpoints.
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> list[tuple[Checkpoint, int]]:
+        """Return the checkpoints of these blocks with the sizes of their files, in bytes."""
+        found: list[tuple[Checkpoint, int]] = []
+        for first in range(0, len(blocks), _AT_ONCE):
+            some = blocks[first : first + _AT_ONCE]
+            where = f"block IN ({','.join('?' * len(some))}) ORDER BY block, kind, n_tokens"
+            found += self._checkpoints(where, *some)
+        return found
+
+    def checkpoint(self, key: bytes) -> tuple[Checkpoint, int] | None:
+        """Return a checkpoint and the size of its file."""
+        return next(iter(self._checkpoints("key = ?", key)), None)
+
+    def _checkpoints(self, where: str, *values: Any) -> list[tuple[Checkpoint, int]]:
+        columns = "key, block, kind, n_tokens, n_bytes"
+        found = []
+        for row in self._db.execute(f"SELECT {columns} FROM checkpoints WHERE {where}", values):
+            # A damaged index may hold anything.
+            if all(map(isinstance, row, (bytes, bytes, str, int, int))) and abs(row[3]) < 1 << 31:
+                block = Checkpoint(*row[:4])
+                if block.is_genuine:
+                    found.append((block, row[4]))
+        return found
+
+    def has_checkpoint(self, key: bytes) -> bool:
+        row = self._db.execute("SELECT 1 FROM checkpoints WHERE key = ?", (key,)).fetchone()
+        return row is not None
+
+    def unused_checkpoints(self) -> Iterator[tuple[float, bytes, bytes]]:
+        """Yield time of use, key and block of all checkpoints, the oldest first."""
+        with closing(
+            self._db.execute(
+                "SELECT CAST(used AS REAL), key, block FROM checkpoints ORDER BY used, key"
+            )
+        ) as rows:
+            yield from rows
+
+    # Sessions.
+
+    def sessions(self, limit: int = -1) -> list[Session]:
+        """Return all sessions, or so many, the most recently used first."""
+        return self._sessions("1 ORDER BY used DESC LIMIT ?", limit)
+
+    def session(self, session_id: str) -> Session | None:
+        return next(iter(self._sessions("id = ?", session_id)), None)
+
+    def sessions_at(self, leaf: bytes) -> list[Session]:
+        """Return the sessions that end in a block."""
+        return self._sessions("leaf = ?", leaf)
+
+    def sessions_named(self, name: str) -> list[Session]:
+        """Return the sessions with this name, of any root, the most recently used first."""
+        return self._sessions("name = ? ORDER BY used DESC", name)
+
+    def session_at(self, root: Root, leaf: Leaf) -> Session | None:
+        """Return the session that this leaf continues: the one whose end lies on its chain."""
+        ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
+        found: list[Session] = []
+        for first in range(0, len(ends), _AT_ONCE):
+            part = ends[first : first + _AT_ONCE]
+            # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
+            where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
+            found += self._sessions(where, root.key, leaf.name, *part)
+        return max(found, key=lambda session: session.n_tokens, default=None)
+
+    def _sessions(self, where: str, *values: Any) -> list[Session]:
+        rows = self._db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", values)
+        return [session for row in rows if (session := read_session(row)) is not None]
+
+    def session_blocks(self, root: bytes, name: str) -> set[bytes]:
+        """Return the keys of all blocks of the branches of a session that were used last."""
+        rows = self._db.execute(
+            "WITH RECURSIVE up(key) AS ("
+            "SELECT leaf FROM (SELECT leaf FROM sessions WHERE root = ? AND name = ? "
+            "ORDER BY used DESC LIMIT ?) "
+            "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up",
+            (root, name, _MAX_BRANCHES),
+        )
+        return {key for (key,) in rows}
+
+    def pinned_blocks(self) -> set[bytes]:
+        """Return the blocks of all pinned sessions."""
+        rows = self._db.execute(
+            "WITH RECURSIVE up(key) AS (SELECT leaf FROM sessions WHERE pinned "
+            "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up"
+        )
+        return {key for (key,) in rows}
+
+    # Roots and totals.
+
+    def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
+        """Return the roots with most in them, with what they have."""
+        rows = self._db.execute(
+            "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
+            "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
+            (limit,),
+        )
+        read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
+        return [(root, totals) for root, totals in read if root is not None]
+
+    def root(self, key: bytes) -> Root | None:
+        row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
+        return read_root(key, row[0]) if row else None
+
+    def totals(self) -> Totals:
+        """Return numbers and bytes of all blocks, checkpoints and sidecars."""
+        row = self._db.execute(
+            "SELECT n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes "
+            "FROM totals WHERE root = x''"
+        ).fetchone()
+        return Totals(*(n if isinstance(n, int) else 0 for n in row or ()))
+
+    # Changes.
 
     def add_blocks(
-        self, root: Root, blocks: Collection[tuple[Block, int]], used: float | None = None
+        self, root: Root, blocks: Collection[tuple[Record, int]], used: float | None = None
     ) -> None:
         """Add blocks and checkpoints whose files are in place, with their sizes."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             if blocks:
                 db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
             used = self.now() if used is None else used
@@ -114,52 +366,46 @@ class Index(IndexReader):
                 [
                     (b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending, n, used)
                     for b, n in blocks
-                    if not b.is_checkpoint
+                    if isinstance(b, Block)
                 ],
             )
             checkpoints = [
-                (c.key, c.parent, c.kind, c.n_tokens, n, used, root.key)
+                (c.key, c.block, c.kind, c.n_tokens, n, used, root.key)
                 for c, n in blocks
-                if c.is_checkpoint
+                if isinstance(c, Checkpoint)
             ]
             # Not INSERT OR REPLACE: what that replaces would not be counted as removed.
-            db.executemany("DELETE FROM parts WHERE key = ?", [row[:1] for row in checkpoints])
-            db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?)", checkpoints)
+            db.executemany(
+                "DELETE FROM checkpoints WHERE key = ?", [row[:1] for row in checkpoints]
+            )
+            db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?)", checkpoints)
 
-    def commit_turn(
-        self, turn: Turn, new: Collection[tuple[Block, int]] = (), session: Session | None = None
+    def commit(
+        self,
+        commit: Commit,
+        new: Collection[tuple[Record, int]] = (),
+        session: Session | None = None,
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes; `session` is that of the turn's leaf.
-        Rows of the turn's blocks and checkpoints that say something else than those do are put
+        `new` comes with the sizes of the files, in bytes; `session` is that of the commit's leaf.
+        Rows of the commit's blocks and checkpoints that say something else than those do are put
         right. Superseded checkpoints and those of replaced blocks are removed; return their keys.
         """
-        root, leaf = turn.root, turn.leaf
-        with self.transaction() as db:
+        root, leaf = commit.root, commit.leaf
+        with self.database.transaction() as db:
             now = self.now()
             self.add_blocks(root, new, now)
-            self._use_checkpoints(db, turn.checkpoints, now)
+            self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
-            superseded = {block.key for block in turn.superseded} - turn.keys()
+            superseded = {block.key for block in commit.superseded} - commit.keys()
             removed = self._remove_checkpoints(db, superseded, replaced)
             db.executemany(
                 "UPDATE blocks SET start = ?1, text = ?2, pending = ?3, ids = ?4 WHERE key = ?5 "
                 "AND (start, text, pending, ids) IS NOT (?1, ?2, ?3, ?4)",
-                [(n.start, n.text, n.pending, n.packed_ids, n.key) for n in turn.blocks],
+                [(n.start, n.text, n.pending, n.packed_ids, n.key) for n in commit.blocks],
             )
-            db.executemany(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
-                [
-                    (root.key, reply.digest, seal(root.key, reply.digest, reply.packed_ids), now)
-                    for reply in turn.replies
-                ],
-            )
-            db.execute(
-                "DELETE FROM replies WHERE used <= "
-                "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
-                (_MAX_REPLIES,),
-            )
+            self.state.add_replies(root.key, commit.replies, now)
             if session is not None and leaf is not None:
                 self.put_session(session)
                 db.executemany(
@@ -172,18 +418,18 @@ class Index(IndexReader):
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
-        with self.transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(session)
-            )
+        with self.database.transaction() as db:
+            # As in `add_blocks`.
+            db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
+            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _row(session))
 
     def remove_session(self, session_id: str) -> None:
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
 
-    def touch(self, key: bytes, checkpoints: Collection[Block] = ()) -> None:
+    def touch(self, key: bytes, checkpoints: Collection[Checkpoint] = ()) -> None:
         """Mark a block and checkpoints as used now."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             now = self.now()
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
             self._use_checkpoints(db, checkpoints, now)
@@ -193,7 +439,7 @@ class Index(IndexReader):
 
         A block's parent is then as recent as it was.
         """
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             db.execute(
                 "UPDATE blocks SET used = max(used, (SELECT used FROM blocks WHERE key = ?1)) "
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
@@ -213,12 +459,12 @@ class Index(IndexReader):
         )
 
     def _use_checkpoints(
-        self, db: sqlite3.Connection, checkpoints: Collection[Block], now: float
+        self, db: sqlite3.Connection, checkpoints: Collection[Checkpoint], now: float
     ) -> None:
         """Mark checkpoints as used, and put right what their rows say of them."""
         db.executemany(
-            "UPDATE parts SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
-            [(p.parent, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
+            "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
+            [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
         )
 
     def _remove_checkpoints(
@@ -228,7 +474,7 @@ class Index(IndexReader):
         removed: list[tuple[bytes, int]] = []
         for column, values in (("key", keys), ("block", blocks)):
             for value in values:
-                where = f"FROM parts WHERE {column} = ?"
+                where = f"FROM checkpoints WHERE {column} = ?"
                 removed += db.execute(
                     f"SELECT key, CAST(n_bytes AS INTEGER) {where}", (value,)
                 ).fetchall()
@@ -245,80 +491,30 @@ class Index(IndexReader):
             self._db.execute(
                 f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", (_END,)
             ).fetchone()
-            for table in ("blocks", "parts")
+            for table in ("blocks", "checkpoints")
         ]
         return max([time.time(), *(math.nextafter(row[0], _END) for row in newest if row)])
 
-    # Hashes of a model's files; what the last requests reused, as JSON.
-
-    def set_file_hash(self, path: str, stamp: str, content_hash: str) -> None:
-        with self.transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO file_hashes VALUES (?, ?, ?)", (path, stamp, content_hash)
-            )
-
-    def add_request(self, record: dict[str, Any]) -> None:
-        """Keep a record and no more than the last `KEPT`; one of over 4,096 characters is not."""
-        about = json.dumps(record)
-        if len(about) > _MAX_RECORD_CHARS:
-            return
-        with self.transaction() as db:
-            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
-            db.execute(
-                "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
-                (KEPT,),
-            )
-
-    def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
-        """Remove the records of sessions, by their names; those of others quote no more.
-
-        None stands for all. A record of another session may quote a session that is removed.
-        """
-        with self.transaction() as db:
-            for number, about in db.execute("SELECT number, about FROM requests").fetchall():
-                try:
-                    record = json.loads(about)
-                    is_gone = sessions is None or record["session"] in sessions
-                    quotes = record["divergence"]
-                except (TypeError, ValueError, KeyError):
-                    is_gone, quotes = True, None
-                if is_gone:
-                    db.execute("DELETE FROM requests WHERE number = ?", (number,))
-                elif quotes:
-                    record["divergence"] = {**quotes, "stored": None, "asked": None}
-                    about = json.dumps(record)
-                    db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
-
     # The file as a whole.
-
-    def empty_log(self) -> None:
-        """Give back the pages that are free, and empty the log into the index.
-
-        As far as other readers allow.
-        """
-        # A script runs to its end; execute() would stop after one page.
-        self._db.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
-
-    def is_current(self) -> bool:
-        """Say whether the file is still where it was opened."""
-        try:
-            return self.path.stat().st_ino == self._inode
-        except OSError:
-            return False
 
     def faults(self) -> list[str]:
         """Return what is wrong with the rows in themselves, a line for each kind."""
         return faults(self._db)
 
+    def format(self) -> int:
+        """Return the format of the store."""
+        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
+        return version
+
     def take_over(self, path: Path) -> None:
         """Replace what the files say by the content of the index at `path`, in one transaction.
 
         What the files do not say is kept where it still applies and can be read: sessions that
-        have neither name nor pin, times of use, remembered replies. Others read the old content
+        have neither name nor pin, times of use, and all small state. Others read the old content
         until it is done.
         """
-        with self._attached(path, "fresh") as db:
-            for table in ("blocks", "parts"):
+        with self.database.attached(path, "fresh") as db:
+            for table in ("blocks", "checkpoints"):
                 db.execute(
                     f"UPDATE fresh.{table} SET used = max(used, "
                     f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
@@ -326,9 +522,9 @@ class Index(IndexReader):
                 )
             sessions = map(read_session, db.execute(f"SELECT {SESSION_COLUMNS} FROM main.sessions"))
             db.executemany(
-                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 "
+                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
                 "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                [astuple(session) for session in sessions if session is not None],
+                [_row(session) for session in sessions if session is not None],
             )
             for table in OTHER_TABLES:
                 db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
@@ -340,24 +536,18 @@ class Index(IndexReader):
 
     def copy_outline(self, path: Path) -> None:
         """Fill this empty index from the one at `path`: its tree and sizes, no texts, no names."""
-        with self._attached(path, "other") as db:
+        with self.database.attached(path, "other") as db:
             db.execute(
                 "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
                 "n_bytes, used, 0 FROM other.blocks"
             )
-            db.execute("INSERT INTO main.parts SELECT * FROM other.parts")
+            db.execute("INSERT INTO main.checkpoints SELECT * FROM other.checkpoints")
             db.execute(
                 "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
-                "created, used FROM other.sessions"
+                "created, used, sidecar_bytes FROM other.sessions"
             )
             recount(db)
 
-    @contextmanager
-    def _attached(self, path: Path, name: str) -> Iterator[sqlite3.Connection]:
-        """Give the index at `path` a name within one transaction of this one."""
-        self._db.execute(f"ATTACH ? AS {name}", (str(path),))
-        try:
-            with self.transaction() as db:
-                yield db
-        finally:
-            self._db.execute(f"DETACH {name}")
+
+def _row(session: Session) -> tuple[Any, ...]:
+    return (*astuple(session), len(sidecar(session)))

@@ -1,4 +1,4 @@
-"""The tables of the index: how they are made, brought up to date, and found damaged."""
+"""The tables of the index: how they are made, and found damaged or of another version."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from pathlib import Path
 from ..errors import StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_session
 
-INDEX_FORMAT = 3
-"""Of the store as a whole: a version that reads less would count and remove too little.
-
-2 added parts. 3 added totals, the order by ids, and the root of a part.
-"""
+INDEX_FORMAT = 4
+"""The format of the store as a whole. A store of another format is refused."""
 APPLICATION_ID = 0x6B767000
 """SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
 
@@ -41,17 +38,17 @@ CREATE INDEX blocks_by_text ON blocks (parent, text);
 CREATE INDEX blocks_by_ids ON blocks (parent, ids);
 CREATE INDEX blocks_by_use ON blocks (used);
 CREATE INDEX leaves_by_use ON blocks (used, start DESC, key) WHERE n_children = 0;
-CREATE TABLE parts (
+CREATE TABLE checkpoints (
     key BLOB PRIMARY KEY,
     block BLOB NOT NULL,
     kind TEXT NOT NULL,
     n_tokens INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
-    root BLOB NOT NULL DEFAULT x''
+    root BLOB NOT NULL
 ) WITHOUT ROWID;
-CREATE INDEX parts_by_block ON parts (block, kind, n_tokens, n_bytes);
-CREATE INDEX parts_by_use ON parts (used, key, block);
+CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
+CREATE INDEX checkpoints_by_use ON checkpoints (used, key, block);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,
@@ -60,7 +57,8 @@ CREATE TABLE sessions (
     n_tokens INTEGER NOT NULL,
     pinned INTEGER NOT NULL DEFAULT 0,
     created REAL NOT NULL,
-    used REAL NOT NULL
+    used REAL NOT NULL,
+    sidecar_bytes INTEGER NOT NULL
 );
 CREATE INDEX sessions_by_name ON sessions (root, name, used);
 CREATE INDEX sessions_by_leaf ON sessions (leaf);
@@ -72,10 +70,13 @@ CREATE TABLE replies (
     PRIMARY KEY (root, digest)
 ) WITHOUT ROWID;
 CREATE INDEX replies_by_use ON replies (used);
-CREATE TABLE file_hashes (
-    path TEXT PRIMARY KEY,
-    stamp TEXT NOT NULL,
-    hash TEXT NOT NULL
+CREATE TABLE state (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE writes (
+    minute INTEGER PRIMARY KEY,
+    n_bytes INTEGER NOT NULL
 );
 CREATE TABLE requests (
     number INTEGER PRIMARY KEY,
@@ -86,11 +87,12 @@ CREATE TABLE totals ( -- by root; the empty root stands for all
     n_blocks INTEGER NOT NULL,
     block_bytes INTEGER NOT NULL,
     n_checkpoints INTEGER NOT NULL,
-    checkpoint_bytes INTEGER NOT NULL
+    checkpoint_bytes INTEGER NOT NULL,
+    sidecar_bytes INTEGER NOT NULL -- for all roots together
 ) WITHOUT ROWID;
 CREATE INDEX totals_by_bytes ON totals (block_bytes);
 CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
-    INSERT INTO totals SELECT new.root, 0, 0, 0, 0
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0, 0
         WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
     UPDATE totals SET n_blocks = n_blocks + 1, block_bytes = block_bytes + new.n_bytes
         WHERE root IN (x'', new.root);
@@ -107,18 +109,18 @@ CREATE TRIGGER block_removed AFTER DELETE ON blocks BEGIN
         WHERE root IN (x'', old.root);
     UPDATE blocks SET n_children = n_children - 1 WHERE key = old.parent;
 END;
-CREATE TRIGGER part_added AFTER INSERT ON parts BEGIN
-    INSERT INTO totals SELECT new.root, 0, 0, 0, 0
+CREATE TRIGGER checkpoint_added AFTER INSERT ON checkpoints BEGIN
+    INSERT INTO totals SELECT new.root, 0, 0, 0, 0, 0
         WHERE NOT EXISTS (SELECT 1 FROM totals WHERE root = new.root);
     UPDATE totals SET n_checkpoints = n_checkpoints + 1,
         checkpoint_bytes = checkpoint_bytes + new.n_bytes
         WHERE root IN (x'', new.root);
 END;
-CREATE TRIGGER part_resized AFTER UPDATE OF n_bytes ON parts BEGIN
+CREATE TRIGGER checkpoint_resized AFTER UPDATE OF n_bytes ON checkpoints BEGIN
     UPDATE totals SET checkpoint_bytes = checkpoint_bytes + new.n_bytes - old.n_bytes
         WHERE root IN (x'', new.root);
 END;
-CREATE TRIGGER part_removed AFTER DELETE ON parts BEGIN
+CREATE TRIGGER checkpoint_removed AFTER DELETE ON checkpoints BEGIN
     UPDATE totals SET n_checkpoints = n_checkpoints - 1,
         checkpoint_bytes = checkpoint_bytes - old.n_bytes
         WHERE root IN (x'', old.root);
@@ -128,18 +130,25 @@ WHEN new.root != x'' AND new.n_blocks <= 0 AND new.n_checkpoints <= 0 BEGIN
     DELETE FROM totals WHERE root = new.root;
     DELETE FROM roots WHERE key = new.root;
 END;
+CREATE TRIGGER session_added AFTER INSERT ON sessions BEGIN
+    UPDATE totals SET sidecar_bytes = sidecar_bytes + new.sidecar_bytes WHERE root = x'';
+END;
+CREATE TRIGGER session_removed AFTER DELETE ON sessions BEGIN
+    UPDATE totals SET sidecar_bytes = sidecar_bytes - old.sidecar_bytes WHERE root = x'';
+END;
 """
-TABLES_OF_FILES = ("roots", "blocks", "parts", "sessions")
-OTHER_TABLES = ("replies", "file_hashes", "requests")
+TABLES_OF_FILES = ("roots", "blocks", "checkpoints", "sessions")
+OTHER_TABLES = ("replies", "requests", "state", "writes")
 
 _COUNTED = (
-    "SELECT root, sum(b), sum(bb), sum(p), sum(pb) FROM ("
+    "SELECT root, sum(b), sum(bb), sum(p), sum(pb), 0 FROM ("
     "SELECT root, 1 AS b, n_bytes AS bb, 0 AS p, 0 AS pb FROM blocks "
-    "UNION ALL SELECT root, 0, 0, 1, n_bytes FROM parts) GROUP BY root"
+    "UNION ALL SELECT root, 0, 0, 1, n_bytes FROM checkpoints) GROUP BY root"
 )
 _SUMMED = (
     "SELECT x'', coalesce(sum(n_blocks), 0), coalesce(sum(block_bytes), 0), "
-    "coalesce(sum(n_checkpoints), 0), coalesce(sum(checkpoint_bytes), 0) "
+    "coalesce(sum(n_checkpoints), 0), coalesce(sum(checkpoint_bytes), 0), "
+    "(SELECT coalesce(sum(sidecar_bytes), 0) FROM sessions) "
     "FROM totals WHERE root != x''"
 )
 _MISCOUNTED = (
@@ -149,56 +158,40 @@ _MISCOUNTED = (
 
 
 def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Check the index at `path`, and bring it up to date where it is empty or of an older format.
+    """Check the index at `path`, and make its tables where it is empty.
 
-    Raises StoreFormatError when a newer version wrote it and sqlite3.DatabaseError when it is
+    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
     damaged.
     """
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (made_for,) = db.execute("PRAGMA application_id").fetchone()
-    if version > INDEX_FORMAT:
-        if 0 < made_for - APPLICATION_ID <= INDEX_FORMAT:
-            raise sqlite3.DatabaseError(
-                f"an index of format {made_for - APPLICATION_ID} that claims to be {version}"
-            )
+    if version != INDEX_FORMAT and made_for == APPLICATION_ID + INDEX_FORMAT:
+        raise sqlite3.DatabaseError(
+            f"an index of format {INDEX_FORMAT} that claims to be {version}"
+        )
+    if version not in (0, INDEX_FORMAT):
+        age = "newer" if version > INDEX_FORMAT else "older"
         raise StoreFormatError(
-            f"{path} was written in format {version}; this version reads up to {INDEX_FORMAT}. "
-            "Upgrade mlx-lm-kvpersist, or choose another folder with --kvpersist-dir."
+            f"the store {path.parent} is {age} than this version of mlx-lm-kvpersist (format "
+            f"{version}, expected {INDEX_FORMAT}); choose another folder with --kvpersist-dir, or "
+            "remove this one"
         )
     (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
         raise sqlite3.DatabaseError(verdict)
-    if version < INDEX_FORMAT:
+    if version == 0:
         _make_tables(db)
     if not _as_made().items() <= _statements(db).items():
         raise sqlite3.DatabaseError("its tables are not as they were made")
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
-    """Make an index of this format, of nothing or of an older one, with all that it has."""
     with db:
         db.execute("BEGIN IMMEDIATE")
-        have, want = _statements(db), _as_made()
-        for kind, name in have:
-            if kind != "table":
-                db.execute(f'DROP {kind} "{name}"')
-        for (kind, name), sql in want.items():
-            if kind == "table" and have.get((kind, name)) != sql:
-                if (kind, name) in have:
-                    db.execute(f"ALTER TABLE {name} RENAME TO old_{name}")
+        if not _statements(db):  # else another process was quicker
+            for sql in _as_made().values():
                 db.execute(sql)
-                if (kind, name) in have:
-                    columns = ", ".join(_columns(db, f"old_{name}") & _columns(db, name))
-                    db.execute(f"INSERT INTO {name} ({columns}) SELECT {columns} FROM old_{name}")
-                    db.execute(f"DROP TABLE old_{name}")
-        db.execute(
-            "UPDATE parts SET root = (SELECT root FROM blocks WHERE key = block) "
-            "WHERE root = x'' AND block IN (SELECT key FROM blocks)"
-        )
-        for (kind, _), sql in want.items():
-            if kind != "table":
-                db.execute(sql)
-        recount(db)
+            recount(db)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID + INDEX_FORMAT}")
         db.execute(f"PRAGMA user_version = {INDEX_FORMAT}")
 
@@ -264,10 +257,6 @@ def _as_made() -> dict[tuple[str, str], str]:
 def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
     rows = db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
     return {(kind, name): sql for kind, name, sql in rows}
-
-
-def _columns(db: sqlite3.Connection, table: str) -> set[str]:
-    return {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
 
 
 def is_damage(error: sqlite3.Error) -> bool:

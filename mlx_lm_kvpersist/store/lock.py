@@ -1,6 +1,7 @@
 """The lock of a store, and files on their way into it: written without it, moved under it.
 
-    lock                                locked (flock) by the process that changes the store
+    lock                                locked (flock) by the process that changes the store, and
+                                        says which process that is, and since when
     writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes may come
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
 
@@ -11,26 +12,38 @@ lock goes with its process, however that ends; then the next sweep removes the f
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from threading import RLock
 from typing import BinaryIO
 
+from ..errors import StoreError
 from .folder import new_file, own_files, remove, take_into_use
 
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 2.0
+_LOOK_AGAIN_S = 0.005
 _FOLDER = "writing"
 
 
 class StoreLock:
     """An exclusive lock between processes (flock), and between the threads of this one.
 
-    Readers need none: block files are published whole, and SQLite guards the index.
+    Readers need none: block files are published whole, and SQLite guards the index. The file says
+    who holds the lock. A process that is killed leaves that text behind, and the lock free.
     """
 
     def __init__(self, path: Path) -> None:
+        self.is_patient = False
+        """Whether to wait for as long as another process holds the lock. Else 2 s are enough."""
         self._path = path
         self._threads = RLock()
         self._depth = 0
@@ -38,14 +51,19 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested."""
+        """Wait for the lock and hold it. May be nested.
+
+        After 2 s the holder is named: in the log where this lock is patient, else in a StoreError.
+        """
         with self._threads:
             if self._depth == 0:
                 if not self._path.parent.exists():
                     take_into_use(self._path.parent)
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+                    self._wait(descriptor)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, _this_process().encode(errors="replace"), 0)
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -57,6 +75,34 @@ class StoreLock:
                 self._depth -= 1
                 if self._depth == 0:
                     os.close(self._descriptor)
+
+    def _wait(self, descriptor: int) -> None:
+        deadline_s = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_AGAIN_S)
+        folder = self._path.parent
+        holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+        if not self.is_patient:
+            raise StoreError(
+                f"the store {folder} is being changed by {holder}; try again when that has ended"
+            )
+        logger.warning(
+            "the store %s is being changed by %s; turns stay in memory until that has ended",
+            folder,
+            holder,
+        )
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _this_process() -> str:
+    """Return what others are told of this process: never an option, which may be a secret."""
+    program, *words = sys.argv or ["python"]
+    command = [Path(program).name, *takewhile(lambda word: word[:1] != "-", words[:2])]
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} ({' '.join(command)}) since {now}"
 
 
 class Staging:

@@ -1,4 +1,4 @@
-"""The hot tier: blocks in RAM under a byte budget; the least recently used are evicted first.
+"""The first tier: blocks in RAM under a byte budget; the least recently used are evicted first.
 
 Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
 are shared and never changed.
@@ -14,43 +14,50 @@ from operator import attrgetter
 from threading import RLock
 from typing import Any
 
-from ..match.block import Block
+from ..block import Block, Checkpoint, Record
 from ..match.tree import FEW, MAX_ALIKE, nearest
+from .tier import RAM
 
 
 @dataclass
 class KVBlock:
     """A block or a checkpoint in RAM: its record, and its KV arrays (opaque to the pool).
 
-    `pins` counts the turns that wait to be written with it, `prefetched` the prompts that it was
-    prefetched for. `read_s` is how long it took to read from disk, until a restore with it has
-    been completed: only then is it as good as one that was computed here.
+    `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
+    it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
+    `read_s` how long that took, until a restore with it has been completed: only then is it as
+    good as one that was computed here.
     """
 
-    block: Block
+    block: Record
     arrays: Any
     n_bytes: int
-    on_disk: bool = False
+    is_stored: bool = False
     pins: int = 0
     prefetched: int = 0
-    read_s: float | None = None
+    tier: str = RAM
+    read_s: float = 0.0
 
     @classmethod
-    def of(cls, block: Block, arrays: Any) -> KVBlock:
+    def of(cls, block: Record, arrays: Any) -> KVBlock:
         """Return the entry of a block. Ids and text count: there may be no arrays."""
         n_bytes = sum(array.nbytes for array in arrays.values())
-        return cls(block, arrays, n_bytes + len(block.packed_ids) + len(block.text))
+        if isinstance(block, Block):
+            n_bytes += len(block.packed_ids) + len(block.text)
+        return cls(block, arrays, n_bytes)
 
 
 class BlockPool:
     """Blocks and checkpoints by key, counted in bytes."""
+
+    name = RAM
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, KVBlock] = OrderedDict()
         self._children: dict[bytes, dict[str, list[Block]]] = {}
         """The blocks that continue a block, by its key: sorted by text, and by packed ids."""
-        self._checkpoints: dict[bytes, dict[bytes, Block]] = {}
+        self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._lock = RLock()
         self.n_bytes = 0
         """Bytes of all entries."""
@@ -101,7 +108,7 @@ class BlockPool:
 
             return nearest(ahead, find)
 
-    def checkpoints(self, blocks: Iterable[bytes]) -> list[Block]:
+    def checkpoints(self, blocks: Iterable[bytes]) -> list[Checkpoint]:
         """Return the checkpoints at the ends of these blocks."""
         with self._lock:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
@@ -121,8 +128,8 @@ class BlockPool:
                 return present
             self._entries[block.key] = entry
             self.n_bytes += entry.n_bytes
-            if block.is_checkpoint:
-                self._checkpoints.setdefault(block.parent, {})[block.key] = block
+            if isinstance(block, Checkpoint):
+                self._checkpoints.setdefault(block.block, {})[block.key] = block
                 self.n_checkpoints += 1
                 self.n_checkpoint_bytes += entry.n_bytes
             else:
@@ -149,7 +156,7 @@ class BlockPool:
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
 
-        What a turn pinned and the disk has may still be evicted, when nothing else is left.
+        What a commit pinned and a tier below has may still be evicted, when nothing else is left.
         """
         with self._lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -174,12 +181,20 @@ class BlockPool:
                     self._entries.move_to_end(key)
 
     def trust(self, keys: Iterable[bytes]) -> None:
-        """Mark what was read from disk as proven: a restore with it has been completed."""
+        """Mark what was read from a tier below as proven: a restore with it has been completed."""
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
                 if entry is not None:
-                    entry.read_s = None
+                    entry.tier, entry.read_s = RAM, 0.0
+
+    def not_stored(self, keys: Iterable[bytes]) -> None:
+        """Mark what no tier below has any longer: while a commit waits for it, it stays."""
+        with self._lock:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.is_stored = False
 
     def drop(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
@@ -189,13 +204,13 @@ class BlockPool:
                     self._remove(one)
 
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
-        """Do what `drop` does, unless a turn waits to be written with this block or checkpoint.
+        """Do what `drop` does, unless a commit waits to be written with this block or checkpoint.
 
-        `written` says whether one that is on disk is dropped, too.
+        `written` says whether one that a tier below has is dropped, too.
         """
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and not entry.pins and (written or not entry.on_disk):
+            if entry is not None and not entry.pins and (written or not entry.is_stored):
                 self.drop(key)
 
     def release(self, chain: Iterable[bytes]) -> int:
@@ -206,9 +221,9 @@ class BlockPool:
         with self._lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
-                block, parts = self._entries.get(key), self._checkpoints.get(key, {})
-                entries = [entry for entry in (block, *map(self._entries.get, parts)) if entry]
-                busy = any(not e.on_disk or e.pins or e.prefetched for e in entries)
+                block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
+                entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
+                busy = any(not e.is_stored or e.pins or e.prefetched for e in entries)
                 if busy or key in self._children:
                     break
                 self.drop(key)
@@ -225,13 +240,13 @@ class BlockPool:
         entry = self._entries.pop(key)
         block = entry.block
         self.n_bytes -= entry.n_bytes
-        if block.is_checkpoint:
+        if isinstance(block, Checkpoint):
             self.n_checkpoints -= 1
             self.n_checkpoint_bytes -= entry.n_bytes
-            of_block = self._checkpoints[block.parent]
+            of_block = self._checkpoints[block.block]
             del of_block[key]
             if not of_block:
-                del self._checkpoints[block.parent]
+                del self._checkpoints[block.block]
         else:
             siblings = self._children[block.parent]
             for name, nodes in siblings.items():
@@ -252,11 +267,11 @@ class BlockPool:
                 if not entry.pins and not entry.prefetched and key not in self._children
             )
             # Turns that wait may need whole conversations. What is on disk can be read again.
-            stored = (k for k, e in self._entries.items() if e.on_disk and not e.prefetched)
+            stored = (k for k, e in self._entries.items() if e.is_stored and not e.prefetched)
             victim = next(unneeded, None) or next(stored, None)
             if victim is None:
                 return
-            is_gone = not self._entries[victim].on_disk
+            is_gone = not self._entries[victim].is_stored
             self._evict_one(victim)
             # Checkpoints of a block that is nowhere else would be of no use.
             for key in list(self._checkpoints.get(victim, ())) if is_gone else ():

@@ -1,4 +1,4 @@
-"""Reading: blocks from the pool, or from disk into it, when they are needed or before.
+"""Reading: blocks from the pool, or from the tiers below into it, when needed or before.
 
 Any long-lived thread may read. What is prefetched stays in RAM until it is used.
 """
@@ -8,20 +8,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeVar
 
+from ..block import Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
-from ..match.block import Block, Root
-from .files import Arrays, path_of, read_file
 from .pool import BlockPool, KVBlock
+from .tier import LowerTier
 
 Result = TypeVar("Result")
 
@@ -29,19 +26,6 @@ logger = logging.getLogger(__name__)
 
 _N_THREADS = 3
 """Files read at once where somebody waits: while one is hashed the next is read."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The arrays of a block, and whether they came from disk and are not proven yet.
-
-    They may have been read before: prefetched, or for a restore that was not completed. Reading
-    them took `before_s` then.
-    """
-
-    arrays: Arrays
-    from_disk: bool
-    before_s: float = 0.0
 
 
 class Prefetch:
@@ -80,38 +64,35 @@ class Prefetch:
         self._pool.unpin(entries, prefetch=True)
 
 
-class BlockReader(ABC):
-    """Reads what a folder holds into a pool."""
+class Reader:
+    """Reads what tiers hold into a pool; the first tier that can be read is used.
 
-    def __init__(self, folder: Path, pool: BlockPool, *, verify: bool) -> None:
-        self.folder = folder
+    on_bad: told of each block or checkpoint that tiers should have and have not, or that failed a
+    check for the reason given. Any thread.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Sequence[LowerTier],
+        on_bad: Callable[[Sequence[LowerTier], Record, str | None], None],
+    ) -> None:
         self.pool = pool
-        self._verify = verify
+        self.tiers = tiers
+        self._on_bad = on_bad
         self._can_read = True
         self._workers = Workers("kvpersist-reader", _N_THREADS)
         self._prefetcher = Workers("kvpersist-prefetch", 1)
         self._prefetches: set[Prefetch] = set()
 
-    @abstractmethod
-    def quarantine(self, block: Block, reason: str) -> None:
-        """Take a block or checkpoint out of use that failed a check. Any thread."""
+    def load(self, block: Record, root: Root) -> KVBlock | None:
+        """Return a block with evaluated arrays; None when it is gone or must not be trusted."""
+        entry = self.pool.get(block.key)
+        if entry is None and (entry := self.read(block, root)) is not None:
+            entry = self.pool.put(entry)
+        return entry
 
-    @abstractmethod
-    def _lose(self, key: bytes) -> None:
-        """Forget what was found and is not there. Any thread."""
-
-    def load(self, block: Block, root: Root) -> Loaded | None:
-        """Return evaluated arrays, or None when they are gone or must not be trusted."""
-        hot = self.pool.get(block.key)
-        if hot is not None:
-            return Loaded(hot.arrays, hot.read_s is not None, hot.read_s or 0.0)
-        entry = self._read(block, root)
-        if entry is None:
-            return None
-        self.pool.put(entry)
-        return Loaded(entry.arrays, from_disk=True)
-
-    def load_all(self, wanted: Sequence[Block], root: Root) -> Iterator[Loaded | None]:
+    def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
         """Yield what `load` returns for each, in order.
 
         Several are read at once, and little beyond what the caller has asked for.
@@ -126,7 +107,7 @@ class BlockReader(ABC):
             yield coming.popleft().result()
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
-    def prefetch(self, wanted: Sequence[tuple[Block, int]], root: Root) -> Prefetch:
+    def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
         """Read into the pool what is not there yet, in order; each comes with its size in bytes.
 
         Together with what others had prefetched it takes at most half of the budget, so that turns
@@ -135,9 +116,9 @@ class BlockReader(ABC):
         """
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
-        hot = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
-        prefetch.add(hot.values())
-        left = [one for one in wanted if one[0].key not in hot]
+        there = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
+        prefetch.add(there.values())
+        left = [one for one in wanted if one[0].key not in there]
 
         def run() -> None:
             try:
@@ -156,13 +137,13 @@ class BlockReader(ABC):
         for prefetch in list(self._prefetches):
             prefetch.release()
 
-    def _stop_reading(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """Stop reading; False when what is being read takes longer than `timeout_s`."""
         self.release_prefetched()
         return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
 
     def _read_ahead(
-        self, prefetch: Prefetch, wanted: Sequence[tuple[Block, int]], root: Root
+        self, prefetch: Prefetch, wanted: Sequence[tuple[Record, int]], root: Root
     ) -> None:
         for block, n_bytes in wanted:
             if prefetch.stopped:
@@ -172,7 +153,7 @@ class BlockReader(ABC):
                 sizes = {key: n for one in list(self._prefetches) for key, n in one.sizes.items()}
                 if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
                     return
-                read = self._read(block, root)
+                read = self.read(block, root)
                 entry = self.pool.admit(read) if read is not None else None
                 if entry is None:
                     return
@@ -180,31 +161,30 @@ class BlockReader(ABC):
             prefetch.sizes[block.key] = come[0].n_bytes
             prefetch.add(come)
 
-    def _read(self, block: Block, root: Root) -> KVBlock | None:
-        started = time.perf_counter()
-        try:
-            path = path_of(self.folder, block)
-            _, its_root, arrays = read_file(path, verify=self._verify, expected=block)
-            if its_root.key != root.key:
-                raise BlockCorrupt(f"{block} belongs to another model")
-        except FileNotFoundError:
-            logger.warning("%s is no longer on disk", block)
-            self._lose(block.key)
-            return None
-        except BlockCorrupt as error:
-            self.quarantine(block, str(error))
-            return None
-        except (OSError, MemoryError, StoreFormatError) as error:
-            # It says nothing of the file: the next read tries again, or a newer version.
-            if self._can_read:
-                logger.warning("%s cannot be read now: %s", block, error or "no memory")
-            self._can_read = False
-            return None
-        self._can_read = True
-        entry = KVBlock.of(block, arrays)
-        entry.on_disk = True
-        entry.read_s = time.perf_counter() - started
-        return entry
+    def read(self, block: Record, root: Root) -> KVBlock | None:
+        """Read from the first tier that can; None when no tier can now."""
+        for tier in self.tiers:
+            started = time.perf_counter()
+            try:
+                arrays = tier.read(block, root)
+            except FileNotFoundError:
+                if block.key in tier:
+                    logger.warning("%s is no longer on %s", block, tier.name)
+                    self._on_bad([tier], block, None)
+            except BlockCorrupt as error:
+                self._on_bad([tier], block, str(error))
+            except (OSError, MemoryError, StoreFormatError) as error:
+                # It says nothing of the file: the next read tries again, or a newer version.
+                if self._can_read:
+                    logger.warning("%s cannot be read now: %s", block, error or "no memory")
+                self._can_read = False
+            else:
+                self._can_read = True
+                entry = KVBlock.of(block, arrays)
+                entry.is_stored, entry.tier = True, tier.name
+                entry.read_s = time.perf_counter() - started
+                return entry
+        return None
 
 
 class Workers:

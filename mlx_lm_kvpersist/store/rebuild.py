@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..block import Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
-from ..match.block import Block, Root
 from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index
 from .index_schema import is_damage
-from .records import read_note
+from .records import read_sidecar
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ def rebuild_index(
 
     An index that can still be read is replaced within, by one transaction, so that a server that
     has it open goes on with it: SQLite forbids to move a file that is in use. Any other goes to
-    quarantine. The caller holds the store's lock. Raises StoreFormatError when index or blocks
-    were written by a newer version.
+    quarantine. `SmallState` says what is lost with it. The caller holds the store's lock. Raises
+    StoreFormatError when index or blocks were written by another version.
     """
     aside = folder / "quarantine"
     make_private(aside)
@@ -42,6 +42,7 @@ def rebuild_index(
     fresh = Index(fresh_path)
     try:
         n_blocks = rebuild(folder, fresh, progress)
+        fresh.state.salvage(folder / "index.sqlite")
         fresh.close()
         if not _replaced_within(folder / "index.sqlite", fresh_path):
             for suffix in _SUFFIXES:  # a log left behind would be read into the new index
@@ -87,43 +88,44 @@ def rebuild(
     """
     paths = [
         path
-        for name in ("blocks", "parts")
+        for name in ("blocks", "checkpoints")
         for path in sorted(own_files(folder, name))
         if key_of(path) is not None
     ]
-    with index.transaction():
+    with index.database.transaction():
         for number, path in enumerate(paths):
             if (found := _read(path)) is not None:
-                block, root, stat = found
-                known = index.block(block.parent) if block.is_checkpoint else None
-                if not block.is_checkpoint or (known is not None and known[1] == root.key):
-                    index.add_blocks(root, [(block, stat.st_size)], stat.st_mtime)
+                record, root, stat = found
+                is_known = True
+                if isinstance(record, Checkpoint):
+                    known = index.block(record.block)
+                    is_known = known is not None and known[1] == root.key
+                if is_known:
+                    index.add_blocks(root, [(record, stat.st_size)], stat.st_mtime)
             progress(number + 1, len(paths))
         for path in sorted(own_files(folder, "sessions")):
             if path.suffix != ".json":
                 continue
             try:
-                session = read_note(path)
+                session = read_sidecar(path)
             except (ValueError, TypeError, KeyError) as error:
                 logger.warning("not taken into the index: %s: %s", path.name, error)
                 continue
             if session.leaf in index:
                 index.put_session(session)
-    return index.n_blocks()
+    return index.totals().n_blocks
 
 
-def _read(path: Path) -> tuple[Block, Root, os.stat_result] | None:
+def _read(path: Path) -> tuple[Record, Root, os.stat_result] | None:
     """Return the block or checkpoint of a file, its root, and size and times of the file.
 
     None for a file that is not what its name promises.
     """
     try:
         block, root, _ = read_record(path)
-        # What a damaged file may hold and SQLite does not take.
-        (block.kind + block.text).encode()
         return block, root, path.stat()
     except StoreFormatError as error:
         raise StoreFormatError(f"{path}: {error}") from error
-    except (BlockCorrupt, FileNotFoundError, ValueError, TypeError, AttributeError) as error:
+    except (BlockCorrupt, FileNotFoundError) as error:
         logger.warning("not taken into the index: %s: %s", path.name, error)
         return None

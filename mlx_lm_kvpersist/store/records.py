@@ -1,4 +1,4 @@
-"""The records of the store: turns that come to disk, and rows and notes of what is there."""
+"""The records of the store: commits that come to disk, and rows and notes of what is there."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 import xxhash
 
-from ..match.block import Block, Root
+from ..block import Block, Checkpoint, Record, Root
 from .folder import make_private, whole_file
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
-
-MAX_PINNED = 8
 
 _SEAL_BYTES = 8
 
@@ -35,8 +33,6 @@ class Leaf:
     n_tokens: int
     chain: tuple[bytes, ...]
     replaced: tuple[tuple[bytes, bytes], ...] = ()
-    pinned: bool = False
-    """Whether its session is pinned; of those of one name only the newest `MAX_PINNED` are."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +44,42 @@ class StoredReply:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one turn of a conversation puts on disk.
+class Commit:
+    """What is put on disk together: a turn of a conversation, a part of one, a reply's ids.
 
     `blocks` is its chain, in order from the root; those that are not on disk yet wait in the pool,
-    pinned. Without a leaf the turn has not ended: no session moves.
+    pinned. Without a leaf no session moves: the turn has not ended.
 
     `checkpoints` belong to these blocks, or to others on disk; those that are not on disk yet wait
-    in the pool, too. `superseded` checkpoints are removed once the turn is committed.
+    in the pool, too. `superseded` checkpoints are removed once it is on disk.
     """
 
     root: Root
     blocks: tuple[Block, ...]
     leaf: Leaf | None = None
     replies: tuple[StoredReply, ...] = ()
-    checkpoints: tuple[Block, ...] = ()
-    superseded: tuple[Block, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    superseded: tuple[Checkpoint, ...] = ()
+
+    @property
+    def records(self) -> list[Record]:
+        """Its blocks and checkpoints."""
+        return [*self.blocks, *self.checkpoints]
 
     def keys(self) -> set[bytes]:
-        """Return the keys of all that this turn is built on, blocks of its checkpoints included."""
-        keys = {block.key for block in (*self.blocks, *self.checkpoints)}
-        return keys.union(block.parent for block in self.checkpoints)
+        """Return the keys of all that this is built on, blocks of its checkpoints included."""
+        keys = {record.key for record in self.records}
+        return keys.union(checkpoint.block for checkpoint in self.checkpoints)
 
 
 @dataclass(frozen=True)
 class NewFile:
-    """A block whose file `write` makes at a path, of at most `n_bytes`.
+    """A block or checkpoint whose file `write` makes at a path, of at most `n_bytes`.
 
     `write` returns the file's size in bytes.
     """
 
-    block: Block
+    block: Record
     n_bytes: int
     write: Callable[[Path], int]
 
@@ -112,6 +113,8 @@ class Totals:
     block_bytes: int = 0
     n_checkpoints: int = 0
     checkpoint_bytes: int = 0
+    sidecar_bytes: int = 0
+    """Of all sessions together."""
 
     @property
     def n_bytes(self) -> int:
@@ -166,26 +169,32 @@ def unsealed(root: bytes, digest: bytes, sealed: Any) -> bytes | None:
     return ids if seal(root, digest, ids) == sealed else None
 
 
-# What a session has besides its row: a small file, if it has a name or a pin.
+# A session that has a name or a pin has a small file, too: a rebuilt index knows neither.
 
 
-def note_path(folder: Path, session_id: str) -> Path:
-    """Return where the note of a session is kept. No name of a client's is part of it."""
+def sidecar_path(folder: Path, session_id: str) -> Path:
+    """Return where the sidecar of a session is. No name of a client's is part of it."""
     return folder / "sessions" / f"{session_id}.json"
 
 
-def write_note(folder: Path, session: Session, *, fsync: bool) -> None:
-    """Write the file of a session that has a name or a pin: a rebuilt index knows neither."""
+def sidecar(session: Session) -> bytes:
+    """Return the content of a session's sidecar; nothing for one that has none."""
     if session.name is None and not session.pinned:
-        return
+        return b""
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
-    path = note_path(folder, session.id)
-    make_private(path.parent)
-    with whole_file(path, fsync=fsync) as file:
-        file.write(json.dumps(content).encode())
+    return json.dumps(content).encode()
 
 
-def read_note(path: Path) -> Session:
+def write_sidecar(folder: Path, session: Session, *, fsync: bool) -> None:
+    content = sidecar(session)
+    if content:
+        path = sidecar_path(folder, session.id)
+        make_private(path.parent)
+        with whole_file(path, fsync=fsync) as file:
+            file.write(content)
+
+
+def read_sidecar(path: Path) -> Session:
     """Read the file of a session.
 
     Raises ValueError, TypeError, KeyError or OSError when it is not the file of this session.

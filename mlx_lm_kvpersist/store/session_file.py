@@ -1,60 +1,42 @@
 """A session in one file, to be moved from store to store: its name, its blocks and checkpoints.
 
-The file is a safetensors file. Its arrays are those of all blocks, in order, block 12's
-"0.k.weights" being "000012.0.k.weights", and then those of all checkpoints, checkpoint 3's "0.conv"
-being "part.000003.0.conv". Its metadata:
+The file begins with a line of JSON:
 
-    kvpersist-session   the format, "2"; "1" where there are no checkpoints
-    session             JSON: name, n_tokens; choices: what was measured to choose the precision
-    block.000012        the header of block 12's own file, as it stood there
-    part.000003         the same of checkpoint 3's
-    checksum            XXH3-128 of the whole header, with this field empty
+    kvpersist-session   the format, 1
+    session             name, n_tokens; choices: what was measured to choose the precision
+    n_blocks            the number of blocks; the other files are checkpoints
+    files               size in bytes and XXH3-128 of each file
+    checksum            XXH3-128 of this line with an empty checksum
 
-The header of a block or checkpoint holds the checksum of its arrays, so every byte of the file is
-covered, and with it the own file of each can be made again byte for byte. Both ways, one of them
-at a time is in memory.
+Then come the files of all blocks, in order, and those of all checkpoints, as they are in the store.
+Both ways, one of them at a time is in memory.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import xxhash
 
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
-from ..match.block import Block, Root
 from .disk import DiskStore
-from .files import (
-    DTYPE_BYTES,
-    LENGTH_BYTES,
-    MALFORMED,
-    MAX_HEADER_BYTES,
-    OwnHeader,
-    add_empty,
-    block_of,
-    checksum,
-    open_regular,
-    own_header,
-    path_of,
-    read_file,
-    read_header,
-)
+from .files import MALFORMED, MAX_HEADER_BYTES, check_arrays, open_regular, path_of, record_in, same
 from .folder import new_file, sync, whole_file
 from .index import Index, Leaf, Session
-from .records import NewFile, Turn
+from .records import Commit, NewFile
 
-SESSION_FORMAT = 2
-"""A reader refuses a newer one. Without checkpoints it is 1, which old versions read."""
+SESSION_FORMAT = 1
+"""A reader refuses a newer one."""
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
@@ -64,33 +46,46 @@ def no_progress(done: int, total: int) -> None:
     """Say nothing of how far a transfer is."""
 
 
-def _own_headers(metadata: Mapping[str, str], kind: str) -> list[OwnHeader]:
-    n_headers = sum(name.startswith(f"{kind}.") for name in metadata)
-    return [own_header(metadata[f"{kind}.{number:06}"]) for number in range(n_headers)]
+class Listed(NamedTuple):
+    """A file of an exported session, as its header lists it."""
+
+    n_bytes: int
+    checksum: str
+
+    @classmethod
+    def of(cls, content: bytes) -> Listed:
+        return cls(len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-def file_header(
-    session: str, blocks: Sequence[OwnHeader], parts: Sequence[OwnHeader] = ()
-) -> bytes:
-    """Return the header of the exported file, checksum included."""
-    version = SESSION_FORMAT if parts else 1
-    metadata = {_FORMAT_KEY: str(version), "session": session, "checksum": ""}
-    content: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    numbered = [
-        *((f"block.{number:06}", f"{number:06}", block) for number, block in enumerate(blocks)),
-        *((f"part.{number:06}", f"part.{number:06}", part) for number, part in enumerate(parts)),
-    ]
-    for field, prefix, header in numbered:
-        metadata[field] = header.text
-        for name, dtype, shape in header.tensors:
-            end = position + math.prod(shape) * DTYPE_BYTES[dtype]
-            entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-            content[f"{prefix}.{name}"] = entry
-            position = end
-    unsigned = json.dumps(content, separators=(",", ":"))
-    metadata["checksum"] = xxhash.xxh3_128_hexdigest(unsigned.encode())
-    return json.dumps(content, separators=(",", ":")).encode()
+def header_of(about: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
+    """Return the first line of an exported file; `about` is its session."""
+    content = {
+        _FORMAT_KEY: SESSION_FORMAT,
+        "session": about,
+        "n_blocks": n_blocks,
+        "files": files,
+        "checksum": "",
+    }
+    content["checksum"] = xxhash.xxh3_128_hexdigest(_line(content))
+    return _line(content)
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+def _checked(content: bytes, name: str, *, is_checkpoint: bool) -> tuple[Record, Root]:
+    """Check a file as the server does before it uses one."""
+    source = BytesIO(content)
+    block, root, metadata = record_in(source, len(content), name, is_checkpoint=is_checkpoint)
+    try:
+        source.seek(0)
+        arrays: Any = mx.load(source, format="safetensors")
+        mx.eval(arrays)
+    except Exception as error:
+        raise BlockCorrupt(f"{name}: {error}") from error
+    check_arrays(arrays, metadata, name)
+    return block, root
 
 
 class SessionFile:
@@ -116,50 +111,53 @@ class SessionFile:
         self._file.close()
 
     def _read(self, progress: Progress) -> None:
-        header = read_header(self._file)
-        metadata = json.loads(header)["__metadata__"]
-        version = metadata.get(_FORMAT_KEY)
-        if version is None:
-            raise ValueError("it holds no session")
-        if version.isdecimal() and int(version) > SESSION_FORMAT:
+        line = self._file.readline(MAX_HEADER_BYTES)
+        content = json.loads(line)
+        version = content[_FORMAT_KEY]
+        if version > SESSION_FORMAT:
             raise StoreFormatError(
                 f"{self.path} has format {version}; this version reads up to {SESSION_FORMAT}. "
                 "Upgrade mlx-lm-kvpersist."
             )
-        blocks, parts = _own_headers(metadata, "block"), _own_headers(metadata, "part")
-        if header != file_header(metadata["session"], blocks, parts):
+        about, n_blocks = content["session"], content["n_blocks"]
+        self.files = [Listed(*listed) for listed in content["files"]]
+        if line != header_of(about, n_blocks, self.files):
             raise ValueError("its header does not match its checksum")
-        self._n_blocks, self._headers = len(blocks), [*blocks, *parts]
-        self._starts = []
-        position = LENGTH_BYTES + len(header)
-        for own in self._headers:
-            self._starts.append(position)
-            position += own.n_data_bytes
+        *self._starts, end = accumulate((file.n_bytes for file in self.files), initial=len(line))
         n_bytes = os.fstat(self._file.fileno()).st_size
-        if n_bytes != position:
-            raise ValueError(f"it has {n_bytes} bytes and should have {position}")
-        self._read_chain(progress)
-        self._read_parts(progress)
-        self._read_session(json.loads(metadata["session"]))
+        if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
+            raise ValueError(f"it has {n_bytes} bytes and should have {end}")
+        self._read_items(n_blocks, progress)
+        self._read_session(about)
 
-    def _read_chain(self, progress: Progress) -> None:
-        nodes: list[Block] = []
-        root: Root | None = None
-        for number in range(self._n_blocks):
-            node, block_root = self._checked(number)
-            _check_tokens(node)
-            root = root or block_root
-            parent, start = (nodes[-1].key, nodes[-1].stop) if nodes else (root.key, 0)
-            if (block_root, node.parent, node.start) != (root, parent, start):
-                raise ValueError(f"block {number} does not continue the one before it")
-            nodes.append(node)
-            progress(number + 1, len(self._headers))
-        if root is None:
-            raise ValueError("it holds no blocks")
-        self.root, self.blocks = root, tuple(nodes)
+    def _read_items(self, n_blocks: int, progress: Progress) -> None:
+        blocks: list[Block] = []
+        checkpoints: dict[bytes, Checkpoint] = {}
+        for number, listed in enumerate(self.files):
+            content, name = self.own_file(number), f"file {number}"
+            if Listed.of(content) != listed:
+                raise BlockCorrupt(f"{name} does not match its checksum")
+            try:
+                item, root = _checked(content, name, is_checkpoint=number >= n_blocks)
+            except StoreFormatError as error:
+                raise StoreFormatError(f"{self.path}: {name}: {error}") from error
+            if number == 0:
+                self.root = root
+            if isinstance(item, Block):
+                parent, start = (blocks[-1].key, blocks[-1].stop) if blocks else (root.key, 0)
+                if (root, item.parent, item.start) != (self.root, parent, start):
+                    raise ValueError(f"block {number} does not continue the one before it")
+                blocks.append(item)
+            else:
+                is_known = item.key in checkpoints or root != self.root
+                if is_known or all(block.key != item.block for block in blocks):
+                    raise ValueError(f"checkpoint {number - n_blocks} is at none of its blocks")
+                checkpoints[item.key] = item
+            progress(number + 1, len(self.files))
+        self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
-    def _read_session(self, about: dict[str, Any]) -> None:
-        name = about["name"]
+    def _read_session(self, about: Mapping[str, Any]) -> None:
+        name, self.choices = about["name"], about.get("choices", {})
         if name is not None:
             if not isinstance(name, str):
                 raise ValueError(f"the session's name is {name!r}")
@@ -167,72 +165,18 @@ class SessionFile:
         if about["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
-        choices = about.get("choices", {})
-        if not isinstance(choices, dict):
-            raise ValueError(f"its choices are {choices!r:.200}")
-        self.choices: dict[str, Any] = choices
-
-    def _read_parts(self, progress: Progress) -> None:
-        blocks = {node.key for node in self.blocks}
-        parts: dict[bytes, Block] = {}
-        for number in range(self._n_blocks, len(self._headers)):
-            part, root = self._checked(number)
-            if root != self.root or part.parent not in blocks or part.key in parts:
-                raise ValueError(f"part {number - self._n_blocks} belongs to none of its blocks")
-            parts[part.key] = part
-            progress(number + 1, len(self._headers))
-        self.checkpoints = tuple(parts.values())
-
-    def _checked(self, number: int) -> tuple[Block, Root]:
-        """Check a file as the server does before it uses one, and its root's types besides.
-
-        A server trusts the folder's owner; an exported file may come from anywhere.
-        """
-        try:
-            loaded: Any = mx.load(
-                BytesIO(self.own_file(number)), format="safetensors", return_metadata=True
-            )
-            arrays, metadata = loaded
-            mx.eval(arrays)
-        except Exception as error:
-            raise BlockCorrupt(f"file {number}: {error}") from error
-        try:
-            what, root = block_of(metadata, is_checkpoint=number >= self._n_blocks)
-        except StoreFormatError as error:
-            raise StoreFormatError(f"{self.path}: file {number}: {error}") from error
-        add_empty(arrays, metadata)
-        if metadata.get("checksum") != checksum(arrays, metadata):
-            raise BlockCorrupt(f"{what.key.hex()} does not match its checksum")
-        texts = (root.fingerprint, root.precision, root.namespace, root.session, root.model)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(root.with_text, bool):
-            raise BlockCorrupt(f"{what.key.hex()}: its root has the wrong types")
-        return what, root
+        if not isinstance(self.choices, dict):
+            raise ValueError(f"its choices are {self.choices!r:.200}")
 
     @property
-    def items(self) -> tuple[Block, ...]:
+    def items(self) -> tuple[Record, ...]:
         """All that it holds, in the order of `own_file`."""
         return (*self.blocks, *self.checkpoints)
 
-    def n_own_bytes(self, number: int) -> int:
-        """Return the size of a block's or checkpoint's own file."""
-        return self._headers[number].n_file_bytes
-
     def own_file(self, number: int) -> bytes:
         """Return a block's or checkpoint's own file."""
-        header = self._headers[number]
         self._file.seek(self._starts[number])
-        text = header.text.encode()
-        return len(text).to_bytes(LENGTH_BYTES, "little") + text + self._file.read(
-            header.n_data_bytes
-        )  # fmt: skip
-
-
-def _check_tokens(node: Block) -> None:
-    if not isinstance(node.text, str):
-        raise BlockCorrupt(f"block {node.key.hex()}: its text is none")
-    node.text.encode()
-    if not node.packed_ids or len(node.packed_ids) % 4:
-        raise BlockCorrupt(f"block {node.key.hex()} holds no whole tokens")
+        return self._file.read(self.files[number].n_bytes)
 
 
 # Out of a store.
@@ -256,43 +200,50 @@ def export_session(
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
     checkpoints = [found for found, _ in index.checkpoints([block.key for block in chain])]
-    items = [*chain, *checkpoints]
-    exported: list[tuple[Path, OwnHeader]] = []
+    items: list[Record] = [*chain, *checkpoints]
+    exported: dict[Path, Listed] = {}
     for number, item in enumerate(items):
         path = path_of(folder, item)
         try:
-            read_file(path, expected=item)
-            with open_regular(path) as source:
-                exported.append((path, own_header(read_header(source).decode())))
+            content = _content(path)
+            is_checkpoint = isinstance(item, Checkpoint)
+            found, _ = _checked(content, path.name, is_checkpoint=is_checkpoint)
+            if not same(found, item):
+                raise BlockCorrupt(f"{path.name}: file and index disagree")
+            exported[path] = Listed.of(content)
         except FileNotFoundError as error:
-            if not item.is_checkpoint:
+            if isinstance(item, Block):
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
-        except (BlockCorrupt, ValueError, KeyError, TypeError) as error:
+        except (BlockCorrupt, *MALFORMED) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(items))
-    headers = [header for _, header in exported]
     about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
     if choices:
         about["choices"] = choices
-    header = file_header(json.dumps(about), headers[: len(chain)], headers[len(chain) :])
+    header = header_of(about, len(chain), list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")
     try:
         with whole_file(target, fsync=True) as file:
-            file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-            for number, (path, own) in enumerate(exported):
-                with open_regular(path) as source:
-                    if read_header(source) != own.text.encode():
-                        raise StoreError(f"{path.name} was replaced meanwhile; try again")
-                    shutil.copyfileobj(source, file, 1 << 20)
+            file.write(header)
+            for number, (path, listed) in enumerate(exported.items()):
+                content = _content(path)
+                if Listed.of(content) != listed:
+                    raise StoreError(f"{path.name} was replaced meanwhile; try again")
+                file.write(content)
                 progress(len(exported) + number + 1, 2 * len(exported))
     except FileNotFoundError as error:
         raise StoreError(f"session {session.id} cannot be exported: {error}") from error
     return target.stat().st_size
 
 
-def _what(item: Block, session: Session) -> str:
-    if item.is_checkpoint:
+def _content(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def _what(item: Record, session: Session) -> str:
+    if isinstance(item, Checkpoint):
         return f"{item} of session {session.id}"
     return f"the block at token {item.start} of session {session.id}"
 
@@ -305,7 +256,7 @@ class Imported:
     """What an import did."""
 
     session: Session
-    written: Sequence[Block]
+    written: Sequence[Record]
     """What was not there yet."""
     is_new: bool
     """Whether the session was added or went on; False where it was there."""
@@ -322,23 +273,23 @@ def import_session(disk: DiskStore, source: SessionFile) -> Imported:
     files = [
         NewFile(
             item,
-            source.n_own_bytes(number),
+            source.files[number].n_bytes,
             partial(_write, partial(source.own_file, number), fsync=disk.limits.fsync),
         )
         for number, item in enumerate(source.items)
     ]
     there: Session | None = None
 
-    def turn() -> Turn:
+    def commit() -> Commit:
         nonlocal there
         there = _session_through(disk.index, source.root, leaf)
-        return Turn(
+        return Commit(
             source.root, source.blocks, None if there else leaf, checkpoints=source.checkpoints
         )
 
-    session, written = disk.adopt(turn, files)
+    session, written = disk.adopt(commit, files)
     session = there or session
-    assert session is not None  # a turn with a leaf has one
+    assert session is not None  # a commit with a leaf has one
     return Imported(session, written, is_new=there is None)
 
 

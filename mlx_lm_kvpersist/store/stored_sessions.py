@@ -1,4 +1,4 @@
-"""The sessions of a running store, for its operator: shown with their tree, pinned, removed.
+"""The sessions of a running store, for its operator and its agents: shown, pinned, removed.
 
 HTTP threads ask. The writer changes the disk, after the turns that already wait.
 """
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ..errors import RequestRefused, StoreError
 from .block_store import BlockStore
 from .disk import DiskStore
+from .index import Index
 from .records import Session
 
 SHOWN = 50
@@ -40,7 +41,7 @@ class StoredSessions:
         are seconds since the epoch.
         """
         pool = self._store.pool
-        with readable(), self._store.index.asked_once() as index:
+        with _readable(), self._store.index.asked_once() as index:
             sessions = index.sessions(SHOWN + 1)
             # Pages ask every few seconds, and long conversations have thousands of blocks.
             state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
@@ -66,7 +67,7 @@ class StoredSessions:
                     "name": one.name,
                     "model": root.model if root else None,
                     "namespace": root.namespace if root else None,
-                    "tier": "hot" if n_blocks == n_in_ram else "warm",
+                    "tier": "ram" if n_blocks == n_in_ram else "disk",
                     "tokens": one.n_tokens,
                     "blocks": n_blocks,
                     "ram_blocks": n_in_ram,
@@ -85,7 +86,7 @@ class StoredSessions:
         """Pin a session, so that it is never removed from disk to make room, or let it go."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
-            session = disk.set_pinned(_session(disk, session_id), pinned)
+            session = disk.files.set_pinned(_session(disk, session_id), pinned)
             return {"id": session.id, "pinned": session.pinned}
 
         return self.changed(change)
@@ -109,11 +110,11 @@ class StoredSessions:
 
         def change(disk: DiskStore) -> tuple[Session, dict[str, Any]]:
             with disk.lock.held():
-                session, before = _session(disk, session_id), disk.index.n_bytes()
+                session, before = _session(disk, session_id), disk.index.totals().n_bytes
                 chain = [block.key for block, _ in disk.index.chain(session.leaf)]
-                disk.remove_session(session)
-                disk.index.forget_requests([session.name])
-                freed = before - disk.index.n_bytes()
+                disk.files.remove_session(session)
+                disk.index.state.forget_requests([session.name])
+                freed = before - disk.index.totals().n_bytes
                 gone = [key for key in chain if key not in disk.index]
             for key in reversed(gone):
                 self._store.pool.drop_unpinned(key)
@@ -136,12 +137,92 @@ class StoredSessions:
         if not wait([future], _TIMEOUT_S).done and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
             raise RequestRefused(why, 503)
-        with readable():
+        with _readable():
             return future.result()
 
 
+class NamedSessions:
+    """All sessions of one name in one namespace, taken as one: the branches of an agent.
+
+    Every method may raise RequestRefused.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store, self._stored = store, StoredSessions(store)
+
+    def describe(self, namespace: str, name: str) -> dict[str, Any]:
+        """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
+
+        Tokens and precision are those of the branch that was used last. A block in RAM and on disk
+        counts in both tiers.
+        """
+        with _readable(), self._store.index.asked_once() as index:
+            branches = _branches(index, namespace, name)
+            rows = index.outline([session.leaf for session in branches[:500]])
+            root = index.root(branches[0].root) if branches else None
+        pool = self._store.pool
+        keys = [row[0] for row in rows]
+        in_ram = [entry.n_bytes for key in keys if (entry := pool.get(key))]
+        parts = [entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))]
+        n_bytes = sum(row[4] for row in rows)
+        return {
+            "tokens": branches[0].n_tokens if branches else 0,
+            "branches": len(branches),
+            "bytes": n_bytes,
+            "tiers": {
+                "ram": {"blocks": len(in_ram), "bytes": sum(in_ram) + sum(parts)},
+                "disk": {"blocks": len(keys), "bytes": n_bytes},
+            },
+            "precision": root.layout if root else None,
+            "pinned": any(session.pinned for session in branches),
+            "used": branches[0].used if branches else None,
+        }
+
+    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
+        """Pin all branches, or let them go; return whether there are any."""
+        ids = self._ids(namespace, name)
+        for each in ids:
+            self._stored.pin(each, pinned)
+        return bool(ids)
+
+    def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
+        """Pin the session of this name that was saved last; return None if none was since.
+
+        The others of this name and model are unpinned.
+        """
+
+        def change(disk: DiskStore) -> dict[str, Any] | None:
+            branches = _branches(disk.index, namespace, name)
+            if not branches or branches[0].used < since_s:
+                return None
+            newest, *others = branches
+            for one in others:
+                if one.pinned and one.root == newest.root:
+                    disk.files.set_pinned(one, False)
+            disk.files.set_pinned(newest, True)
+            return {"id": newest.id, "name": name, "tokens": newest.n_tokens, "pinned": True}
+
+        return self._stored.changed(change)
+
+    def evict(self, namespace: str, name: str) -> None:
+        """Remove from RAM what the disk has; what other conversations in RAM continue stays."""
+        for each in self._ids(namespace, name):
+            self._stored.evict(each)
+
+    def remove(self, namespace: str, name: str) -> None:
+        """Remove the sessions, and from RAM and disk what no other session needs."""
+        for each in self._ids(namespace, name):
+            self._stored.delete(each)
+
+    def _ids(self, namespace: str, name: str) -> list[str]:
+        """Return the ids of the sessions, when the turns that wait are written."""
+        return self._stored.changed(
+            lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
+        )
+
+
 @contextmanager
-def readable() -> Iterator[None]:
+def _readable() -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error, StoreError) as error:
@@ -153,6 +234,17 @@ def _session(disk: DiskStore, session_id: str) -> Session:
     if session is None:
         raise RequestRefused(f"no session has the id {session_id!r}; it may be deleted", 404)
     return session
+
+
+def _branches(index: Index, namespace: str, name: str) -> list[Session]:
+    """Return the sessions, the most recently used first."""
+    found = index.sessions_named(name)
+    roots = {session.root: index.root(session.root) for session in found}
+    return [
+        session
+        for session in found
+        if (root := roots[session.root]) is not None and root.namespace == namespace
+    ]
 
 
 def _tree(

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
+from ..block import Block, Checkpoint
 from ..errors import StoreError
 from .disk import DiskStore
 from .files import block_path, checkpoint_path, key_of, read_file
@@ -22,7 +23,7 @@ from .folder import own_files, remove
 from .index import Index, Session
 from .lock import StoreLock
 from .rebuild import rebuild_index
-from .records import read_note
+from .records import read_sidecar
 
 
 class Fault(str, Enum):
@@ -75,11 +76,11 @@ def find_problems(
 
     for fault in index.faults():
         suspect(_check_index, index, fault)
-    blocks, checkpoints = sorted(index.keys()), sorted(index.checkpoint_keys())
+    blocks, checkpoints = sorted(index.keys()), sorted(index.keys("checkpoints"))
     for number, key in enumerate((*blocks, *checkpoints)):
         suspect(_check_block, folder, index, key, number >= len(blocks))
         progress(number + 1, len(blocks) + len(checkpoints))
-    for name in ("blocks", "parts"):
+    for name in ("blocks", "checkpoints"):
         for path in sorted(own_files(folder, name)):
             suspect(_check_file, folder, index, path)
     for path in sorted(own_files(folder, "sessions")):
@@ -108,18 +109,18 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
         now = [again for problem in problems if (again := problem.look_again())]
         for problem in now:
             if problem.fault is Fault.CORRUPT:
-                disk.quarantine(bytes.fromhex(problem.subject), problem.reason)
+                disk.files.quarantine(bytes.fromhex(problem.subject), problem.reason)
             elif problem.fault in (Fault.MISSING, Fault.UNREACHABLE):
-                disk.forget(bytes.fromhex(problem.subject))
+                disk.files.forget(bytes.fromhex(problem.subject))
             elif problem.fault is Fault.ORPHAN:
                 remove(disk.folder, Path(problem.subject))
-        disk.sweep()
+        disk.files.sweep()
         for session in disk.index.sessions():
             if _end_of(disk.index, session) is not None:
-                disk.remove_session(session)
+                disk.files.remove_session(session)
             elif _check_session(disk.folder, disk.index, session.id) is not None:
-                disk.set_pinned(session, session.pinned)  # writes its file anew
-        disk.index.empty_log()
+                disk.files.set_pinned(session, session.pinned)  # writes its file anew
+        disk.index.database.empty_log()
 
 
 def _check_index(index: Index, fault: str) -> Problem | None:
@@ -141,21 +142,22 @@ def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) ->
         return problem(Fault.CORRUPT, reason=str(error))
     except (OSError, MemoryError) as error:
         return problem(Fault.UNREADABLE, reason=f"{path.name}: {error}")
-    parent = index.block(block.parent)
-    if is_checkpoint:
+    parent_key = block.block if isinstance(block, Checkpoint) else block.parent
+    parent = index.block(parent_key)
+    if isinstance(block, Checkpoint):
         if parent is not None and parent[1] != root.key:
-            reason = f"its block {block.parent.hex()} belongs to another model"
+            reason = f"its block {parent_key.hex()} belongs to another model"
             return problem(Fault.CORRUPT, reason=reason)
         is_as_indexed = (block, size) == index.checkpoint(key)
     else:
         is_as_indexed = (block, root.key, size) == index.block(key)
     if not is_as_indexed:
         return problem(Fault.MISMATCH, reason=f"{path.name}: file and index disagree")
-    if parent is None and (is_checkpoint or block.parent != root.key):
+    if parent is None and (is_checkpoint or parent_key != root.key):
         what = "block" if is_checkpoint else "parent"
-        return problem(Fault.UNREACHABLE, reason=f"its {what} {block.parent.hex()} is not there")
+        return problem(Fault.UNREACHABLE, reason=f"its {what} {parent_key.hex()} is not there")
     stop = parent[0].stop if parent is not None else 0
-    if not is_checkpoint and block.start != stop:
+    if isinstance(block, Block) and block.start != stop:
         return problem(
             Fault.UNREACHABLE,
             reason=f"it begins at token {block.start}, and its parent ends at {stop}",
@@ -205,7 +207,7 @@ def _end_of(index: Index, session: Session) -> str | None:
 def _disagreement(path: Path, session: Session) -> str | None:
     """Say what a rebuilt index would get wrong of a session."""
     try:
-        kept = read_note(path)
+        kept = read_sidecar(path)
     except (ValueError, TypeError, KeyError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     for name in ("name", "pinned", "root", "leaf"):

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from .records import Turn
+from .records import Commit
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +20,15 @@ REST_FACTOR = 6
 At full speed it slowed decoding by 17% on a GPU; in a seventh of the time that is 2.4%.
 """
 MAX_AGE_S = 5.0
-"""While a turn that is this old waits or is being written, the writer does not rest."""
+"""While a commit that is this old waits or is being written, the writer does not rest."""
 
 
 @dataclass
 class _Task:
-    """Something to do. For a turn to be saved: what to do instead, and what it holds in RAM."""
+    """Something to do. For a commit to be saved: what to do instead, and what it holds in RAM."""
 
     run: Callable[[], object]
-    turn: Turn | None = None
+    commit: Commit | None = None
     abandon: Callable[[], None] = lambda: None
     sizes: Mapping[bytes, int] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
@@ -37,10 +37,10 @@ class _Task:
 class Writer:
     """Runs tasks in order on one long-lived thread.
 
-    At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest turn that a later
-    one of the same conversation contains is left out, and if there is none, the oldest turn: no
-    request waits. The newest turn may be as much again, together with the one that is being
-    written; one turn alone, or behind one that is bigger than that, may always wait.
+    At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
+    later one of the same conversation contains is left out, and if there is none, the oldest: no
+    request waits. The newest commit may be as much again, together with the one that is being
+    written; one commit alone, or behind one that is bigger than that, may always wait.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -49,7 +49,7 @@ class Writer:
         self.n_bytes = 0
         """Bytes of the blocks and checkpoints that wait or are being written."""
         self._holders: Counter[bytes] = Counter()
-        """In how many turns a block or checkpoint waits, or is being written; it is in RAM once."""
+        """In how many commits a block or checkpoint waits or is written; it is in RAM once."""
         self._closing = False
         self._running: _Task | None = None
         self._gentle = False
@@ -63,37 +63,39 @@ class Writer:
         """Tasks that wait or run."""
         return len(self._tasks) + (self._running is not None)
 
-    def waiting_keys(self) -> set[bytes]:
-        """Return the keys of all blocks and checkpoints that waiting turns build on."""
+    def commits(self) -> list[Commit]:
+        """Return the commits that wait or are being written, the oldest first. Any thread."""
         with self._changed:
-            turns = [task.turn for task in self._tasks if task.turn is not None]
-        return {key for turn in turns for key in turn.keys()}
+            return [task.commit for task in self._commit_tasks() if task.commit is not None]
+
+    def _commit_tasks(self) -> list[_Task]:
+        return [task for task in (self._running, *self._tasks) if task and task.commit]
 
     def submit(self, task: Callable[[], object]) -> None:
         with self._changed:
             self._tasks.append(_Task(task))
             self._changed.notify_all()
 
-    def submit_turn(
+    def submit_commit(
         self,
-        turn: Turn,
+        commit: Commit,
         save: Callable[[], None],
         abandon: Callable[[], None],
         sizes: Mapping[bytes, int],
     ) -> None:
-        """Have a turn saved, or abandoned when too much waits.
+        """Have a commit saved, or abandoned when too much waits.
 
         `sizes` are the bytes of its blocks and checkpoints that are in RAM alone.
         """
         victims: list[_Task] = []
-        newest = _Task(save, turn, abandon, sizes)
+        newest = _Task(save, commit, abandon, sizes)
         with self._changed:
             self._tasks.append(newest)
             for key, n_bytes in sizes.items():
                 self._holders[key] += 1
                 self.n_bytes += n_bytes if self._holders[key] == 1 else 0
             while self.n_bytes > self.max_bytes:
-                oldest = next((task for task in self._tasks if task.turn and task.sizes), None)
+                oldest = next((task for task in self._tasks if task.commit and task.sizes), None)
                 victim = self._superseded() or oldest
                 if victim is None or (victim is newest and self._fits(newest)):
                     break
@@ -105,7 +107,7 @@ class Writer:
             victim.abandon()
 
     def _fits(self, newest: _Task) -> bool:
-        """Say whether a turn may wait beside the one that is being written."""
+        """Say whether a commit may wait beside the one that is being written."""
         if self.n_bytes <= 2 * self.max_bytes or self._running is None:
             return True
         n_added = sum(n for key, n in newest.sizes.items() if self._holders[key] == 1)
@@ -119,17 +121,17 @@ class Writer:
                 self.n_bytes -= n_bytes
 
     def _superseded(self) -> _Task | None:
-        """Return the oldest waiting turn whose end a later waiting turn goes beyond."""
+        """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
         passed: set[bytes] = set()
         found = None
         for task in reversed(self._tasks):
-            if task.turn is None:
+            if task.commit is None:
                 continue
-            if task.turn.blocks and task.turn.blocks[-1].key in passed:
+            if task.commit.blocks and task.commit.blocks[-1].key in passed:
                 found = task
-            passed.update(node.key for node in task.turn.blocks)
-            if task.turn.leaf is not None:
-                passed.update(old for old, _ in task.turn.leaf.replaced)
+            passed.update(node.key for node in task.commit.blocks)
+            if task.commit.leaf is not None:
+                passed.update(old for old, _ in task.commit.leaf.replaced)
         return found
 
     def drain(self) -> None:
@@ -150,11 +152,10 @@ class Writer:
         """Rest for a multiple of what was worked, where that is asked for. Writer thread.
 
         The rest ends when the store is drained or closed, when half of `max_bytes` waits, and when
-        the oldest turn is `MAX_AGE_S` old: the writer never falls behind because it rests.
+        the oldest commit is `MAX_AGE_S` old: the writer never falls behind because it rests.
         """
         with self._changed:
-            turns = (task for task in (self._running, *self._tasks) if task and task.turn)
-            oldest_s = min((task.since_s for task in turns), default=math.inf)
+            oldest_s = min((task.since_s for task in self._commit_tasks()), default=math.inf)
             left_s = max(0.0, oldest_s + MAX_AGE_S - time.monotonic())
             self._changed.wait_for(
                 lambda: not self._may_rest(), min(worked_s * REST_FACTOR, left_s)
@@ -165,15 +166,15 @@ class Writer:
         return self._gentle and not is_waited_for and self.n_bytes <= self.max_bytes // 2
 
     def close(self, timeout_s: float) -> tuple[int, int]:
-        """Run what is waiting and stop; return the turns that `timeout_s` left, and their bytes."""
+        """Run what waits and stop; return the commits that `timeout_s` left, and their bytes."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            left = [task for task in (self._running, *self._tasks) if task and task.turn]
+            n_left = len(self._commit_tasks())
             self._tasks.clear()
-            return len(left), self.n_bytes
+            return n_left, self.n_bytes
 
     def is_alive(self) -> bool:
         """Say whether the thread still runs a task."""
@@ -196,5 +197,5 @@ class Writer:
                     self._running = None
                     self._let_go(task)
                     self._changed.notify_all()
-            # An idle writer must not hold the arrays of the last turn.
+            # An idle writer must not hold the arrays of the last commit.
             del task

@@ -10,7 +10,7 @@ import importlib.util
 import pkgutil
 from typing import Any
 
-from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.host.patching import versions
 
 from . import composite, full, recurrent, sliding
 

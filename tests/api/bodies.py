@@ -103,16 +103,13 @@ USAGE = {
     "completion_tokens": 5,
     "prompt_tokens_details": {"cached_tokens": 7},
 }
-DELTAS = st.lists(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "content": st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
-            "reasoning": st.sampled_from(["", "\n", "r", " s"]),
-            "tool_calls": st.lists(
-                st.sampled_from([call("f", {"x": [1]}), call("g", {})]), max_size=2
-            ),
-        },
+Delta = tuple[str, str, list[dict[str, Any]]]
+"""Text, reasoning and calls that come together."""
+DELTAS: st.SearchStrategy[list[Delta]] = st.lists(
+    st.tuples(
+        st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
+        st.sampled_from(["", "\n", "r", " s"]),
+        st.lists(st.sampled_from([call("f", {"x": [1]}), call("g", {})]), max_size=2),
     ),
     max_size=8,
 )

@@ -48,6 +48,9 @@ class Sessions:
     def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
         return False
 
+    def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
+        return None
+
     def evict(self, namespace: str, name: str) -> None: ...
     def remove(self, namespace: str, name: str) -> None: ...
 

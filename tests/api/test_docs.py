@@ -10,7 +10,7 @@ from mlx_lm_kvpersist.api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
 from mlx_lm_kvpersist.api.responses import RESPONSES_PATH
 from mlx_lm_kvpersist.api.session_keys import SOURCES
-from mlx_lm_kvpersist.host.http_server import is_alias
+from mlx_lm_kvpersist.host.http.server import is_alias
 from mlx_lm_kvpersist.request.outcome import Reason
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -46,7 +46,7 @@ def test_paths() -> None:
     assert [path for path in paths if f" {path}`" not in PAGE] == []
 
 
-def test_c7_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:
+def test_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:
     """Sliding windows and recurrent states are kept; the page said that they were not."""
     section = REUSE[REUSE.index("## What keeps no cache") : REUSE.index("## Warm up")]
     assert "KVCache" not in section and "draft model" in section and "images" in section

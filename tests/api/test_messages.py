@@ -12,13 +12,18 @@ from hypothesis import given
 from mlx_lm_kvpersist.api.messages import MessagesAPI
 from mlx_lm_kvpersist.api.messages_reply import MessagesReply
 from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.attachments import fit_attachments
 
-from .bodies import DELTAS, MESSAGES, SCHEMA, USAGE, call, mutated
+from .bodies import DELTAS, MESSAGES, SCHEMA, USAGE, Delta, call, mutated
 
 
 def chat(**changes: Any) -> dict[str, Any]:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **changes}
     return MessagesAPI().translate(body, Headers()).chat_body
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
 
 
 def test_a_conversation_as_chat_clients_send_it() -> None:
@@ -57,12 +62,12 @@ def test_a_conversation_as_chat_clients_send_it() -> None:
                 "content": [
                     {"type": "text", "text": "There."},
                     {"type": "text", "text": f"<tool>{json.dumps(later)}</tool>\n"},
+                    image,
                 ],
             },
             {
                 "role": "user",
                 "content": [
-                    image,
                     {"type": "text", "text": "And"},
                     {"type": "text", "text": " this"},
                     {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
@@ -86,28 +91,40 @@ def test_what_chat_has_no_word_for_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "says"),
+    ("block", "name"),
     [
-        ({"type": "image", "source": {"type": "file"}}, 'source.type is "file", expected "base64"'),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "image"),
         (
             {
                 "type": "document",
                 "source": {"type": "base64", "media_type": "application/pdf", "data": "QQ=="},
             },
-            'source.media_type is "application/pdf", expected a document as text',
+            "application/pdf",
         ),
+        ({"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}}, "document"),
+        ({"type": "document"}, "document"),
         (
-            {"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}},
-            'source.type is "url", expected "text" or "content"',
+            {
+                "type": "document",
+                "source": {"type": "content", "content": [{"type": "document"}]},
+            },
+            "document",
         ),
-        ({"type": "tool_result"}, "tool_use_id is null, expected text"),
-        ({"type": "container_upload"}, 'type is "container_upload", expected'),
+        ({"type": "container_upload"}, "container_upload"),
     ],
 )
-def test_blocks_that_cannot_be_told_a_model(block: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestRefused, match="content\\[0\\]") as refused:
-        chat(messages=[{"role": "user", "content": [block]}])
-    assert says in str(refused.value) and refused.value.status == 400
+def test_blocks_that_no_model_reads_are_named(block: dict[str, Any], name: str) -> None:
+    for reads_images in (False, True):
+        with pytest.raises(RequestRefused, match=f"has {name}, expected text"):
+            fit_attachments(chat(messages=[user(block)])["messages"], reads_images)
+        later = chat(messages=[user(block), {"role": "assistant", "content": "A"}, user()])
+        (line,) = fit_attachments(later["messages"], reads_images)[0]["content"]
+        assert line["text"].startswith(f"[{name}, not shown: ")
+
+
+def test_a_result_of_no_call_is_refused() -> None:
+    with pytest.raises(RequestRefused, match=r"content\[0\].tool_use_id is null, expected text"):
+        chat(messages=[user({"type": "tool_result"})])
 
 
 SEARCHED: list[dict[str, Any]] = [
@@ -176,11 +193,11 @@ def test_nothing_in_a_tools_result_ends_a_conversation() -> None:
     gone = {"type": "tool_reference", "tool_name": "gone"}
     content = [gone, FOUND, PDF, {"type": "hologram"}, {"type": "text", "text": "There."}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
-    (message,) = chat(messages=[{"role": "user", "content": [result]}])["messages"]
+    (message,) = fit_attachments(chat(messages=[user(result)])["messages"], False)
     assert [part["text"] for part in message["content"]] == [
         "The sea\nhttps://sea.example\nIt is wide.",
-        "[document, application/pdf that cannot be read]",
-        "[hologram that cannot be read]",
+        "\n[application/pdf, not shown: this model reads text only]\n",
+        "\n[hologram, not shown: this model reads text only]\n",
         "There.",
     ]
 
@@ -202,12 +219,12 @@ def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
 
 
 @given(DELTAS)
-def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]]) -> None:
+def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
     """What a client that streams puts together is what one gets that does not."""
     reply = MessagesReply("m", marks_cache=True)
     events = reply.begin(10, 7)
     for delta in deltas:
-        events += reply.add(delta)
+        events += reply.add(*delta)
     events += reply.end("stop", None, USAGE)
     message = events[0]["message"]
     is_open = False
@@ -234,7 +251,7 @@ def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]]) -> None
     assert whole == reply.whole()
     assert all(block.get("text", "x").strip() for block in whole["content"])
     assert reply.content == "".join(block.get("text", "") for block in whole["content"])
-    spoken = "".join(delta.get("content") or "" for delta in deltas)
+    spoken = "".join(text for text, _, _ in deltas)
     assert "".join(reply.content.split()) == "".join(spoken.split())
 
 
@@ -251,7 +268,7 @@ def test_events_put_together_are_the_reply(deltas: list[dict[str, Any]]) -> None
 )
 def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -> None:
     reply = MessagesReply("m", marks_cache=False)
-    reply.add({"content": "x", "tool_calls": [call("f", {})] if calls else []})
+    reply.add("x", "", [call("f", {})] if calls else [])
     *_, delta, _ = reply.end(finish, word, USAGE)
     assert delta["delta"]["stop_reason"] == reason
     assert delta["delta"]["stop_sequence"] == (word if reason == "stop_sequence" else None)
@@ -272,7 +289,7 @@ def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
 )
 def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
     reply = MessagesReply("m", marks_cache=False)
-    reply.add({"tool_calls": [call("f", arguments)]})
+    reply.add("", "", [call("f", arguments)])
     reply.end("tool_calls", None, USAGE)
     assert reply.whole()["content"][0]["input"] == shown
 

@@ -100,7 +100,7 @@ def test_a_namespace_is_what_the_client_names() -> None:
     assert namespace(headers({"X-KVPersist-Namespace": "team"}), by_key=False) == "team"
 
 
-def test_a3_a_namespace_by_key_opens_for_its_key_only() -> None:
+def test_a_namespace_by_key_opens_for_its_key_only() -> None:
     keys = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
     names = ["", "team", "key", "a"]
     found = {
@@ -116,7 +116,7 @@ def test_a3_a_namespace_by_key_opens_for_its_key_only() -> None:
             assert namespace(headers(sent), by_key=True) not in found
 
 
-def test_a14_long_names_are_hashed_at_the_edge() -> None:
+def test_long_names_are_hashed_at_the_edge() -> None:
     for name in ("x" * 257, "x" * 8_000_000, "é" * 200, "\ud800"):
         key = session_key(headers({}), {"session_id": name})
         assert key is not None and len(key.encode()) <= 256 and key.startswith("digest-")
@@ -126,7 +126,7 @@ def test_a14_long_names_are_hashed_at_the_edge() -> None:
     assert len(long) < 64
 
 
-def test_a13_unnamed_requests_share_no_namespace() -> None:
+def test_unnamed_requests_share_no_namespace() -> None:
     assert len({unshared("team") for _ in range(100)}) == 100
 
 

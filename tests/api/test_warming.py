@@ -1,34 +1,49 @@
-"""Where a server that warms itself is asked."""
+"""Which files are prompts that can be warmed."""
 
 from __future__ import annotations
 
+from email.message import Message
 from pathlib import Path
-from queue import Queue
+from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api import warming
+from mlx_lm_kvpersist.api.warming import chat_body_of, read_prompt
+from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
+
+ASK = {"role": "user", "content": "Who is first?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
-    ("host", "asked"),
+    ("content", "roles"),
     [
-        ("0.0.0.0", "http://127.0.0.1:80"),
-        ("", "http://127.0.0.1:80"),
-        ("::", "http://[::1]:80"),
-        ("::1", "http://[::1]:80"),
-        ("localhost", "http://localhost:80"),
+        ([SYSTEM, ASK], ["system", "user"]),
+        ({"messages": [ASK], "max_completion_tokens": 5, "stream": True}, ["user"]),
+        ({"messages": [ASK], "tools": [{"type": "function"}], "model": "elsewhere"}, ["user"]),
+        ({"messages": [ASK], "system": "Be brief."}, ["system", "user"]),
+        ({"messages": [ASK], "tools": [{"name": "f", "input_schema": {}}]}, ["user"]),
+        ({"input": "Who is first?", "instructions": "Be brief."}, ["system", "user"]),
     ],
 )
-def test_a_server_of_all_addresses_is_asked_at_its_own(
-    monkeypatch: pytest.MonkeyPatch, host: str, asked: str
-) -> None:
-    urls: Queue[str] = Queue()
+def test_messages_and_requests_to_three_apis(content: Any, roles: list[str]) -> None:
+    body = chat_body_of(content, Message())
+    assert [message["role"] for message in body["messages"]] == roles
+    assert "Who is first?" in str(body["messages"])
+    assert body["model"] == "default_model" and "max_completion_tokens" not in body
+    assert ("tools" in body) is ("tools" in content)
 
-    def wait_for(url: str) -> str:
-        urls.put(url)
-        return "it is a test"
 
-    monkeypatch.setattr(warming, "_wait_for", wait_for)
-    warming.warm_at_start([], host, 80, Path("no-store"), None)
-    assert urls.get(timeout=5) == asked
+@pytest.mark.parametrize("content", [5, {}, {"prompt": "x"}, None, "text"])
+def test_anything_else_is_refused(content: Any) -> None:
+    with pytest.raises(RequestRefused, match=r"the prompt is .*, expected messages"):
+        chat_body_of(content, Message())
+
+
+@pytest.mark.parametrize("content", ["{", None, "[" * 100_000])
+def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"file\.json cannot be read as JSON"):
+        read_prompt(file)

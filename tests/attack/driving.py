@@ -11,15 +11,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.costs import ReusePolicy
-from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
+from mlx_lm_kvpersist.request.insert import insert
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text
@@ -54,8 +54,9 @@ def answered(loaded: LoadedModel, reuse: Reuse) -> Answer:
     """Compute what was not restored of a prompt."""
     n_reused = reuse.outcome.n_reused
     caches = reuse.caches or loaded.spec.make_cache()
-    logits = forward(loaded, reuse.prompt.ids[n_reused:], caches)
-    return Answer(reuse.prompt.ids, caches, logits, reuse.outcome)
+    ids = list(reuse.prompt.ids)
+    logits = forward(loaded, ids[n_reused:], caches)
+    return Answer(ids, caches, logits, reuse.outcome)
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Talk:
         """Look a prompt up and compute what is not restored."""
         prompt = Prompt(ids, [ids], ["user"])
         root = self.loaded.root
-        reuse = Lookup(prompt, root, self.store, self.loaded, ReusePolicy(canary)).restore()
+        reuse = Lookup(prompt, root, self.store, self.loaded, canary=canary).restore()
         return answered(self.loaded, reuse)
 
     def go_on(self, answer: Answer, n_tokens: int, session: str | None = None) -> list[int]:
@@ -101,7 +102,7 @@ class Talk:
     ) -> None:
         """Keep a turn whose prompt were the first `n_prompt` ids, rendered from messages."""
         state = RequestState(session, root=self.loaded.root)
-        insert(Sequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
+        insert(RunningSequence(state, n_prompt), ids, caches, REPLY, self.store, self.loaded)
         detokenizer = self.loaded.tokenizer.detokenizer
         for token_id in ids[n_prompt:]:
             detokenizer.add_token(token_id)

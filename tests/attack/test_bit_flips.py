@@ -17,7 +17,7 @@ import pytest
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.replies import respell
+from mlx_lm_kvpersist.request.replies import retokenize
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import Message, synthetic_text
 
@@ -47,7 +47,7 @@ def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answ
     """Answer a chat as the plugin does, but let every exception through."""
     messages, root = copy.deepcopy(messages), loaded.root
     ids = render(loaded, messages)
-    prompt = respell(Prompt(ids, [ids], ["user"]), messages, root, store, loaded)
+    prompt = retokenize(Prompt(ids, [ids], ["user"]), messages, root, store, loaded)
     return answered(loaded, Lookup(prompt, root, store, loaded).restore())
 
 

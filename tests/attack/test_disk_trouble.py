@@ -14,7 +14,6 @@ import pytest
 
 from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.outcome import Tier
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.server.stored import n_tokens, wait_for_commit
 from tests.support import UNMEASURED, Message, StartServer, synthetic_text, wait_until
@@ -38,14 +37,14 @@ def disk_talk(disk: Disk, loaded: LoadedModel) -> Iterator[Talk]:
 
 def ask_in_ram(talk: Talk, cold: Cold, ids: list[int], what: str) -> None:
     answer = talk.ask([*ids, 5])
-    assert (answer.outcome.tier, answer.outcome.n_reused) == (Tier.HOT, len(ids)), what
+    assert (answer.outcome.tier, answer.outcome.n_reused) == ("ram", len(ids)), what
     cold.check(answer, what)
 
 
 def check_on_disk(talk: Talk, cold: Cold, ids: list[int]) -> None:
     talk.forget_hot_blocks()
     answer = talk.ask([*ids, 5])
-    assert (answer.outcome.tier, answer.outcome.n_restored) == (Tier.WARM, len(ids))
+    assert (answer.outcome.tier, answer.outcome.n_restored) == ("disk", len(ids))
     cold.check(answer)
 
 
@@ -375,7 +374,7 @@ def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_mod
     server.restart(kill=True)
     again = server.chat(talk, "s", temperature=0.0)
     assert again.text == third.text
-    assert (again.kvpersist["outcome"], again.kvpersist["tier"]) == ("EXACT", "warm")
+    assert (again.kvpersist["outcome"], again.kvpersist["tier"]) == ("EXACT", "disk")
 
 
 def test_a_server_on_a_disk_that_fills_up(
@@ -404,7 +403,7 @@ def test_a_server_on_a_disk_that_fills_up(
                 replies[f"full-{n}"] = server.chat(chat(n), f"full-{n}", temperature=0.0)
             wait_until(lambda: "cannot save a turn" in server.log, "a line in the log")
             again = server.chat(chat(1), temperature=0.0)
-            assert (again.text, again.kvpersist["tier"]) == (replies["full-1"].text, "hot")
+            assert (again.text, again.kvpersist["tier"]) == (replies["full-1"].text, "ram")
         assert server.log.count("cannot save a turn") == 1
         assert n_tokens(store, "full-1") == n_tokens(store, "full-2") == 0
         last = server.chat(chat(3), "after", temperature=0.0)
@@ -413,6 +412,6 @@ def test_a_server_on_a_disk_that_fills_up(
         server.restart(kill=True)
         for n, name in ((0, "before"), (3, "after")):
             found = server.chat(chat(n), temperature=0.0)
-            assert found.kvpersist["tier"] == "warm", name
+            assert found.kvpersist["tier"] == "disk", name
         assert server.chat(chat(1), temperature=0.0).text == replies["full-1"].text
         server.stop()

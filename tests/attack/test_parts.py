@@ -52,7 +52,7 @@ def load_parts(store: BlockStore, name: str, n_tokens: int) -> int:
     n_loaded = 0
     for parts in store.checkpoints(keys).values():
         for part in parts:
-            loaded = store.load(part, ROOT)
+            loaded = store.reader.load(part, ROOT)
             if loaded is not None:
                 check_arrays(loaded.arrays, plain_part(part))
                 n_loaded += 1
@@ -108,7 +108,7 @@ def test_the_prepared_store_is_whole(prepared: Path, tmp_path: Path) -> None:
 
 
 def flip_in_a_part(folder: Path, rng: random.Random) -> str:
-    return flip_a_bit(rng.choice(files_of(folder / "parts")), rng)
+    return flip_a_bit(rng.choice(files_of(folder / "checkpoints")), rng)
 
 
 def flip_in_the_index(folder: Path, rng: random.Random) -> str:
@@ -121,12 +121,12 @@ def change_a_row(folder: Path, rng: random.Random) -> str:
     if not (folder / "index.sqlite").exists():
         return "no index"
     column = rng.choice(["block", "kind", "n_tokens", "n_bytes", "used"])
-    other = f"(SELECT {column} FROM parts ORDER BY random() LIMIT 1)"
+    other = f"(SELECT {column} FROM checkpoints ORDER BY random() LIMIT 1)"
     value = rng.choice([other, "0", "-1", "'x'", "x'00'", "1e300", "1 << 40"])
     db = sqlite3.connect(folder / "index.sqlite")
     with db:
-        where = "key = (SELECT key FROM parts ORDER BY random() LIMIT 1)"
-        db.execute(f"UPDATE parts SET {column} = {value} WHERE {where}")
+        where = "key = (SELECT key FROM checkpoints ORDER BY random() LIMIT 1)"
+        db.execute(f"UPDATE checkpoints SET {column} = {value} WHERE {where}")
     db.close()
     return f"{column} = {value}"
 
@@ -148,7 +148,7 @@ def test_a_part_that_is_gone(prepared: Path, tmp_path: Path) -> None:
     store.drain()
     part = expected_parts(chain_of(session_ids("anna", LENGTHS["anna"])))[1]
     checkpoint_path(folder, part.key).unlink()
-    assert store.load(part, ROOT) is None
+    assert store.reader.load(part, ROOT) is None
     assert load_parts(store, "anna", LENGTHS["anna"]) == 1
     store.drain()
     keep_turn(store, "anna", LENGTHS["anna"], LENGTHS["anna"])
@@ -184,7 +184,7 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
                 chain = chain_of(session_ids(name, before))
                 store.pool.clear()
                 for part in expected_parts(chain):
-                    loaded = store.load(part, ROOT)
+                    loaded = store.reader.load(part, ROOT)
                     counts["gone" if loaded is None else "loaded"] += 1
                     if loaded is not None:
                         check_arrays(loaded.arrays, plain_part(part))
@@ -192,9 +192,9 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
             keep_turn(store, name, before, lengths[name])
             if rng.random() < 0.5:
                 store.drain()
-            assert store.index.n_bytes() <= limits.max_disk_bytes
+            assert store.index.totals().n_bytes <= limits.max_disk_bytes
             # In so small a store the index's log can outgrow what is set aside for it.
-            assert store.disk.used_bytes() <= limits.max_disk_bytes + LOG_BYTES
+            assert store.disk.files.used_bytes() <= limits.max_disk_bytes + LOG_BYTES
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -209,6 +209,6 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
         assert store.counters.blocks_quarantined == 0 and not store.counters.failures
         store.close()
     again = BlockStore(tmp_path / "store", limits)
-    assert again.disk.sweep() == 0
+    assert again.disk.files.sweep() == 0
     assert find_problems(again.folder, again.index) == []
     again.close()

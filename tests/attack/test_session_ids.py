@@ -8,7 +8,7 @@ import socket
 import sqlite3
 from pathlib import Path
 
-from mlx_lm_kvpersist.match.block import short_name
+from mlx_lm_kvpersist.api.session_keys import short_name
 from tests.server.stored import wait_for_commit
 from tests.support import Message, ServerProcess, StartServer
 
@@ -106,7 +106,7 @@ def test_any_session_id(start_server: StartServer, tiny_model: Path, tmp_path: P
     server.restart(kill=True)
     for name in IDS:
         again = server.chat([SYSTEM, {"role": "user", "content": f"{name}: hello?"}], max_tokens=1)
-        assert again.kvpersist["tier"] in ("warm", "hot")
+        assert again.kvpersist["tier"] in ("disk", "ram")
         assert again.cached_tokens == again.prompt_tokens - 1, name
     with sqlite3.connect(store / "index.sqlite") as db:
         names = {name for (name,) in db.execute("SELECT name FROM sessions")}

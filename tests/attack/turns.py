@@ -16,11 +16,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_lm_kvpersist.match.block import Block, Root, block_key, checkpoint, pack_ids
-from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
+from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root, block_key, pack_ids
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
-from mlx_lm_kvpersist.store.index import Leaf, StoredReply
+from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.records import StoredReply
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")
@@ -58,15 +59,15 @@ def plain_arrays(node: Block) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def state(node: Block) -> Block:
-    return checkpoint(node.key, "state", 0)
+def state(node: Block) -> Checkpoint:
+    return Checkpoint.at(node.key, "state", 0)
 
 
-def window(node: Block) -> Block:
-    return checkpoint(node.key, "window-32", BLOCK_TOKENS)
+def window(node: Block) -> Checkpoint:
+    return Checkpoint.at(node.key, "window-32", BLOCK_TOKENS)
 
 
-def plain_part(part: Block) -> dict[str, np.ndarray[Any, Any]]:
+def plain_part(part: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
     """Return what a part must hold."""
     rng = np.random.default_rng(int.from_bytes(part.key, "little"))
     return {
@@ -75,8 +76,8 @@ def plain_part(part: Block) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def arrays_of(what: Block) -> dict[str, mx.array]:
-    plain = plain_part(what) if what.is_checkpoint else plain_arrays(what)
+def arrays_of(what: Record) -> dict[str, mx.array]:
+    plain = plain_part(what) if isinstance(what, Checkpoint) else plain_arrays(what)
     arrays = {name: mx.array(array) for name, array in plain.items()}
     mx.eval(arrays)
     return arrays
@@ -104,12 +105,12 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
     parts = expected_parts(chain)
     superseded = tuple(state(tail) for tail in old_tail)
     known = store.checkpoints([node.key for node in chain])
-    new_checkpoints = [(p, arrays_of(p)) for p in parts if p not in known.get(p.parent, ())]
-    turn = Turn(ROOT, tuple(chain), leaf, (reply,), parts, superseded)
-    store.save_turn(turn, [*new, *new_checkpoints])
+    new_checkpoints = [(p, arrays_of(p)) for p in parts if p not in known.get(p.block, ())]
+    turn = Commit(ROOT, tuple(chain), leaf, (reply,), parts, superseded)
+    store.commit(turn, [*new, *new_checkpoints])
 
 
-def expected_parts(chain: Sequence[Block]) -> tuple[Block, ...]:
+def expected_parts(chain: Sequence[Block]) -> tuple[Checkpoint, ...]:
     """Return the parts that a session of these blocks has."""
     return window(chain[0]), state(chain[-1])
 
@@ -125,7 +126,7 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session is there twice"
     reachable: set[bytes] = set()
-    parts: set[Block] = set()
+    parts: set[Checkpoint] = set()
     for name, n_tokens in committed.items():
         assert name in sessions, f"the session {name} is lost"
         assert sessions[name].n_tokens >= n_tokens, f"the last turn of {name} is lost"
@@ -141,12 +142,12 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
         found = store.checkpoints([node.key for node in expected])
         assert {part for some in found.values() for part in some} <= parts
     assert store.index.keys() == reachable
-    assert store.index.checkpoint_keys() == {part.key for part in parts}
+    assert store.index.keys("checkpoints") == {part.key for part in parts}
     for part in parts:
         check_part(folder, part)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
     assert files == {f"{key.hex()}.safetensors" for key in reachable}
-    files = {path.name for path in (folder / "parts").rglob("*") if path.is_file()}
+    files = {path.name for path in (folder / "checkpoints").rglob("*") if path.is_file()}
     assert files == {f"{part.key.hex()}.safetensors" for part in parts}
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
@@ -160,7 +161,7 @@ def _check_block(folder: Path, node: Block) -> None:
     check_arrays(arrays, plain_arrays(node))
 
 
-def check_part(folder: Path, part: Block) -> None:
+def check_part(folder: Path, part: Checkpoint) -> None:
     found, root, arrays = read_file(checkpoint_path(folder, part.key))
     assert (found, root) == (part, ROOT)
     check_arrays(arrays, plain_part(part))

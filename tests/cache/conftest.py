@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
 
-from mlx_lm_kvpersist.cache.packed import Packed, arrays_of
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.packed import Packed, arrays_of
 
 VOCAB = 97
 N_HEADS, K_DIM, V_DIM = 2, 64, 32

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.store.conftest import chain, save_turn, state, window
 
@@ -107,7 +107,7 @@ def block_files(folder: Path) -> dict[str, bytes]:
 
 def part_files(folder: Path) -> dict[str, bytes]:
     """Return the content of all part files by name."""
-    return {path.name: path.read_bytes() for path in (folder / "parts").glob("*/*")}
+    return {path.name: path.read_bytes() for path in (folder / "checkpoints").glob("*/*")}
 
 
 def damage(path: Path, change: Callable[[bytearray], object]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.cli import bench
-from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, Speed
-from mlx_lm_kvpersist.cli.bench_report import as_markdown, precision, row
+from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed
+from mlx_lm_kvpersist.cli.bench_report import as_markdown, row
 from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.machine import Blas
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import KVPersistError
 
@@ -20,7 +22,7 @@ from mlx_lm_kvpersist.errors import KVPersistError
 def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5) -> Any:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
     made = Bench(str(tmp_path), tmp_path, minutes)
-    n_conversations = made._plan(Speed(load_s, tokens_per_s, 30.0, 3.0))
+    n_conversations = made._plan(StockSpeed(load_s, tokens_per_s, 30.0, 3.0))
     return made.n_tokens, n_conversations
 
 
@@ -52,14 +54,14 @@ def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:
 def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     made = Bench(str(tmp_path), tmp_path, 5)
-    made._plan(Speed(1.0, 1e6, 30.0, 3.0))
+    made._plan(StockSpeed(1.0, 1e6, 30.0, 3.0))
     assert made.n_tokens == 1024
 
 
 def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Path) -> None:
-    with pytest.raises(KVPersistError, match=r"computes 1 tokens .* give --minutes (\d+)") as told:
+    with pytest.raises(KVPersistError, match=r"computes 1 tokens .* give --minutes (\d+)") as error:
         planned(tmp_path, 1.0)
-    needed = int(str(told.value).partition("--minutes ")[2].partition(",")[0])
+    needed = int(str(error.value).partition("--minutes ")[2].partition(",")[0])
     assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
 
 
@@ -71,7 +73,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
         (["--model", "/no/such"], "there is no model folder /no/such"),
         (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
         (["--model", "x", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
-        (["--model", "not a name"], "the model not a name cannot be fetched"),
+        (["--model", "not a name"], "there is no model folder not a name"),
     ):
         assert main(["bench", *argv]) == 1
         assert expected in capsys.readouterr().err
@@ -121,11 +123,9 @@ def test_the_table_names_its_conditions() -> None:
         "| reply | 40 tokens/s | 50 tokens/s | 1.25 |  |",
     ):
         assert said in text
-    slow = {"library": "/lib/libblas.so.3", "is_reference": True, "gflops": 1.7}
-    assert "reference BLAS (1.7 GFLOP/s)" in as_markdown({**CONTENT, "blas": slow})
-    fast = {"library": "/lib/libopenblas.so.0", "is_reference": False, "gflops": 74.0}
-    assert "libopenblas.so.0 (74 GFLOP/s)" in as_markdown({**CONTENT, "blas": fast})
-    assert precision({"kept": False, "why_not": "no"}) == "nothing is kept (no)"
+    for blas in (Blas("/lib/libblas.so.3", True, 1.7), Blas("/lib/libopenblas.so.0", False, 74.0)):
+        assert f", gpu, 64.0 GiB, {blas}, macOS" in as_markdown({**CONTENT, "blas": asdict(blas)})
+    assert "nothing is kept (no)" in as_markdown({**CONTENT, "kv": {"why_not": "no"}})
 
 
 @pytest.mark.slow
@@ -136,9 +136,9 @@ def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
     started = time.monotonic()
     assert main(["bench", "--model", str(model), "--minutes", "2", "--json", str(file)]) == 0
     assert time.monotonic() - started < 1.25 * 2 * 60, "other load can slow down what was planned"
-    told = capsys.readouterr()
+    said = capsys.readouterr()
     content = json.loads(file.read_text())
-    assert told.out.strip() == as_markdown(content)
+    assert said.out.strip() == as_markdown(content)
     cold, hot, restarted, reply, start = content["rows"]
     n_tokens = content["setting"]["prompt_tokens"]
     assert n_tokens >= 200 and max(cold["reused"].values()) < 40, "the template's beginning"
@@ -146,4 +146,4 @@ def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
     assert restarted["reused"]["kvpersist"] > n_tokens and restarted["reused"]["stock"] < 40
     assert restarted["times_as_fast"] > 2
     assert reply["kvpersist"] > 0 and start["kvpersist"] > 0
-    assert "stock: start …" in told.err and bench.RESTARTED in told.err
+    assert "stock: start …" in said.err and bench.RESTARTED in said.err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from mlx_lm_kvpersist.cli.connect import CLIENTS
 from mlx_lm_kvpersist.cli.main import main, make_parser
@@ -21,7 +21,7 @@ FILES = {
     "claude": ".claude/settings.json",
     "codex": ".codex/kvpersist.config.toml",
     "opencode": ".config/opencode/opencode.json",
-    "aider": ".aider.conf.yml",
+    "aider": ".aider.kvpersist.json",
 }
 SETTINGS = """\
 {
@@ -31,12 +31,6 @@ SETTINGS = """\
     "model": "opus"
 }
 """
-AIDER = """\
-# mine
-model: gpt-5   # until Friday
-read:
-  - CONVENTIONS.md
-dark-mode: true"""
 
 
 @pytest.fixture(autouse=True)
@@ -61,16 +55,17 @@ def read(file: Path) -> Any:
         import tomllib
 
         return tomllib.loads(text)
-    return yaml.safe_load(text)  # JSON is YAML
+    return json.loads(text)
 
 
 def test_the_page_and_the_parser_know_every_client(home: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
     for name, file in FILES.items():
-        client = CLIENTS[name](URL)
-        assert client.file == home / file
+        client = CLIENTS[name](URL, None)
+        assert list(client.files) == [home / file]
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-        assert f"| `~/{file}`" in row and row.endswith(f"| `{client.start}` |")
+        start = client.start.replace(str(home), "~")
+        assert f"| `~/{file}`" in row and row.endswith(f"| `{start}` |")
     action = next(a for a in subcommands(make_parser())["connect"]._actions if a.choices)
     assert tuple(action.choices or ()) == tuple(CLIENTS)
     assert FILES.keys() | {"openwebui"} == CLIENTS.keys()
@@ -82,9 +77,10 @@ def test_printing_touches_nothing(
 ) -> None:
     assert connect(client) == 0
     out = capsys.readouterr().out
-    assert URL in out and "Start it:" in out and not list(home.iterdir())
-    words = shlex.split(out.strip().splitlines()[-1])  # a command that a shell can read
-    assert any(URL in word for word in words)
+    assert URL in out and not list(home.iterdir())
+    if client in ("claude", "openwebui"):
+        words = shlex.split(out.strip().splitlines()[-1])  # a command that a shell can read
+        assert any(URL in word for word in words)
 
 
 def test_what_each_client_reads(home: Path) -> None:
@@ -132,22 +128,6 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert backups(real) == [SETTINGS, written.decode()]
 
 
-def test_lines_are_merged(home: Path) -> None:
-    file = home / FILES["aider"]
-    file.write_text(AIDER)
-    assert connect("aider", "--write") == 0
-    assert file.read_text().splitlines() == [
-        "# mine",
-        "model: openai/default_model  # until Friday",
-        "read:",
-        "  - CONVENTIONS.md",
-        "dark-mode: true",
-        f"openai-api-base: {URL}/v1",
-        "openai-api-key: none",
-    ]
-    assert backups(file) == [AIDER]
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read TOML")
 def test_codex_keeps_what_was_added_to_its_profile(home: Path) -> None:
     assert main(["connect", "codex", "--write"]) == 0
@@ -166,25 +146,109 @@ def test_codex_keeps_what_was_added_to_its_profile(home: Path) -> None:
         ("opencode", '{\n  // mine\n  "theme": "dark"\n}\n', "Expecting property name"),
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
-        ("aider", "model:\n  - a\n  - b\n", "cannot be merged"),
-        ("aider", "a: [", "it is no YAML"),
+        ("claude", '{"a": 1e400}', "the number 1e400 cannot be kept"),
+        ("claude", '{"a": 0.10000000000000000001}', "cannot be kept"),
+        ("claude", '{"a": 1e-99999999999999999999}', "left as it is"),
+        ("claude", '{"a": Infinity}', "Infinity is no JSON"),
+        ("claude", '{"a": {"b": 1, "b": 2}}', 'the key "b" is there twice'),
+        ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+        ("codex", 'model = "a" "b#c"\n', "TOML|left as it is"),
         ("codex", '[model_providers.kvpersist]\nname = "x"\n', "TOML|cannot be merged"),
-        ("openwebui", None, "no configuration file; start it with: OPENAI_API_BASE_URL="),
     ],
 )
 def test_what_cannot_be_merged_is_left_alone(
-    client: str, there: str | None, why: str, home: Path, capsys: pytest.CaptureFixture[str]
+    client: str, there: str, why: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if there is not None:
-        file = home / FILES[client]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(there)
+    file = home / FILES[client]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(there)
     assert connect(client, "--write") == 1
     out, err = capsys.readouterr()
     assert any(each in err for each in why.split("|")) and err.count("\n") == 1
-    if there is not None:
-        assert file.read_text() == there and backups(file) == []
-        assert URL in out and "by hand" in err
+    assert file.read_text() == there and backups(file) == []
+    assert URL in out and "by hand" in err
+
+
+def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = home / FILES["claude"]
+    file.parent.mkdir()
+    os.mkfifo(file)
+    assert connect("claude", "--write") == 1
+    assert "it is no regular file" in capsys.readouterr().err
+
+
+def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = home / FILES["claude"]
+    file.parent.mkdir()
+    file.symlink_to("other.json")
+    (file.parent / "other.json").symlink_to(file.name)
+    assert connect("claude", "--write") == 1
+    assert "is left as it is" in (err := capsys.readouterr().err) and err.count("\n") == 1
+
+
+def test_a_copy_of_the_former_content_overwrites_nothing(home: Path) -> None:
+    """A link that leads nowhere is not written through."""
+    file = home / FILES["claude"]
+    file.parent.mkdir()
+    file.write_text(SETTINGS)
+    Path(f"{file}.bak1").symlink_to(home / "elsewhere")
+    assert connect("claude", "--write") == 0
+    assert not (home / "elsewhere").exists()
+    assert Path(f"{file}.bak2").read_text() == SETTINGS
+
+
+def test_open_webui_gets_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no file to write, and that is no error."""
+    for options in ((), ("--write",)):
+        assert connect("openwebui", *options) == 0
+        out, err = capsys.readouterr()
+        assert f"OPENAI_API_BASE_URL={URL}/v1" in out and err == ""
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose model takes 32,768 tokens."""
+
+    def ask(url: str, path: str) -> Any:
+        assert (url, path) == (URL, "/v1/models")
+        return {"data": [{"id": "m"}, {"id": "claude-m", "max_model_len": 32768}]}
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", ask)
+
+
+@pytest.mark.usefixtures("serving")
+def test_each_client_gets_the_length_of_the_context(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for client in FILES:
+        if client != "codex" or sys.version_info >= (3, 11):
+            assert connect(client, "--write") == 0
+    assert "context" not in capsys.readouterr().err
+    assert read(home / FILES["claude"])["env"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768"
+    provider = read(home / FILES["opencode"])["provider"]["kvpersist"]
+    limit = provider["models"]["default_model"]["limit"]
+    assert limit["context"] == 32768 and 0 < limit["output"] < 32768
+    facts = read(home / FILES["aider"])["model-metadata-file"]
+    assert read(Path(facts))["openai/default_model"]["max_input_tokens"] == 32768
+    if sys.version_info >= (3, 11):
+        assert read(home / FILES["codex"])["model_context_window"] == 32768
+
+
+@pytest.mark.parametrize("model", [{"max_model_len": None}, {"max_model_len": "long"}, 1])
+def test_another_programs_server_is_no_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", lambda *_: {"data": [model]})
+    assert connect("claude") == 0
+    assert f"No server at {URL} says its context length" in capsys.readouterr().out
+
+
+def test_without_a_server_it_is_said_that_no_length_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert connect("claude") == 0
+    out = capsys.readouterr().out
+    assert f"No server at {URL} says its context length" in out and "COMPACT" not in out
 
 
 def test_folders_of_the_users_choice(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

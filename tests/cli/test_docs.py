@@ -35,7 +35,7 @@ def test_every_command_and_option_stands_there(group: str) -> None:
             assert option in rows[name], f"{group} {name} {option}"
 
 
-def test_c5_sizes_are_in_binary_units_everywhere() -> None:
+def test_sizes_are_in_binary_units_everywhere() -> None:
     root = Path(__file__).parents[2]
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("mlx_lm_kvpersist/**/*.py")]
     decimal = re.compile(r"\b\d*[KMGT]B\b|/ ?1e[69]\b")

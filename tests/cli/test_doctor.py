@@ -15,7 +15,7 @@ import pytest
 
 from mlx_lm_kvpersist.cli import doctor
 from mlx_lm_kvpersist.cli.main import main
-from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.host.patching import versions
 from tests.support.host import PTH, Environment
 
 

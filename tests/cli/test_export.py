@@ -10,28 +10,24 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from safetensors import deserialize
 
-from mlx_lm_kvpersist.cache.kept_allocation import (
-    PRECISION_FILE,
-    keep_allocation,
-    known_allocation,
-)
-from mlx_lm_kvpersist.cache.precision import (
+from mlx_lm_kvpersist.block import Block, Checkpoint
+from mlx_lm_kvpersist.cache.geometry.precision import (
     Allocation,
     Estimate,
     KVPrecision,
     PrecisionRequest,
 )
+from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation, put_allocation
+from mlx_lm_kvpersist.cli.opening import changing, reading
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.match.block import Block
 from mlx_lm_kvpersist.store import session_file
-from mlx_lm_kvpersist.store.block_store import BlockStore, Turn
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.files import (
     checkpoint_path,
     checksum,
     metadata_of,
-    own_header,
-    read_header,
     write_block,
 )
 from mlx_lm_kvpersist.store.index import Leaf
@@ -65,15 +61,27 @@ def other(run: CommandLine, tmp_path: Path) -> CommandLine:
     return run.at(tmp_path / "other")
 
 
-def test_what_is_exported_is_safetensors(exported: Path) -> None:
-    loaded: Any = mx.load(str(exported), return_metadata=True)
-    arrays, metadata = loaded
-    nodes = chain(HEAD, [30], [31], [32])
-    for number, node in enumerate(nodes):
-        for name, array in arrays_of(node).items():
-            assert arrays[f"{number:06}.{name}"].shape == array.shape
-    assert json.loads(metadata["session"]) == {"name": "last", "n_tokens": 6}
+def test_what_is_exported_holds_the_stores_files(run: CommandLine, exported: Path) -> None:
+    content, files = exported.read_bytes(), block_files(run.folder)
+    for node in chain(HEAD, [30], [31], [32]):
+        assert files[f"{node.key.hex()}.safetensors"] in content
+    assert json.loads(content.split(b"\n")[0])["session"] == {"name": "last", "n_tokens": 6}
     assert exported.stat().st_mode & 0o777 == 0o600
+
+
+def forge(
+    exported: Path,
+    about: Any = None,
+    files: Callable[[list[bytes]], list[bytes]] = lambda files: files,
+    n_blocks: int | None = None,
+) -> None:
+    """Write an exported file anew, with all its checksums right."""
+    with closing(session_file.SessionFile(exported)) as source:
+        contents = files([source.own_file(n) for n in range(len(source.files))])
+        n_blocks = len(source.blocks) if n_blocks is None else n_blocks
+        about = about or {"name": source.name, "n_tokens": source.blocks[-1].stop}
+    listed = [session_file.Listed.of(content) for content in contents]
+    exported.write_bytes(session_file.header_of(about, n_blocks, listed) + b"".join(contents))
 
 
 def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: CommandLine) -> None:
@@ -87,7 +95,7 @@ def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: Comma
     # A server finds it by the prompt, and reads what was stored.
     store = BlockStore(other.folder, LIMITS)
     head = store.children(ROOT.key)[0]
-    assert head.ids == HEAD and store.load(head, ROOT) is not None
+    assert head.ids == HEAD and store.reader.load(head, ROOT) is not None
     store.close()
 
 
@@ -147,9 +155,9 @@ FEW_OR_MANY = pytest.mark.parametrize("n", [25, pytest.param(120, marks=pytest.m
 @FEW_OR_MANY
 def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine, n: int) -> None:
     content = exported.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
+    header = content.index(b"\n") + 1
     bad = exported.with_name("bad.safetensors")
-    for position in [*range(8), *spread(8, header, n), *spread(header, len(content), n)]:
+    for position in [*spread(0, header, n), *spread(header, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
@@ -182,10 +190,10 @@ def test_a_newer_format_is_refused(
 ) -> None:
     path = tmp_path / "newer.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(session_file, "SESSION_FORMAT", 3)
+        patch.setattr(session_file, "SESSION_FORMAT", 2)
         assert run("sessions", "export", "last", path) == 0
     said = other.error("sessions", "import", path, "--create")
-    assert "format 3; this version reads up to 2" in said
+    assert "format 2; this version reads up to 1" in said
     assert not other.folder.exists()
 
 
@@ -197,11 +205,7 @@ def test_a_newer_format_is_refused(
 def test_a_well_made_lie_is_refused(
     exported: Path, other: CommandLine, about: dict[str, object]
 ) -> None:
-    source = session_file.SessionFile(exported)
-    header = session_file.file_header(json.dumps(about), source._headers)
-    bodies = exported.read_bytes()[source._starts[0] :]
-    source.close()
-    exported.write_bytes(len(header).to_bytes(8, "little") + header + bodies)
+    forge(exported, about)
     other.error("sessions", "import", exported, "--create")
     assert not other.folder.exists()
 
@@ -210,14 +214,9 @@ def test_a_well_made_lie_is_refused(
 def test_blocks_that_are_no_chain_are_refused(
     exported: Path, other: CommandLine, order: tuple[int, ...]
 ) -> None:
-    source = session_file.SessionFile(exported)
-    headers = [source._headers[number] for number in order]
-    bodies = [source.own_file(n)[-source._headers[n].n_data_bytes :] for n in order]
-    n_tokens = source.blocks[order[-1]].stop
-    about = json.dumps({"name": "last", "n_tokens": n_tokens})
-    source.close()
-    header = session_file.file_header(about, headers)
-    exported.write_bytes(len(header).to_bytes(8, "little") + header + b"".join(bodies))
+    stops = [node.stop for node in chain(HEAD, [30], [31], [32])]
+    about = {"name": "last", "n_tokens": stops[order[-1]]}
+    forge(exported, about, lambda files: [files[n] for n in order], len(order))
     assert "does not continue" in other.error("sessions", "import", exported, "--create")
     assert not other.folder.exists()
 
@@ -284,25 +283,6 @@ LAST = chain(HEAD, [30], [31], [32])
 PARTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
 
 
-def test_what_has_no_parts_is_exported_as_ever(exported: Path) -> None:
-    """A version that knows no parts reads it, too."""
-    loaded: Any = mx.load(str(exported), return_metadata=True)
-    assert loaded[1]["kvpersist-session"] == "1"
-
-
-def test_parts_are_exported(exported_parts: Path) -> None:
-    loaded: Any = mx.load(str(exported_parts), return_metadata=True)
-    arrays, metadata = loaded
-    assert metadata["kvpersist-session"] == "2"
-    assert sum(name.startswith("block.") for name in metadata) == 4
-    kinds = [json.loads(metadata[f"part.{n:06}"])["__metadata__"] for n in range(3)]
-    by_key = {bytes.fromhex(about["key"]): n for n, about in enumerate(kinds)}
-    assert by_key.keys() == {part.key for part in PARTS}
-    for part in PARTS:
-        for name, array in arrays_of_part(part).items():
-            assert mx.array_equal(arrays[f"part.{by_key[part.key]:06}.{name}"], array)
-
-
 def test_the_same_parts_elsewhere(
     run: CommandLine, exported_parts: Path, other: CommandLine
 ) -> None:
@@ -315,7 +295,7 @@ def test_the_same_parts_elsewhere(
     found = store.checkpoints([node.key for node in LAST])
     assert {part for parts in found.values() for part in parts} == set(PARTS)
     for part in PARTS:
-        assert store.load(part, ROOT) is not None
+        assert store.reader.load(part, ROOT) is not None
     store.close()
     again = other.json("sessions", "import", exported_parts)
     assert (again["blocks_written"], again["checkpoints_written"]) == (0, 0)
@@ -351,9 +331,9 @@ def test_flipped_bits_and_truncations_with_parts_are_refused(
     exported_parts: Path, other: CommandLine, n: int
 ) -> None:
     content = exported_parts.read_bytes()
-    header = 8 + int.from_bytes(content[:8], "little")
+    header = content.index(b"\n") + 1
     bad = exported_parts.with_name("bad.safetensors")
-    for position in [*spread(8, header, n), *spread(len(content) - 90_000, len(content), n)]:
+    for position in [*spread(0, header, n), *spread(len(content) - 90_000, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
@@ -367,25 +347,17 @@ Made = tuple[dict[str, str], dict[str, mx.array]]
 
 
 def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
-    """Write an exported file anew with other parts (metadata, arrays), all its checksums right."""
-    source = session_file.SessionFile(exported)
-    about = json.dumps({"name": source.name, "n_tokens": source.blocks[-1].stop})
-    blocks = source._headers[: len(source.blocks)]
-    bodies = [source.own_file(n)[-block.n_data_bytes :] for n, block in enumerate(blocks)]
-    source.close()
+    """Forge an exported file that has other parts (metadata, arrays)."""
     parts = []
     scratch = exported.with_name("part.safetensors")
     for metadata, arrays in made_parts:
         metadata["checksum"] = checksum(arrays, metadata)
         mx.save_safetensors(str(scratch), arrays, metadata)
-        with scratch.open("rb") as own:
-            parts.append(own_header(read_header(own).decode()))
-            bodies.append(own.read())
-    whole = session_file.file_header(about, blocks, parts)
-    exported.write_bytes(len(whole).to_bytes(8, "little") + whole + b"".join(bodies))
+        parts.append(scratch.read_bytes())
+    forge(exported, None, lambda files: [*files[: len(LAST)], *parts])
 
 
-def made(part: Block, **changed: str) -> Made:
+def made(part: Checkpoint, **changed: str) -> Made:
     return {**metadata_of(part, ROOT), **changed}, arrays_of_part(part)
 
 
@@ -397,9 +369,9 @@ def elsewhere() -> Block:
     ("change", "said"),
     [
         (lambda: [made(PARTS[1])], ""),
-        (lambda: [made(PARTS[1]), made(PARTS[1])], "belongs to none"),
-        (lambda: [made(state(elsewhere()))], "belongs to none"),
-        (lambda: [made(PARTS[1], root=chain_root("another"))], "belongs to none"),
+        (lambda: [made(PARTS[1]), made(PARTS[1])], "is at none"),
+        (lambda: [made(state(elsewhere()))], "is at none"),
+        (lambda: [made(PARTS[1], root=chain_root("another"))], "is at none"),
         (lambda: [made(PARTS[1], root=chain_root(5))], "wrong types"),
         (lambda: [made(PARTS[1], kind="window-1")], "does not hash"),
         (lambda: [made(PARTS[1], format="9")], "format 9"),
@@ -425,8 +397,8 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
     nodes = chain([7], [8])
     store = BlockStore(run.folder, LIMITS)
     keys = tuple(node.key for node in nodes)
-    turn = Turn(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2, keys))
-    store.save_turn(turn, [(node, {}) for node in nodes])
+    turn = Commit(ROOT, tuple(nodes), Leaf("bare", keys[-1], 2, keys))
+    store.commit(turn, [(node, {}) for node in nodes])
     store.drain()
     store.close()
     path = tmp_path / "bare.safetensors"
@@ -448,20 +420,23 @@ def test_why_it_is_kept_in_its_precision_travels(
     """The precision that was measured is that of the other store, too, unless it has its own."""
     request, file = PrecisionRequest(), tmp_path / "with-choice.safetensors"
     made = Allocation({0: KVPrecision.of(4, 64), 1: KVPrecision.of(4, 64)}, Estimate(0.01, 0))
-    keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, request, made)
     unlike = Allocation({0: KVPrecision.of(8, 64)})
-    keep_allocation(run.folder / PRECISION_FILE, ROOT.fingerprint, STRICT, unlike)
-    keep_allocation(run.folder / PRECISION_FILE, "another model", request, made)
+    with changing(run.folder) as disk:
+        put_allocation(disk.index.state, ROOT.fingerprint, request, made)
+        put_allocation(disk.index.state, ROOT.fingerprint, STRICT, unlike)
+        put_allocation(disk.index.state, "another model", request, made)
     assert run("sessions", "export", "last", file) == 0
     assert other("sessions", "import", file, "--create") == 0
-    kept = other.folder / PRECISION_FILE
-    assert known_allocation(kept, ROOT.fingerprint, request) == made
-    assert known_allocation(kept, ROOT.fingerprint, STRICT) is None
-    assert known_allocation(kept, "another model", request) is None
     own = Allocation({0: KVPrecision.of(4, 64)}, measured_on="2026-01-02")
-    keep_allocation(kept, ROOT.fingerprint, request, own)
+    with changing(other.folder) as disk:
+        persisted = disk.index.state
+        assert known_allocation(persisted, ROOT.fingerprint, request) == made
+        assert known_allocation(persisted, ROOT.fingerprint, STRICT) is None
+        assert known_allocation(persisted, "another model", request) is None
+        put_allocation(persisted, ROOT.fingerprint, request, own)
     assert other("sessions", "import", file) == 0
-    assert known_allocation(kept, ROOT.fingerprint, request) == own
+    with reading(other.folder) as index:
+        assert known_allocation(index.state, ROOT.fingerprint, request) == own
 
 
 @pytest.mark.parametrize(
@@ -483,21 +458,13 @@ def test_why_it_is_kept_in_its_precision_travels(
 def test_choices_from_anywhere_are_checked(
     run: CommandLine, other: CommandLine, exported: Path, choices: Any, tmp_path: Path
 ) -> None:
-    source = session_file.SessionFile(exported)
-    source.close()
-    about = {"name": "last", "n_tokens": 6, "choices": choices}
     forged = tmp_path / "forged.safetensors"
-    content = exported.read_bytes()
-    with exported.open("rb") as file:
-        n_header = 8 + len(read_header(file))
-    n_blocks = len(source.blocks)
-    header = session_file.file_header(
-        json.dumps(about), source._headers[:n_blocks], source._headers[n_blocks:]
-    )
-    forged.write_bytes(len(header).to_bytes(8, "little") + header + content[n_header:])
+    forged.write_bytes(exported.read_bytes())
+    forge(forged, {"name": "last", "n_tokens": 6, "choices": choices})
     assert other("sessions", "import", forged, "--create") == 1
     assert str(forged) in other.err and other.err.count("\n") == 1
-    assert not (other.folder / PRECISION_FILE).exists()
+    with changing(other.folder, create=True) as disk:
+        assert disk.index.state.under("") == {}
     assert not block_files(other.folder)
 
 
@@ -508,31 +475,39 @@ def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) 
     empty = {"1.v": mx.zeros((2, 1, 1, 0), mx.bfloat16)}
     mx.eval(empty)
     with closing(BlockStore(run.folder, LIMITS)) as store:
-        new = [(node, arrays_of(node) | empty), (part, arrays_of_part(part) | empty)]
+        new: list[Any] = [(node, arrays_of(node) | empty), (part, arrays_of_part(part) | empty)]
         leaf = Leaf("indexer", node.key, node.stop, (node.key,))
-        store.save_turn(Turn(ROOT, (node,), leaf, checkpoints=(part,)), new)
+        store.commit(Commit(ROOT, (node,), leaf, checkpoints=(part,)), new)
     path = run.folder.with_name("indexer.safetensors")
     assert run("sessions", "export", "indexer", path) == 0
     assert other("sessions", "import", path, "--create") == 0, other.err
     with closing(BlockStore(other.folder, LIMITS)) as store:
         for what in (node, part):
-            loaded = store.load(what, ROOT)
+            loaded = store.reader.load(what, ROOT)
             assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)
 
 
 def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
     """Both are whole, and the second begins where the first ends."""
     nodes = [chain([1])[0], chain([9], [2])[1]]
-    headers, content = [], b""
+    contents = []
     for number, node in enumerate(nodes):
         part = tmp_path / f"{number}.safetensors"
         write_block(part, node, ROOT, arrays_of(node), fsync=False)
-        with part.open("rb") as source:
-            headers.append(own_header(read_header(source).decode()))
-            content += source.read()
-    about = {"name": None, "n_tokens": 2}
-    header = session_file.file_header(json.dumps(about), headers)
+        contents.append(part.read_bytes())
+    listed = [session_file.Listed.of(content) for content in contents]
+    header = session_file.header_of({"name": None, "n_tokens": 2}, 2, listed)
     path = tmp_path / "mixed.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    path.write_bytes(header + b"".join(contents))
     with pytest.raises(StoreError, match="block 1 does not continue the one before it"):
         session_file.SessionFile(path)
+
+
+def test_the_safetensors_library_opens_the_files_of_an_exported_session(exported: Path) -> None:
+    with closing(session_file.SessionFile(exported)) as source:
+        for number, node in enumerate(source.blocks):
+            found = dict(deserialize(source.own_file(number)))  # type: ignore[no-untyped-call]
+            expected = arrays_of(node)
+            assert {name: tuple(one["shape"]) for name, one in found.items()} == {
+                name: array.shape for name, array in expected.items()
+            }

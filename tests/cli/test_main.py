@@ -38,8 +38,8 @@ def test_all_commands_stand_in_one_tree() -> None:
     assert list(COMMANDS) == [
         "bench", "connect", "demo", "doctor", "quality", "selftest", "server",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
-        "sessions export", "sessions warm", "sessions import", "spec",
-        "store stats", "store gc", "store verify", "store rebuild", "why",
+        "sessions export", "sessions import", "spec",
+        "store stats", "store gc", "store verify", "store rebuild", "warm", "why",
     ]  # fmt: skip
 
 
@@ -63,6 +63,17 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"    {name.split()[0]} " in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("group", [[], ["sessions"], ["store"]])
+def test_a_command_that_is_missing_is_answered_with_the_help(
+    group: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(group) == 0
+    shown = capsys.readouterr().out
+    begin = " ".join([*group, ""])
+    own = {name.removeprefix(begin).split()[0] for name in COMMANDS if name.startswith(begin)}
+    assert all(f"    {name} " in shown for name in own)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,9 +78,7 @@ def with_file(argv: list[str], run: CommandLine) -> list[str]:
 
 
 @pytest.mark.parametrize("argv", [*READING, *CHANGING], ids=" ".join)
-def test_c5_a_store_that_may_not_be_entered_is_one_line(
-    store: CommandLine, argv: list[str]
-) -> None:
+def test_a_store_that_may_not_be_entered_is_one_line(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0, 0)
     with nobody():
@@ -89,7 +87,7 @@ def test_c5_a_store_that_may_not_be_entered_is_one_line(
 
 
 @pytest.mark.parametrize("argv", READING, ids=" ".join)
-def test_c5_a_store_that_may_only_be_read_is_read(store: CommandLine, argv: list[str]) -> None:
+def test_a_store_that_may_only_be_read_is_read(store: CommandLine, argv: list[str]) -> None:
     set_modes(store.folder, 0o555, 0o444)
     before = sorted(store.folder.rglob("*"))
     with nobody():
@@ -127,9 +125,7 @@ def test_a_turn_saved_since_the_index_was_copied_is_no_fault(
 
 
 @pytest.mark.parametrize("argv", CHANGING, ids=" ".join)
-def test_c5_a_store_that_may_only_be_read_is_not_changed(
-    store: CommandLine, argv: list[str]
-) -> None:
+def test_a_store_that_may_only_be_read_is_not_changed(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0o555, 0o444)
     before = block_files(store.folder)
@@ -139,7 +135,7 @@ def test_c5_a_store_that_may_only_be_read_is_not_changed(
     assert block_files(store.folder) == before
 
 
-def test_c5_what_is_still_in_the_log_is_read_too(store: CommandLine) -> None:
+def test_what_is_still_in_the_log_is_read_too(store: CommandLine) -> None:
     """A server has the store open: its last turns stand in the index's log."""
     server = BlockStore(store.folder, LIMITS)
     try:
@@ -153,7 +149,7 @@ def test_c5_what_is_still_in_the_log_is_read_too(store: CommandLine) -> None:
         server.close()
 
 
-def test_c5_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) -> None:
+def test_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) -> None:
     nothing = ("--kvpersist-disk", "0", "--kvpersist-min-free", "0")
     assert store("sessions", "pin", "last") == 0
     assert store("store", "gc", *nothing) == 1
@@ -164,7 +160,7 @@ def test_c5_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine)
     assert store.ids() == {}
 
 
-def test_c5_plurals_are_right(store: CommandLine) -> None:
+def test_plurals_are_right(store: CommandLine) -> None:
     assert store("store", "stats") == 0 and re.search(r"3 of 1 model\b", store.out)
     assert store("sessions", "rm", "last") == 0
     assert "3 blocks, 0 checkpoints" in store.out

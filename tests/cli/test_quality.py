@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from mlx_lm import load
 
-from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.cache.kept_allocation import known_allocation
-from mlx_lm_kvpersist.cache.precision import Estimate, PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionRequest
+from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import output
 from mlx_lm_kvpersist.cli import quality_checks as checks
+from mlx_lm_kvpersist.cli.opening import reading
 from mlx_lm_kvpersist.cli.quality import encode
 from mlx_lm_kvpersist.cli.quality_advice import (
     Needles,
@@ -119,11 +120,12 @@ def test_what_was_chosen_anew_is_what_the_server_takes(
     said = capsys.readouterr().out
     assert "Bits of the keys by layer" in said and "from its next start" in said
     fingerprint = model_fingerprint(tiny_model, None, content_hash)
-    kept = [
-        known_allocation(store / "precision.json", fingerprint, PrecisionRequest(target_nats=nats))
-        for nats in (1e-9, 0.01)
-    ]
-    assert strict == "own" and kept[0] is not None and set(kept[0].precisions.values()) == {None}
+    with reading(store) as index:
+        kept = [
+            known_allocation(index.state, fingerprint, PrecisionRequest(target_nats=nats))
+            for nats in (1e-9, 0.01)
+        ]
+    assert strict == "full" and kept[0] is not None and set(kept[0].precisions.values()) == {None}
     assert kept[1] is not None and None not in kept[1].precisions.values()
 
 
@@ -333,12 +335,12 @@ def test_errors_are_those_of_a_mean() -> None:
 def test_progress_is_a_line_for_every_5_percent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with output.progress("short work") as told:
-        told(1, 1)
+    with output.progress("short work") as on_progress:
+        on_progress(1, 1)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(output, "_LONG_S", 0.0)
-    with output.progress("quality") as told:
+    with output.progress("quality") as on_progress:
         for done in range(1, 301):
-            told(done, 300)
+            on_progress(done, 300)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"quality: {percent}%" for percent in range(5, 101, 5)]

@@ -13,8 +13,8 @@ import pytest
 
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.main import main as command
-from mlx_lm_kvpersist.host import versions
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from tests.support.host import Environment
 
 
@@ -56,14 +56,14 @@ def test_it_prints_json_and_exits_with_the_result(
     assert "failed" in capsys.readouterr().out
 
 
-def test_c10_the_users_own_store_is_left_alone(environment: Environment, tmp_path: Path) -> None:
+def test_the_users_own_store_is_left_alone(environment: Environment, tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = environment.run("python", "-m", "patches_check", "--json", env=home)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.rglob("*kvpersist*")) == []
 
 
-def test_c10_nothing_of_the_table_is_cut_in_a_narrow_terminal(
+def test_nothing_of_the_table_is_cut_in_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = "/a/long/path" * 12

@@ -44,14 +44,6 @@ def test_show(run: CommandLine) -> None:
     assert nodes[0].key.hex() in run.out and "<1><2><3><30>" in run.out
 
 
-def test_show_says_which_file_is_missing(run: CommandLine) -> None:
-    block_path(run.folder, chain(HEAD)[0].key).unlink()
-    assert [b["file_exists"] for b in run.json("sessions", "show", "last")["chain"]] == [
-        False, True, True, True,
-    ]  # fmt: skip
-    assert run("sessions", "show", "last") == 0 and "its file is missing" in run.out
-
-
 def test_weird_names_are_escaped_and_shortened(run: CommandLine) -> None:
     fill(run.folder, {WEIRD_NAME: chain([7])})
     assert run.ids().keys() == {"first", None, "last", WEIRD_NAME}
@@ -254,11 +246,9 @@ def test_sessions_with_parts(run: CommandLine) -> None:
     assert [part["key"] for part in shown[3]["checkpoints"]] == [
         part.key.hex() for part in parts[1:]
     ]
-    assert [(p["tokens"], p["file_exists"]) for p in shown[0]["checkpoints"]] == [(3, True)]
+    assert [one["tokens"] for one in shown[0]["checkpoints"]] == [3]
     assert run("sessions", "show", "last") == 0
     assert "in 4 blocks and 3 checkpoints" in run.out and "state 33" in run.out
-    checkpoint_path(run.folder, parts[1].key).unlink()
-    assert run("sessions", "show", "last") == 0 and "a part is missing" in run.out
 
 
 @pytest.mark.usefixtures("with_parts")

@@ -35,7 +35,7 @@ def test_precision_as_the_server_takes_it(
         described(capsys, "--model", str(tiny_model), "--bits", bits, "--rotate", rotate)["layout"]
         for bits, rotate in (("4", "off"), ("8", "off"), ("k8v4", "on"), ("16", "auto"))
     ]
-    assert layouts == ["4b64", "8b64", "k8rv4rb64", "own"]
+    assert layouts == ["4b64", "8b64", "k8rv4rb64", "full"]
     assert cli.main(["spec", "--model", str(tiny_model), "--group-size", "48"]) == 1
     assert "group size is 48" in capsys.readouterr().err
 
@@ -70,6 +70,10 @@ def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert described(capsys, "--model", model)["kept"] is False
 
 
-def test_no_model_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["spec", "--model", str(tmp_path / "nothing")]) == 1
-    assert "there is no model folder" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["/no/such", "./no", "models/a/b", "a name", "-b"])
+def test_a_folder_that_does_not_exist_is_named(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["spec", f"--model={name}"]) == 1
+    err = capsys.readouterr().err
+    assert f"there is no model folder {name}; expected a folder" in err and err.count("\n") == 1

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block, Root
+from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
-from mlx_lm_kvpersist.store.index import StoredReply
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
-from mlx_lm_kvpersist.store.records import Turn
+from mlx_lm_kvpersist.store.records import Commit, StoredReply
 from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
+from tests.support.lock_holder import lock_holder
 
 from .conftest import (
     HEAD,
@@ -187,9 +187,9 @@ def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk = DiskStore(run.folder, LIMITS)
     disk.index._db.execute("UPDATE blocks SET used = 4e9")
     disk.index._db.commit()
-    disk.index.commit_turn(Turn(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
+    disk.index.commit(Commit(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
     assert run("store", "rebuild") == 0
-    assert disk.index.reply_ids(ROOT.key, b"digest") == b"ids"
+    assert disk.index.state.reply_ids(ROOT.key, b"digest") == b"ids"
     assert disk.index._db.execute("SELECT DISTINCT used FROM blocks").fetchall() == [(4e9,)]
     disk.close()
 
@@ -296,7 +296,7 @@ def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
     missing, foreign = window(nodes[0]), window(nodes[3])
     checkpoint_path(run.folder, missing.key).unlink()
     checkpoint_path(run.folder, foreign.key).unlink()
-    other = Root("another", ROOT.precision)
+    other = Root("another", ROOT.layout)
     write_block(
         checkpoint_path(run.folder, foreign.key),
         foreign,
@@ -304,7 +304,9 @@ def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
         arrays_of_part(foreign),
         fsync=False,
     )
-    change_index(run.folder, "UPDATE parts SET n_bytes = 1 WHERE key = ?", state(nodes[3]).key)
+    change_index(
+        run.folder, "UPDATE checkpoints SET n_bytes = 1 WHERE key = ?", state(nodes[3]).key
+    )
     (elsewhere,) = chain([99])
     write_block(
         checkpoint_path(run.folder, state(elsewhere).key),
@@ -345,7 +347,7 @@ def test_rebuild_with_parts(run: CommandLine, gone: str) -> None:
 @pytest.mark.parametrize("n_freed", [1, 100_000, 300_000])
 def test_gc_of_parts_does_what_its_dry_run_says(run: CommandLine, n_freed: int) -> None:
     head = chain(HEAD)[0]
-    change_index(run.folder, "UPDATE parts SET used = 1 WHERE key = ?", window(head).key)
+    change_index(run.folder, "UPDATE checkpoints SET used = 1 WHERE key = ?", window(head).key)
     total = run.json("store", "stats")["bytes"]["all"]
     budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM)
     before = {**block_files(run.folder), **part_files(run.folder)}
@@ -360,3 +362,22 @@ def test_gc_of_parts_does_what_its_dry_run_says(run: CommandLine, n_freed: int) 
     assert len(part_files(run.folder)) == 3 - did["checkpoints"]
     assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
     assert run.json("store", "verify")["ok"]
+
+
+def test_what_changes_a_store_waits_little_for_another_process(
+    run: CommandLine, tmp_path: Path
+) -> None:
+    exported = tmp_path / "session"
+    with lock_holder(run.folder) as holder:
+        for reading in (["store", "stats"], ["store", "verify"], ["sessions", "list"]):
+            assert run(*reading) == 0
+        assert run("sessions", "export", "last", exported) == 0
+        for changing in (
+            ["store", "rebuild"],
+            ["store", "gc", "--kvpersist-disk", "1M"],
+            ["sessions", "rm", "last"],
+            ["sessions", "import", exported],
+        ):
+            said = run.error(*changing)
+            assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in said
+    assert run("sessions", "rm", "last") == 0  # the holder was killed

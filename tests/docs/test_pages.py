@@ -13,7 +13,7 @@ import pytest
 
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
 from mlx_lm_kvpersist.api import page as api_page
-from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason, Tier
+from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
 from tests.support.host import REPOSITORY
 from tools.docs import options, results
 from tools.docs.messages import found
@@ -130,7 +130,7 @@ def test_messages_are_found_where_they_are_known_to_be() -> None:
     said = {(each.section, each.text, each.status) for each in found()}
     assert len(said) > 150
     log, refused = "The server's log", "A request is refused"
-    assert (log, "a turn is not saved: another process removed a block that it needs", None) in said
+    assert (log, "a turn is not saved: …, which it needs, …", None) in said
     assert (refused, "prompt is too long: … tokens > … maximum", 400) in said
     assert (refused, "the body ended after … of … bytes", 400) in said
     assert (refused, "there are … agents; delete one first", 429) in said
@@ -154,7 +154,7 @@ def test_every_field_of_the_header_stands_there() -> None:
     text = text_of(DOCS / "reuse.md")
     fields = re.findall(r"(\w+)=", Outcome(Kind.MISS, 1, reason=next(iter(Reason))).header)
     assert len(fields) == 6 and [name for name in fields if f"`{name}`" not in text] == []
-    words = [kind.value for kind in Kind] + [tier.value for tier in Tier]
+    words = [kind.value for kind in Kind] + ["ram", "disk", "cold"]
     assert [word for word in (*words, *(r.word for r in Reason)) if f"`{word}`" not in text] == []
     headers = (session_keys.KEEP_HEADER, "X-KVPersist-Namespace", "X-Session-ID")
     page = text_of(DOCS / "configuration.md")

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mlx_lm_kvpersist.errors import ConfigError
+from mlx_lm_kvpersist.host.answers import Route, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
-from mlx_lm_kvpersist.host.routes import Route
+from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
+
+
+class EchoRequest(TakenRequest):
+    """Records what is saved, by the question of its request."""
+
+    def __init__(self, echo: Echo, request: ClientRequest, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.echo, self.question = echo, str(request.messages[-1]["content"])
+
+    def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
+        self.echo.record("insert", self.question, len(tokens), cache_type)
 
 
 class Echo:
@@ -51,27 +64,19 @@ class Echo:
         self.record("model_loaded", provider.model_key[0])
 
     @hookimpl
-    def make_prompt_cache(self, model: Any) -> list[Any]:
-        return list(type(model).make_cache(model)) if hasattr(type(model), "make_cache") else []
-
-    @hookimpl
-    def request_received(self, request: Any, headers: Message, body: dict[str, Any]) -> None:
+    def request_received(
+        self, request: ClientRequest, headers: Message, body: dict[str, Any]
+    ) -> None:
         self.record("request_received", headers.get("X-Session-ID"), body.get("stream", False))
 
     @hookimpl
-    def prepare_messages(self, request: Any, args: Any, tokenizer: Any) -> None:
-        self.record("prepare_messages", request.messages[-1]["content"])
+    def prepare_messages(self, messages: list[dict[str, Any]]) -> None:
+        self.record("prepare_messages", messages[-1]["content"])
 
     @hookimpl
-    def take_request(self, request: Any, args: Any, tokenizer: Any, prompt: Prompt) -> Prepared:
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> EchoRequest:
         self.record("take_request", len(prompt.ids))
-        return Prepared(prompt, handle=str(request.messages[-1]["content"]))
-
-    @hookimpl
-    def insert_cache(
-        self, handle: Any, tokens: list[int], prompt_cache: list[Any], cache_type: str
-    ) -> None:
-        self.record("insert_cache", handle, len(tokens), cache_type)
+        return EchoRequest(self, request, prompt)
 
     @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
@@ -84,8 +89,9 @@ class Echo:
         self.record("reply_sent", content)
 
     @hookimpl
-    def reply_timed(self, request: Any, times_s: list[float]) -> None:
-        self.record("reply_timed", len(times_s), 0 < times_s[0] and times_s == sorted(times_s))
+    def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
+        in_order = list(times_s) == sorted(times_s)
+        self.record("reply_timed", len(times_s), 0 < times_s[0] and in_order)
 
     @hookimpl
     def routes(self) -> list[Route]:
@@ -136,23 +142,27 @@ class Failing:
     def configure(self, args: Namespace) -> None:
         self.fail("configure")
         if os.environ.get("FAIL_IN") == "generation":
-            self.end_generation_at_a_stop_word()
+            self.end_generation_at_a_top_k()
 
-    def end_generation_at_a_stop_word(self) -> None:
-        """Make the generation thread raise where stock catches nothing, for stop=["die"]."""
-        server = importlib.import_module("mlx_lm.server")
-        stock = server.ResponseGenerator._make_state_machine
+    def end_generation_at_a_top_k(self) -> None:
+        """Make the generation thread raise where stock catches nothing, for top_k=13."""
+        server: Any = importlib.import_module("mlx_lm.server")
+        stock = server._make_sampler
 
-        def make(self: Any, model_key: Any, tokenizer: Any, stop_words: Any, *more: Any) -> Any:
-            if stop_words == ["die"]:
+        def make(args: Any, tokenizer: Any) -> Any:
+            if args.sampling.top_k == 13:
                 raise RuntimeError("ended by a test")
-            return stock(self, model_key, tokenizer, stop_words, *more)
+            return stock(args, tokenizer)
 
-        server.ResponseGenerator._make_state_machine = make
+        server._make_sampler = make
 
     @hookimpl
     def self_test(self) -> None:
         self.fail("self_test")
+
+    @hookimpl
+    def routes(self) -> None:
+        self.fail("routes")
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None:
@@ -172,3 +182,42 @@ class WrongArguments:
 
     @hookimpl
     def configure(self, arguments: Namespace) -> None: ...
+
+
+class Editing:
+    """Edits whatever it is given, in place, and answers nonsense."""
+
+    @hookimpl
+    def model_loaded(self, provider: Any) -> None: ...
+
+    @hookimpl
+    def request_received(self, request: ClientRequest, headers: Message, body: Any) -> None:
+        with contextlib.suppress(TypeError):
+            body.clear()
+        with contextlib.suppress(TypeError):
+            del headers["X-Session-ID"]
+        request.messages[0].clear()
+
+    @hookimpl
+    def take_request(self, request: ClientRequest, prompt: Any) -> Any:
+        with contextlib.suppress(AttributeError):
+            prompt.segments.clear()
+        with contextlib.suppress(TypeError):
+            prompt.messages[0]["content"] = "changed"
+        return prompt.ids
+
+    @hookimpl
+    def response_headers(self) -> Any:
+        return [("X-Broken", "a\r\nX-B: c")]
+
+    @hookimpl
+    def reply_sent(self, tool_calls: Any) -> None:
+        tool_calls.append("call")
+
+    @hookimpl
+    def reply_timed(self, times_s: Any) -> None:
+        times_s.clear()
+
+    @hookimpl
+    def serving_changed(self) -> None:
+        raise RuntimeError("a fault of the plugin")

@@ -6,17 +6,20 @@ import ast
 import re
 from pathlib import Path
 
-from mlx_lm_kvpersist.host import hookspecs, versions
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host import hookspecs
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from tests.support.host import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
 def functions(source: str) -> dict[str, str]:
-    """Return the functions of a source, as the parser sees them, with decorators and docstring."""
+    """Return the hooks in a source, as the parser sees them, with decorators and docstring."""
     tree = ast.parse(source)
-    return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    hooks = (node for node in found if "hookspec" in "".join(map(ast.unparse, node.decorator_list)))
+    return {node.name: ast.unparse(node) for node in hooks}
 
 
 def test_every_hook_stands_there_as_it_is() -> None:

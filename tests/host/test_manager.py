@@ -11,7 +11,7 @@ from typing import Any
 import pluggy
 import pytest
 
-from mlx_lm_kvpersist.errors import PluginNotFound
+from mlx_lm_kvpersist.errors import PluginFault, PluginNotFound
 from mlx_lm_kvpersist.host import hookspecs, manager
 from tests.support.host import plugged
 
@@ -61,53 +61,55 @@ def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: 
 def test_every_hook_is_asked_by_the_host() -> None:
     """A hook in the specification that nothing calls would be a promise that nobody keeps."""
     folder = Path(hookspecs.__file__).parent
-    sources = "".join(p.read_text() for p in folder.glob("*.py") if p.name != "probes.py")
-    hooks = [name for name, value in vars(hookspecs).items() if is_hook(value)]
-    assert len(hooks) == 20
-    for name in hooks:
-        assert re.search(rf'\bask\w*\([^"]*"{name}"', sources), name
+    sources = "".join(p.read_text() for p in folder.rglob("*.py") if p.name != "probes.py")
+    for name in (name for name, value in vars(hookspecs).items() if is_hook(value)):
+        assert re.search(rf'\bask\w*\(\s*"{name}"|hook\.{name}\.', sources), name
 
 
 def is_hook(value: Any) -> bool:
     return hasattr(value, f"{hookspecs.PROJECT}_spec")
 
 
+HEADERS = [("X-A", "a")]
+OTHERS = [("X-B", "b")]
+
+
 def answering(*answers: Any) -> list[Any]:
-    """Return plugins that answer `make_prompt_cache` so, or raise what is an exception."""
+    """Return plugins that answer `response_headers` so, or raise what is an exception."""
 
     def plugin(answer: Any) -> Any:
-        def make_prompt_cache(model: Any) -> Any:
+        def response_headers() -> Any:
             if isinstance(answer, Exception):
                 raise answer
             return answer
 
-        return SimpleNamespace(make_prompt_cache=hookspecs.hookimpl(make_prompt_cache))
+        return SimpleNamespace(response_headers=hookspecs.hookimpl(response_headers))
 
     return [plugin(answer) for answer in answers]
 
 
-def test_the_first_answer_wins_and_none_is_no_answer() -> None:
-    with plugged(*answering(None, ["caches"], ["others"])):
-        assert manager.ask("make_prompt_cache", model=None) == ["caches"]
-        assert manager.ask_first("make_prompt_cache", model=None) == ["caches"]
-        assert manager.is_implemented("make_prompt_cache")
-    assert not manager.is_implemented("make_prompt_cache")
+def test_none_is_no_answer() -> None:
+    with plugged(*answering(None, HEADERS, OTHERS)):
+        assert [answer for _, answer in manager.ask("response_headers")] == [HEADERS, OTHERS]
+        assert manager.ask_all("response_headers") == [HEADERS, OTHERS]
+        assert manager.is_implemented("response_headers")
+    assert not manager.is_implemented("response_headers")
 
 
 def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[str, str]) -> None:
     loaded = manager.load_plugins(["echo", "module"])
     names = [name for name, _ in loaded.list_name_plugin()]
     assert names.index("module") < names.index("echo")
-    with plugged(*answering(["first"], ["second"])):
-        assert manager.ask_all("make_prompt_cache", model=None) == [["first"], ["second"]]
+    with plugged(*answering(HEADERS, OTHERS)):
+        assert manager.ask_all("response_headers") == [HEADERS, OTHERS]
 
 
-def test_a6_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    with plugged(*answering(ValueError("bug"), ["caches"])):
+def test_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with plugged(*answering(ValueError("bug"), HEADERS)):
         for _ in range(3):
-            assert manager.ask_first("make_prompt_cache", model=None) == ["caches"]
+            assert manager.ask_all("response_headers") == [HEADERS]
     failures = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(failures) == 1 and "failed in hook make_prompt_cache" in failures[0].message
+    assert len(failures) == 1 and "failed in hook response_headers" in failures[0].message
     assert failures[0].exc_info, "the first failure of a kind has its traceback"
 
 
@@ -118,13 +120,19 @@ def test_what_failed_before_the_server_began_is_logged_again(
     failing = answering(ValueError("bug"))
     for n_failures in (1, 2):
         with plugged(*failing):
-            assert manager.ask_first("make_prompt_cache", model=None) is None
+            assert manager.ask_all("response_headers") == []
         failures = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(failures) == n_failures
 
 
-def test_a6_one_plugin_can_be_asked_alone() -> None:
-    plugins = answering(["a"], ["b"])
-    with plugged(*plugins):
-        for plugin, answer in zip(plugins, (["a"], ["b"]), strict=True):
-            assert manager.ask_first("make_prompt_cache", plugin, model=None) == answer
+def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong = manager.make_manager()
+    wrong.register(answering(5)[0], name="five")
+    with manager.using(wrong):
+        assert manager.ask_all("response_headers") == []
+        said = "plugin five in hook response_headers answered 5, expected a list of pairs"
+        with pytest.raises(PluginFault, match=said):
+            manager.ask("response_headers")
+    assert said in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from mlx_lm_kvpersist.host import run
-from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.patching.probes import ARGS
 from tests.support.host import plugged
 
 from .plugins import Echo

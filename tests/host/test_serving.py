@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ServerError, ServerProcess, wait_until
+from tests.support import UNMEASURED, ServerError, ServerProcess, wait_until
 from tests.support.host import Environment
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
@@ -49,7 +49,7 @@ def wait_for_insert(server: ServerProcess, n_calls: int = 1) -> list[list[Any]]:
     recorded: list[list[Any]] = []
     for _ in range(200):
         recorded += calls(server)
-        ends = [c for c in recorded if c[0] == "insert_cache" and c[-1] == "assistant"]
+        ends = [c for c in recorded if c[0] == "insert" and c[-1] == "assistant"]
         if len(ends) >= n_calls:
             return recorded
         time.sleep(0.05)
@@ -76,7 +76,7 @@ def test_a_request_is_known_from_header_to_cache(
     assert ["reply_timed", 5, True] in recorded
     assert ["take_request", reply.prompt_tokens] in recorded
     # The handle comes back with the ids, after their whole journey through the batch.
-    inserted = [call for call in recorded if call[0] == "insert_cache"]
+    inserted = [call for call in recorded if call[0] == "insert"]
     assert {call[1] for call in inserted} == {question}
     assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]
 
@@ -93,7 +93,7 @@ def test_requests_in_one_batch_are_not_mixed_up(echo_server: ServerProcess) -> N
     with ThreadPoolExecutor(4) as pool:
         expected = dict(pool.map(ask, questions))
     recorded = wait_for_insert(echo_server, 4)
-    ended = {c[1]: c[2] for c in recorded if c[0] == "insert_cache" and c[3] == "assistant"}
+    ended = {c[1]: c[2] for c in recorded if c[0] == "insert" and c[3] == "assistant"}
     assert ended == expected
 
 
@@ -102,6 +102,37 @@ def test_stock_paths_stay_stocks(echo_server: ServerProcess) -> None:
         status, headers, _ = echo_server.request(method, path)
         assert status == expected
         assert "x-echo" not in headers
+
+
+@pytest.mark.parametrize("names", [("editing", "kvpersist"), ("kvpersist", "editing")])
+def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
+    environment: Environment, tiny_model: Path, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Listed first or last: its failures are logged, and the other plugin reuses as it would."""
+    conversations: list[list[str]] = []
+    for n, plugins in enumerate((("kvpersist",), names)):
+        options = [part for name in plugins for part in ("--plugin", name)]
+        folder = str(tmp_path / f"store-{n}")
+        with ServerProcess(
+            tiny_model,
+            *(*options, "--kvpersist-dir", folder, *UNMEASURED),
+            python=str(environment.python),
+            log_path=tmp_path / "server.log",
+        ) as server:
+            messages, texts = list(HELLO), []
+            for _ in range(3):
+                reply = server.chat(messages, "session", stream=n_turn_is_odd(messages))
+                texts.append(f"{reply.text} {reply.headers['x-kvpersist']}".partition("ms=")[0])
+                assert "x-b" not in reply.headers
+                again = {"role": "user", "content": "And then?"}
+                messages += [{"role": "assistant", "content": reply.text}, again]
+        conversations.append(texts)
+    assert conversations[1] == conversations[0]
+    assert "plugin editing failed in hook request_received" in server.log
+
+
+def n_turn_is_odd(messages: list[dict[str, str]]) -> bool:
+    return len(messages) % 4 == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -188,7 +219,7 @@ def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
     assert status == 0
 
 
-def test_c1_a_port_in_use_ends_the_process_with_one_line(
+def test_a_port_in_use_ends_the_process_with_one_line(
     environment: Environment, tiny_model: Path
 ) -> None:
     """Stock raises and goes on for ever, since its generation thread does."""
@@ -210,11 +241,12 @@ def test_c1_a_port_in_use_ends_the_process_with_one_line(
         (("--host", "203.0.113.1"), "cannot listen at 203.0.113.1 port 8080: Cannot assign"),
         (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid port 8080: "),
         (("--port", "99999"), "cannot listen at 127.0.0.1 port 99999: "),
-        (("--model", "/no/such/model"), "--model /no/such/model cannot be loaded ("),
+        (("--model", "/no/such/model"), "there is no model folder /no/such/model; expected"),
+        (("--model", "a/b/typo"), "there is no model folder a/b/typo; expected"),
         (("--model", "no-such/repository"), "--model no-such/repository cannot be loaded ("),
     ],
 )
-def test_c1_a_bad_command_line_ends_the_process_with_one_line(
+def test_a_bad_command_line_ends_the_process_with_one_line(
     environment: Environment, option: tuple[str, ...], says: str
 ) -> None:
     more = () if option[0] != "--model" else ("--port", str(free_port()))
@@ -224,7 +256,7 @@ def test_c1_a_bad_command_line_ends_the_process_with_one_line(
     assert "Traceback" not in done.stderr
 
 
-def test_c1_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
+def test_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
     environment: Environment, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -234,7 +266,7 @@ def test_c1_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
     assert str(folder) in done.stderr and "Traceback" not in done.stderr
 
 
-def test_c11_health_says_ok_when_the_model_is_loaded(
+def test_health_says_ok_when_the_model_is_loaded(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
     server = ServerProcess(

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
-from mlx_lm_kvpersist.host.reply import OpenRequests
-from mlx_lm_kvpersist.host.response_generator import RequestQueue
 from mlx_lm_kvpersist.host.run import ending_cleanly, finishing_replies
+from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
+from mlx_lm_kvpersist.host.scheduling.response_generator import RequestQueue
 from tests.support.waiting import wait_until
 
 STUBBORN = """

@@ -35,7 +35,9 @@ def test_every_form_shows_the_plugins_options(
     if form == FORMS["python -m mlx_lm.server"]:  # stock's own main block is run
         assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprec")
     assert "\nplugins:\n  --plugin NAME" in done.stdout
-    assert "Installed: echo, failing, kvpersist, misspelt, wrong" in " ".join(done.stdout.split())
+    assert "Installed: echo, editing, failing, kvpersist, misspelt, wrong" in " ".join(
+        done.stdout.split()
+    )
     assert "\necho:\n  Records what it is asked.\n\n  --echo-file ECHO_FILE" in done.stdout
     assert done.stdout.index("--prefill-step-size") < done.stdout.index("\nplugins:")
 
@@ -93,7 +95,7 @@ def without_pth(environment: Environment) -> Iterator[Environment]:
 
 
 @pytest.mark.parametrize("code", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_c9_a_launcher_of_ones_own_installs_the_plugin(
+def test_a_launcher_of_ones_own_installs_the_plugin(
     without_pth: Environment, tmp_path: Path, code: str
 ) -> None:
     launcher = tmp_path / "serve.py"
@@ -109,7 +111,7 @@ def test_c9_a_launcher_of_ones_own_installs_the_plugin(
         for name, code in LAUNCHERS.items()
     ],
 )
-def test_c9_the_command_line_of_a_launcher_goes_first(
+def test_the_command_line_of_a_launcher_goes_first(
     without_pth: Environment, tmp_path: Path, code: str
 ) -> None:
     launcher = tmp_path / "serve.py"
@@ -118,9 +120,7 @@ def test_c9_the_command_line_of_a_launcher_goes_first(
     assert "--echo-file" in other.stdout and "--kvpersist-dir" not in other.stdout
 
 
-def test_c9_a_launcher_of_ones_own_names_the_plugin(
-    without_pth: Environment, tmp_path: Path
-) -> None:
+def test_a_launcher_of_ones_own_names_the_plugin(without_pth: Environment, tmp_path: Path) -> None:
     launcher, code = tmp_path / "serve.py", LAUNCHERS["install first"]
     launcher.write_text(code, encoding="utf-8")
     unknown = without_pth.run("python", launcher, "--plugin", "nothing")
@@ -131,7 +131,7 @@ def test_c9_a_launcher_of_ones_own_names_the_plugin(
     assert "--echo-file" in named.stdout and "--kvpersist-dir" not in named.stdout
 
 
-def test_c9_plugin_works_with_launchers_that_know_nothing_of_it(
+def test_plugin_works_with_launchers_that_know_nothing_of_it(
     environment: Environment, tmp_path: Path
 ) -> None:
     """With the .pth; without it stock refuses the option."""
@@ -144,7 +144,7 @@ def test_c9_plugin_works_with_launchers_that_know_nothing_of_it(
     assert "--plugin: expected one argument" in bare.stderr
 
 
-def test_c9_the_command_server_needs_no_pth(without_pth: Environment) -> None:
+def test_the_command_server_needs_no_pth(without_pth: Environment) -> None:
     without_pth.add_script("mlx-lm-kvpersist", "mlx_lm_kvpersist.cli.main")
     done = without_pth.run("mlx-lm-kvpersist", "server", "--help")
     assert "--kvpersist-dir" in done.stdout and "--prefill-step-size" in done.stdout, done.stderr
@@ -172,7 +172,7 @@ def test_an_unknown_plugin_is_named_with_those_installed(environment: Environmen
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin nothing: no plugin named 'nothing' is installed in this "
-        "environment; installed: echo, failing, kvpersist, misspelt, wrong\n"
+        "environment; installed: echo, editing, failing, kvpersist, misspelt, wrong\n"
     )
 
 
@@ -189,7 +189,7 @@ def test_a_plugin_with_a_wrong_hook_stops_the_start(
     assert says in done.stderr
 
 
-@pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test"])
+@pytest.mark.parametrize("hook", ["init", "add_options", "configure", "self_test", "routes"])
 def test_a_plugin_that_fails_stops_the_start_with_one_line(
     environment: Environment, hook: str
 ) -> None:

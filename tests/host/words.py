@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from mlx_lm_kvpersist.api.admin import answering
-from mlx_lm_kvpersist.host import chat_api
+from mlx_lm_kvpersist.host.answers import Route
+from mlx_lm_kvpersist.host.dialects import chat_api
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.probes import ARGS
-from mlx_lm_kvpersist.host.routes import Route
+from mlx_lm_kvpersist.host.patching.probes import ARGS
 from tests.support.host import plugged
 
 
@@ -27,9 +27,9 @@ class WordsReply:
     def begin(self, n_prompt: int, n_cached: int) -> list[dict[str, Any]]:
         return [{"type": "begin", "prompt": n_prompt}]
 
-    def add(self, delta: Any) -> list[dict[str, Any]]:
-        self.content += delta.get("content") or ""
-        return [{"type": "word", "word": delta["content"]}] if delta.get("content") else []
+    def add(self, text: str, reasoning: str, tool_calls: Any) -> list[dict[str, Any]]:
+        self.content += text
+        return [{"type": "word", "word": text}] if text else []
 
     def end(self, finish_reason: str, stop_word: Any, usage: Any) -> list[dict[str, Any]]:
         return [{"type": "end", "why": finish_reason, "tokens": usage["prompt_tokens"]}]
@@ -93,6 +93,9 @@ class WordsGenerator:
         self.n_said = 0
 
     def stop_and_join(self) -> None: ...
+
+    def reads_images(self, model: str) -> bool | None:
+        return None
 
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
         time.sleep(self.wait_s)
@@ -179,7 +182,10 @@ def request(payload: bytes, length: Any = None, path: str = "/words?a=b") -> byt
 def events(body: str) -> list[dict[str, Any]]:
     read = []
     for event in body.removesuffix("\n\n").split("\n\n"):
-        *_, name, content = event.split("\n")  # comments stand before them
+        lines = [line for line in event.split("\n") if not line.startswith(":")]
+        if not lines:
+            continue
+        name, content = lines
         read.append(json.loads(content.removeprefix("data: ")))
         assert name == f"event: {read[-1]['type']}"
     return read

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_text, splice
 
@@ -152,7 +152,7 @@ def test_a_cut_within_a_character_is_no_boundary() -> None:
     assert result.boundaries == {2: 2, 3: 3}
 
 
-def test_d_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
+def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     tokenizer: Any, token_text: TokenText
 ) -> None:
     """A key covers ids, not text: a damaged index can claim another text of the same length."""

@@ -32,7 +32,7 @@ def test_special_tokens_keep_their_spelling(tokenizer: Any, token_text: TokenTex
 
 
 @pytest.mark.parametrize("unknown", [10**6, -1])
-def test_a5_unknown_ids_do_not_vanish(token_text: TokenText, unknown: int) -> None:
+def test_unknown_ids_do_not_vanish(token_text: TokenText, unknown: int) -> None:
     assert not token_text.covers([1, unknown])
     assert token_text.decode([unknown]) == REPLACEMENT
     assert token_text.n_bytes_ends([unknown, unknown]) == [1, 2]
@@ -52,7 +52,7 @@ def with_holes(tokenizer: Any, ids: dict[str, int]) -> Any:
 
 @EXAMPLES
 @given(data=st.data())
-def test_a5_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
+def test_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
     tokenizer: Any, token_text: TokenText, data: Any
 ) -> None:
     specials = sorted(tokenizer._tokenizer.get_added_vocab())

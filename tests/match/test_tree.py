@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
 
@@ -152,7 +152,7 @@ def test_common_prefix(equal: int) -> None:
 
 @EXAMPLES
 @given(data=st.data())
-def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: Any) -> None:
+def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: Any) -> None:
     """Neither the text around the unknown token nor what stands for it matches."""
     known = st.integers(0, 599).filter(lambda i: token_text.covers([i]))
     before, after = (data.draw(st.lists(known, min_size=1, max_size=6)) for _ in range(2))
@@ -168,7 +168,7 @@ def test_a5_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data
 
 
 @pytest.mark.parametrize("lie", ["start", "ids", "ids of its parent"])
-def test_d_a_block_that_is_not_what_its_key_says_is_not_matched(
+def test_a_block_that_is_not_what_its_key_says_is_not_matched(
     token_text: TokenText, lie: str
 ) -> None:
     """A damaged index can lie about where a block stands, and of what ids it is made."""

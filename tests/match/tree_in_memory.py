@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 
 ROOT = b"root"

@@ -31,7 +31,7 @@ def test_the_wheel_puts_the_pth_beside_the_package(wheel: Path) -> None:
     assert "mlx_lm_kvpersist/_startup.py" in names
 
 
-def test_c10_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}

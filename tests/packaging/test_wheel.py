@@ -102,7 +102,7 @@ def assert_comes_back(server: ServerProcess, reply: Reply) -> None:
     """The restarted server has read the prompt from disk, and says the same."""
     again = chat(server)
     assert again.text == reply.text
-    assert again.kvpersist["outcome"] == "EXACT" and again.kvpersist["tier"] == "warm"
+    assert again.kvpersist["outcome"] == "EXACT" and again.kvpersist["tier"] == "disk"
     assert int(again.kvpersist["restored"]) > 100
     assert again.cached_tokens == again.prompt_tokens - 1
 
@@ -216,7 +216,7 @@ def settle(server: ServerProcess) -> None:
     while time.monotonic() < since + 0.5:
         _, _, body = server.request("GET", STATS_PATH)
         store = json.loads(body)["store"]
-        now = (store["disk"]["written_bytes"], store["turns_saved"])
+        now = (store["tiers"]["disk"]["written_bytes"], store["turns_saved"])
         if store["queue"]["tasks"] or now != seen:
             seen, since = now, time.monotonic()
         time.sleep(0.05)

@@ -16,9 +16,9 @@ import pytest
 
 from mlx_lm_kvpersist.cli.selftest import Result
 from mlx_lm_kvpersist.errors import PatchNotEffective
-from mlx_lm_kvpersist.host import versions
-from mlx_lm_kvpersist.host.patch import PATCH_SET, Patch, PatchSet, Signature, look_up
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patch import PATCH_SET, Patch, PatchSet, Signature, look_up
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from patches_check import inventory
 from patches_check.__main__ import main
 from patches_check.conversation import Conversation
@@ -121,7 +121,7 @@ def test_a_broken_patch_fails_the_command(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(
         "import dataclasses, sys\n"
-        "from mlx_lm_kvpersist.host import patches\n"
+        "from mlx_lm_kvpersist.host.patching import patches\n"
         "broken = dataclasses.replace(patches.PATCHES[0], replace=lambda stock: stock)\n"
         "patches.PATCHES = (broken, *patches.PATCHES[1:])\n"
         "from patches_check import __main__, installed\n"
@@ -206,8 +206,8 @@ def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("cached", "tier", "same", "is_right"),
-    [(9, "warm", True, True), (0, "", True, False), (9, "hot", True, False),
-     (9, "warm", False, False)],
+    [(9, "disk", True, True), (0, "", True, False), (9, "ram", True, False),
+     (9, "disk", False, False)],
 )  # fmt: skip
 def test_a_conversation_is_right_if_it_came_from_disk_and_went_on_alike(
     cached: int, tier: str, same: bool, is_right: bool

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.host import versions
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from patches_check import matrix
 from patches_check.__main__ import main
 from patches_check.matrix import NEWEST, NEXT, Outcome, Row, RowFailed, rows

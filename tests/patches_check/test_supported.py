@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host import versions
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from patches_check import supported
 from patches_check.matrix import NEXT, rows
 from tests.support.host import REPOSITORY
@@ -62,7 +62,7 @@ def test_a_row_that_fails_changes_the_bounds(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         if row["mlx_lm"] == "0.31.3" or (row["mlx_lm"], row["mlx"]) == ("0.32.2", "0.32.4"):
             row["result"] = "fails"
-    source = (REPOSITORY / "mlx_lm_kvpersist/host/versions.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / "mlx_lm_kvpersist/host/patching/versions.py").read_text(encoding="utf-8")
     written = supported.with_constants(source, found)
     assert "FLOOR: Version = (0, 32, 0)" in written
     assert "Pair((0, 31, 3)" not in written

@@ -24,13 +24,14 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.caches import PluginPromptCache
-from mlx_lm_kvpersist.host.probes import GENERATION_ARGS
-from mlx_lm_kvpersist.host.response_generator import PluginResponseGenerator
+from mlx_lm_kvpersist.host.patching.probes import GENERATION_ARGS
+from mlx_lm_kvpersist.host.prompt import ClientRequest
+from mlx_lm_kvpersist.host.scheduling.caches import PluginPromptCache
+from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
 from mlx_lm_kvpersist.match.tree import common_prefix
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.request.lookup import RequestState
 from mlx_lm_kvpersist.request.outcome import Kind
+from mlx_lm_kvpersist.request.state import RequestState
 from tests.support import UNMEASURED
 from tests.support.synthetic.tokenizer import token_bytes
 
@@ -91,6 +92,7 @@ class Replayer:
             model=self.model,
             tokenizer=self.tokenizer,
             processor=None,
+            reads_images=False,
             max_context=None,
             model_key=self._key,
             cli_args=SimpleNamespace(chat_template_args={}),
@@ -116,7 +118,9 @@ class Replayer:
         args = parser.parse_args(self._options)
         args.chat_template_args = {}
         self._plugin.configure(args)
-        self._plugin.model_loaded(self._provider)
+        support = self._plugin.model_loaded(self._provider)
+        assert support is not None
+        self._make_caches = support.make_caches
         self._manager = manager.make_manager()
         self._manager.register(self._plugin)
 
@@ -194,12 +198,13 @@ class Replayer:
             headers[name] = value
         if session is not None:
             headers["X-Session-ID"] = session
-        manager.ask("request_received", request=request, headers=headers, body={})
+        seen = ClientRequest.of(request)
+        manager.ask("request_received", request=seen, headers=headers, body={})
         args = SimpleNamespace(**vars(GENERATION_ARGS), chat_template_kwargs=None)
         prompt, segments, types, *_ = self._generator._tokenize(self.tokenizer, request, args)
         caches, rest = self._cache.fetch_nearest_cache(self._key, prompt)
         n_reused = len(prompt) - len(rest)
-        caches = caches or self._empty_caches()
+        caches = caches or list(self._make_caches())
         assert {cache.size() for cache in caches} == {n_reused}
         logits = self._prefill(prompt, segments, types, caches, n_reused)
         self._assert_as_computed(prompt, logits)
@@ -210,14 +215,14 @@ class Replayer:
         # Which of the two comes first is a race between the server's threads.
         self._n_turns += 1
         if self._n_turns % 2:
-            self._say(request, message)
+            self._say(seen, message)
         ids = prompt[:]
         ids += said
         self._cache.insert_cache(self._key, ids, caches)
         if not self._n_turns % 2:
-            self._say(request, message)
+            self._say(seen, message)
         self.stored.append(list(ids))
-        outcome = RequestState.of(request).outcome
+        outcome = RequestState.of(seen).outcome
         assert outcome is not None and outcome.n_reused == n_reused
         return Turn(outcome.kind, len(prompt), n_reused, list(ids), message)
 
@@ -248,17 +253,12 @@ class Replayer:
         return logits
 
     def _assert_as_computed(self, prompt: list[int], logits: mx.array) -> None:
-        cold = self._forward(prompt, self._empty_caches())
+        cold = self._forward(prompt, list(self._make_caches()))
         difference = float(mx.abs(logits - cold).max())
         assert difference < LOGIT_TOLERANCE, f"logits differ by {difference}"
         second, first = sorted(float(x) for x in mx.topk(cold, 2))
         if first - second > 2 * LOGIT_TOLERANCE:
             assert int(mx.argmax(logits)) == int(mx.argmax(cold))
-
-    def _empty_caches(self) -> list[Any]:
-        caches = self._plugin.make_prompt_cache(self.model)
-        assert caches is not None
-        return list(caches)
 
     def _as_sent(self, ids: list[int]) -> Message:
         """Return a reply as the server's detokenizer, tool parser and JSON make it."""
@@ -280,7 +280,7 @@ class Replayer:
             ]
         return message
 
-    def _say(self, request: Request, message: Message) -> None:
+    def _say(self, request: ClientRequest, message: Message) -> None:
         manager.ask(
             "reply_sent",
             request=request,

@@ -253,7 +253,7 @@ def test_text_is_what_the_tokenizer_decodes(vocabulary: Vocabulary) -> None:
         assert tokens.decode(ids).removeprefix(" ") == text.removeprefix(" ")
 
 
-def test_c4_a_message_with_indented_code_is_named(
+def test_a_message_with_indented_code_is_named(
     name: str, vocabulary: Vocabulary, store: BlockStore
 ) -> None:
     """Gemma has runs of spaces as tokens of their own, spelled with U+2581."""

@@ -9,14 +9,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match.block import Root
+from mlx_lm_kvpersist.block import Root
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import Lookup, RequestState, Reuse, Sequence
+from mlx_lm_kvpersist.request.insert import insert
+from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support.synthetic import make_tiny_model
 
@@ -62,10 +63,10 @@ class Conversations:
         """Take a turn as the server does: look up, prefill, keep, reply, keep."""
         prompt = ids[:n_prompt]
         reuse = self.look_up(prompt, session)
-        assert reuse.prompt.ids == prompt
+        assert list(reuse.prompt.ids) == prompt
         caches, n_reused = reuse.caches or self.loaded.spec.make_cache(), reuse.outcome.n_reused
         state = RequestState(session=session, root=self.root)
-        sequence = Sequence(state, n_prompt, n_reused, reuse.chain)
+        sequence = RunningSequence(state, n_prompt, n_reused, reuse.chain)
         if len(prompt) - 1 > n_reused:
             self.forward(prompt[n_reused:-1], caches)
             insert(sequence, prompt[:-1], caches, "user", self.store, self.loaded)
@@ -87,7 +88,7 @@ class Conversations:
         reuse = self.look_up(ids)
         caches = reuse.caches or self.loaded.spec.make_cache()
         assert all(cache.size() == reuse.outcome.n_reused for cache in caches)
-        return reuse.prompt.ids, caches, reuse.outcome
+        return list(reuse.prompt.ids), caches, reuse.outcome
 
 
 @pytest.fixture

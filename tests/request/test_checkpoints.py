@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -13,11 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.match.block import Block, block_key, checkpoint, pack_ids
-from mlx_lm_kvpersist.request.insert import MAX_CHECKPOINTS, superseded_checkpoints
+from mlx_lm_kvpersist.block import Block, Checkpoint, block_key, pack_ids
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.request.checkpoint_saver import (
+    MAX_CHECKPOINTS,
+    STATE,
+    CheckpointSaver,
+    window_kind,
+)
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.restore import STATE, nearest_checkpoint, window_kind
+from mlx_lm_kvpersist.request.restore import RestorePoint
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.store.block_store import BlockStore
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
@@ -48,30 +58,45 @@ def chain_of(lengths: list[int]) -> list[Block]:
 class Checkpoints:
     """A store of nothing but checkpoints."""
 
-    by_block: dict[bytes, list[Block]] = field(default_factory=dict)
+    spec: ModelCacheSpec
+    by_block: dict[bytes, list[Checkpoint]] = field(default_factory=dict)
     n_children: dict[bytes, int] = field(default_factory=dict)
     sessions: dict[bytes, list[str]] = field(default_factory=dict)
 
-    def add(self, node: Block, kind: str, n_tokens: int = 0) -> Block:
-        part = checkpoint(node.key, kind, n_tokens)
+    def find(
+        self, chain: list[Block], n_tokens: int, lost: Collection[bytes] = ()
+    ) -> RestorePoint | None:
+        return CheckpointSaver(self.spec, None).find(chain, n_tokens, cast(BlockStore, self), lost)
+
+    def superseded(self, chain: list[Block]) -> list[Checkpoint]:
+        saver, store = CheckpointSaver(self.spec, None), cast(BlockStore, self)
+        sequence = RunningSequence(RequestState("own"), 0, chain=chain)
+        return saver.superseded(sequence, self.by_block, store)
+
+    def add(self, node: Block, kind: str, n_tokens: int = 0) -> Checkpoint:
+        part = Checkpoint.at(node.key, kind, n_tokens)
         self.by_block.setdefault(node.key, []).append(part)
         return part
 
-    def checkpoints(self, blocks: list[bytes]) -> dict[bytes, list[Block]]:
+    def checkpoints(self, blocks: list[bytes]) -> dict[bytes, list[Checkpoint]]:
         return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
 
     def children(self, parent: bytes, limit: int) -> list[Block]:
         return [*chain_of([1]) * self.n_children.get(parent, 0)][:limit]
 
-    def sessions_at(self, key: bytes) -> list[str]:
-        return self.sessions.get(key, [])
+    @property
+    def view(self) -> Checkpoints:
+        return self
+
+    def sessions_at(self, key: bytes) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in self.sessions.get(key, ())]
 
 
 @settings(max_examples=80)
 @given(data=st.data())
 def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.DataObject) -> None:
     chain = chain_of(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=8)))
-    store = Checkpoints()
+    store = Checkpoints(spec_of(SLIDING))
     stored: set[int] = set()
     for node in chain:
         for n_tokens in data.draw(st.lists(st.integers(1, node.n_tokens), max_size=2, unique=True)):
@@ -85,80 +110,75 @@ def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.Da
 
     ends = [n for n in (wanted, *(node.stop for node in chain)) if n <= wanted]
     expected = max((n for n in ends if is_restorable(n)), default=None)
-    point = nearest_checkpoint(chain, wanted, store, spec_of(SLIDING))  # type: ignore[arg-type]
+    point = store.find(chain, wanted)
     assert (point and point.n_tokens) == expected
     if point is None:
         return
     covered: list[int] = []
     start_of = {node.key: node.stop for node in chain}
     for piece in point.needed:
-        assert piece.window == WINDOW
-        first = start_of[piece.block.parent] - piece.block.n_tokens
+        assert piece.window == WINDOW and isinstance(piece.record, Checkpoint)
+        first = start_of[piece.record.block] - piece.record.n_tokens
         covered += range(first + piece.start, first + piece.stop)
     assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
 
 
 def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
-    chain, store = chain_of([20, 20, 20]), Checkpoints()
-    spec = spec_of(RECURRENT)
+    chain, store = chain_of([20, 20, 20]), Checkpoints(spec_of(RECURRENT))
     state = store.add(chain[1], STATE)
-    found = nearest_checkpoint(chain, 60, store, spec)  # type: ignore[arg-type]
-    assert found and found.n_tokens == 40 and [one.block for one in found.needed] == [state]
-    assert nearest_checkpoint(chain, 39, store, spec) is None  # type: ignore[arg-type]
-    assert nearest_checkpoint(chain, 60, store, spec, {state.key}) is None  # type: ignore[arg-type]
+    found = store.find(chain, 60)
+    assert found and found.n_tokens == 40 and [one.record for one in found.needed] == [state]
+    assert store.find(chain, 39) is None
+    assert store.find(chain, 60, {state.key}) is None
 
 
 def test_both_are_needed_where_a_model_has_both() -> None:
-    chain, store = chain_of([20, 20]), Checkpoints()
-    spec = spec_of(SLIDING, RECURRENT)
+    chain, store = chain_of([20, 20]), Checkpoints(spec_of(SLIDING, RECURRENT))
     store.add(chain[1], STATE)
-    assert nearest_checkpoint(chain, 40, store, spec) is None  # type: ignore[arg-type]
+    assert store.find(chain, 40) is None
     store.add(chain[1], window_kind(WINDOW), 16)
-    found = nearest_checkpoint(chain, 40, store, spec)  # type: ignore[arg-type]
+    found = store.find(chain, 40)
     assert found and len(found.needed) == 2
 
 
 def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
-    chain, store = chain_of([20] * 12), Checkpoints()
-    spec = spec_of(SLIDING, RECURRENT)
+    chain, store = chain_of([20] * 12), Checkpoints(spec_of(SLIDING, RECURRENT))
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 16)
     store.n_children[chain[3].key] = 2
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
+    gone = {part.block for part in store.superseded(chain)}
     stay = {0, 3, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
     store.by_block = {k: v for k, v in store.by_block.items() if k not in gone}
     for i, node in enumerate(chain):
-        found = nearest_checkpoint(chain, node.stop, store, spec)  # type: ignore[arg-type]
+        found = store.find(chain, node.stop)
         assert found and (found.n_tokens == node.stop) == (i in stay)
 
 
 def test_where_another_session_ends_stays() -> None:
-    chain, store = chain_of([20] * 12), Checkpoints()
+    chain, store = chain_of([20] * 12), Checkpoints(spec_of(RECURRENT))
     for node in chain:
         store.add(node, STATE)
-    store.sessions[chain[2].key] = ["another"]
-    spec = spec_of(RECURRENT)
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
+    store.sessions = {chain[2].key: ["own", "another"], chain[3].key: ["own"]}
+    gone = {part.block for part in store.superseded(chain)}
     stay = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
 
 
 def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
-    chain, store = chain_of([6] * 12), Checkpoints()
-    spec = spec_of(SLIDING)
+    chain, store = chain_of([6] * 12), Checkpoints(spec_of(SLIDING))
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 6)
-    gone = {part.parent for part in superseded_checkpoints(chain, 0, store.by_block, store, spec)}  # type: ignore[arg-type]
+    gone = {part.block for part in store.superseded(chain)}
     # The oldest point to stay ends at block 12 - MAX_CHECKPOINTS and reads two blocks before it, of
     # which it needs the windows alone.
     first = 12 - MAX_CHECKPOINTS
     assert gone == {node.key for node in chain[1:first]}
-    kept = {part.parent for found in store.by_block.values() for part in found} - gone
-    left = superseded_checkpoints(chain, 0, store.by_block, store, spec)  # type: ignore[arg-type]
-    assert {part.parent for part in left if part.kind != STATE} == {
+    kept = {part.block for found in store.by_block.values() for part in found} - gone
+    left = store.superseded(chain)
+    assert {part.block for part in left if part.kind != STATE} == {
         node.key for node in chain[1 : first - 2]
     }
     assert len(kept) == 1 + MAX_CHECKPOINTS
@@ -249,14 +269,27 @@ def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
     assert_right(stored, ids, row)
 
 
+def test_points_give_way_also_while_nothing_is_written(stored: StoredModel) -> None:
+    """The session's leaf on disk is then where an early turn ended, which is not another's end."""
+    release = Event()
+    wholes = hold(stored, 1)
+    stored.store.drain()
+    stored.store.submit(release.wait)
+    assert hold(stored, 8)[0] == wholes[0]
+    release.set()
+    stored.store.drain()
+    row = stored.row([[*wholes[0], *random_ids(7, 9)]], 1, None)
+    is_batched = hasattr(stored.spec.template[0], "merge")
+    assert row.n_cached == (40 if is_batched else len(wholes[0]))
+
+
 def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
     wholes = hold(stored, 4)
     stored.restart()
-    point = nearest_checkpoint(
-        _path(stored, wholes[-1]), len(wholes[-1]), stored.store, stored.spec
-    )
+    chain = _path(stored, wholes[-1])
+    point = stored.loaded.saver.find(chain, len(wholes[-1]), stored.store)
     assert point is not None and point.n_tokens == len(wholes[-1])
-    for part in [one.block for one in point.needed if one.block.is_checkpoint][-1:]:
+    for part in [one.record for one in point.needed if isinstance(one.record, Checkpoint)][-1:]:
         name = f"{part.key.hex()}.safetensors"
         (path,) = stored.folder.rglob(name)
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
@@ -307,7 +340,7 @@ def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) 
         reply = stored.answer([system, [*history, *user]], n_new=6)
         history += [*user, *reply.ids[3:]]
         stored.store.drain()
-        counts.append(stored.store.index.n_checkpoints())
+        counts.append(stored.store.index.totals().n_checkpoints)
     assert max(counts[14:]) <= max(counts[:14]) + 2
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.host.prompt import Prepared, Prompt
-from mlx_lm_kvpersist.host.reply import ReplyQueue
-from mlx_lm_kvpersist.match.block import Root
+from mlx_lm_kvpersist.block import Root
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
 from mlx_lm_kvpersist.request.computing import Computing, common_length
-from mlx_lm_kvpersist.request.insert import MIN_TOKENS_BETWEEN
-from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
+from mlx_lm_kvpersist.request.prefix_saver import PrefixSaver
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
 
 ROOT = Root("model", "4b64")
 
@@ -21,25 +20,22 @@ ROOT = Root("model", "4b64")
 class Found:
     """What a lookup knows of a prompt."""
 
-    def __init__(self, ids: list[int], n_found: int = 0, *, any_prefix: bool = True) -> None:
+    def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = PrefixSaver) -> None:
         self.fed = Prompt(ids, [ids], ["user"])
         self.n_found, self.root = n_found, ROOT
-        self.model = SimpleNamespace(spec=SimpleNamespace(any_prefix=any_prefix))
+        self.model = SimpleNamespace(saver=saver)
         self.n_shared: dict[int, Any] = {}
 
 
-def begun(ids: list[int], n_system: int = 0) -> tuple[Prepared, Any]:
-    """Return a request whose prompt is being computed, and the context of its reply."""
-    sequence = Sequence(RequestState(root=ROOT), len(ids), n_system=n_system)
-    reply = ReplyQueue(Queue(), SimpleNamespace())
-    context = SimpleNamespace(_should_stop=False)
-    context.stop = lambda: setattr(context, "_should_stop", True)
-    reply.put(context)
-    return Prepared(Prompt(ids, [ids], ["user"]), handle=sequence, reply=reply), context
+def begun(ids: list[int], n_system: int = 0) -> RunningSequence:
+    """Return a request whose prompt is being computed."""
+    state = RequestState(root=ROOT)
+    return RunningSequence(state, len(ids), n_system=n_system, ids=tuple(ids))
 
 
-def saved(taken: Prepared, n_tokens: int) -> None:
-    taken.handle.chain = [SimpleNamespace(stop=n_tokens)]
+def saved(sequence: RunningSequence, n_tokens: int) -> None:
+    block: Any = SimpleNamespace(stop=n_tokens)
+    sequence.chain = [block]
 
 
 IDS = list(range(3000))
@@ -47,7 +43,7 @@ IDS = list(range(3000))
 
 def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
     computing = Computing()
-    taken, _ = begun(IDS)
+    taken = begun(IDS)
     computing.add(taken)
     same: Any = Found([*IDS[:1100], *range(9000, 9100)])
     assert computing.awaited(same)
@@ -60,7 +56,7 @@ def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
 def test_a_shared_system_prompt_is_awaited_to_its_last_token() -> None:
     """Its end is stored though it is no whole block: nobody needs to compute it again."""
     computing = Computing()
-    taken, _ = begun(IDS, n_system=1090)
+    taken = begun(IDS, n_system=1090)
     computing.add(taken)
     same: Any = Found([*IDS[:1100], *range(9000, 9100)])
     saved(taken, 1024)
@@ -71,7 +67,7 @@ def test_a_shared_system_prompt_is_awaited_to_its_last_token() -> None:
 
 def test_nobody_waits_for_a_prompt_of_another_tenant() -> None:
     computing = Computing()
-    computing.add(begun(IDS)[0])
+    computing.add(begun(IDS))
     other: Any = Found(IDS)
     assert computing.awaited(other)
     other.root = Root("model", "4b64", namespace="other")
@@ -83,33 +79,28 @@ def test_nobody_waits_for_a_prompt_of_another_tenant() -> None:
 )
 def test_nobody_waits_for_less_than_two_blocks(found: Any) -> None:
     computing = Computing()
-    computing.add(begun(IDS)[0])
+    computing.add(begun(IDS))
     assert not computing.awaited(found)
 
 
-@pytest.mark.parametrize("end", ["computed", "over", "stopped", "gone"])
+@pytest.mark.parametrize("end", ["computed", "over"])
 def test_nobody_waits_for_a_prompt_that_is_computed_no_further(end: str) -> None:
     computing = Computing()
-    taken, context = begun(IDS)
-    computing.add(taken)
+    computing.add(taken := begun(IDS))
     same: Any = Found(IDS)
     assert computing.awaited(same)
     if end == "computed":
-        taken.handle.is_computed = True
-    elif end == "over":
-        taken.reply.put(None)
-    elif end == "stopped":
-        context.stop()  # by the thread of its client, which puts nothing
+        taken.is_computed = True
     else:
-        taken.reply._request.client_gone = True
+        taken.request.is_over = True
     assert not computing.awaited(same)
 
 
 def test_models_with_checkpoints_share_what_ends_at_one() -> None:
     computing = Computing()
-    taken, _ = begun(IDS, n_system=2053)
+    taken = begun(IDS, n_system=2053)
     computing.add(taken)
-    same: Any = Found(IDS[:2500], any_prefix=False)
+    same: Any = Found(IDS[:2500], saver=CheckpointSaver)
     assert computing.awaited(same)
     saved(taken, 2048)  # the end of the system prompt is too near to be another one
     assert not computing.awaited(same)
@@ -118,7 +109,7 @@ def test_models_with_checkpoints_share_what_ends_at_one() -> None:
 @pytest.mark.parametrize(("n_common", "waits"), [(511, False), (512, True), (767, True)])
 def test_two_whole_blocks_are_worth_waiting_for(n_common: int, waits: bool) -> None:
     computing = Computing()
-    computing.add(begun(IDS)[0])
+    computing.add(begun(IDS))
     same: Any = Found([*IDS[:n_common], *range(9000, 9100)])
     assert computing.awaited(same) == waits
     same.n_found = 1
@@ -132,22 +123,13 @@ def test_a_system_prompt_that_is_not_shared_to_its_end_is_not_awaited(
     n_system: int, n_shared: int
 ) -> None:
     computing = Computing()
-    taken, _ = begun(IDS, n_system=n_system)
+    taken = begun(IDS, n_system=n_system)
     computing.add(taken)
     same: Any = Found([*IDS[:1100], *range(9000, 9100)])
     saved(taken, n_shared - MIN_TOKENS_BETWEEN)
     assert computing.awaited(same)
     saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is made nearer than that
     assert not computing.awaited(same)
-
-
-def test_a_request_that_is_served_alone_is_awaited_too() -> None:
-    """It has no reply queue of ours."""
-    computing = Computing()
-    taken, _ = begun(IDS)
-    taken.reply = None
-    computing.add(taken)
-    assert computing.awaited(Found(IDS))  # type: ignore[arg-type]
 
 
 def test_common_lengths() -> None:

@@ -1,80 +1,125 @@
+"""How many tokens of a diverging conversation are reused, by rates."""
+
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.tree import Match
-from mlx_lm_kvpersist.request.costs import MIN_PREFILL_TOKENS, Rate, ReusePolicy
-from mlx_lm_kvpersist.store.index import Index
-from tests.store.conftest import ROOT, chain
+from mlx_lm_kvpersist.request.costs import MIN_TOKENS, tokens_to_reuse
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.tier import DISK, RAM
+
+ROOT = Root("fingerprint", "full")
+SHAPE = TensorShape(1, 64, "float32")
+FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)
+SLIDING = LayerGroup("1", GroupKind.SLIDING, "RotatingKVCache", (1,), SHAPE, SHAPE, window=256)
+PLAIN = ModelCacheSpec((FULL,), [KVCache()])
+WINDOWED = ModelCacheSpec((FULL, SLIDING), [KVCache(), RotatingKVCache(256)])
+MODEL = LoadedModel(None, None, PLAIN, "fingerprint", None)
+BLOCK_BYTES = 256 * PLAIN.bytes_per_token
 
 
-def test_a_rate_follows_what_is_measured() -> None:
-    rate = Rate()
-    assert rate.seconds(10) is None
-    rate.learn(100, 1.0)
-    assert rate.seconds(50) == 0.5
-    for _ in range(50):
-        rate.learn(1000, 1.0)
-    seconds = rate.seconds(1000)
-    assert seconds is not None and abs(seconds - 1.0) < 0.01
-    rate.learn(0, 1.0)
-    rate.learn(5, 0.0)
-    assert rate.seconds(1000) == seconds
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    store = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30))
+    yield store
+    store.close()
 
 
-def test_one_odd_measurement_moves_a_rate_by_a_fifth_of_the_way() -> None:
-    rate = Rate()
-    for n_units, expected in ((100, 100.0), (1, 80.2), (580.2, 180.2)):
-        rate.learn(n_units, 1.0)
-        assert rate.per_s is not None and abs(rate.per_s - expected) < 1e-9
+def blocks(first_id: int, *texts: str, parent: Block | None = None) -> list[Block]:
+    """Return a chain of blocks of 256 tokens with these texts."""
+    nodes: list[Block] = []
+    for number, text in enumerate(texts):
+        key = parent.key if parent else ROOT.key
+        packed = pack_ids([first_id + number] * 256)
+        start = parent.stop if parent else 0
+        parent = Block(block_key(key, packed), key, start, packed, text)
+        nodes.append(parent)
+    return nodes
 
 
-def test_what_is_unknown_is_worth_trying() -> None:
-    costs = ReusePolicy()
-    assert costs.canary and costs.min_reuse is None
-    assert costs.worth_it(1, 0, 1 << 30)
-    costs.prefill.learn(1000, 1.0)
-    assert costs.worth_it(1, 0, 1 << 30)
+def keep_hot(store: BlockStore, nodes: list[Block]) -> None:
+    store.commit(Commit(ROOT, tuple(nodes)), [(node, {"0.k": mx.zeros(1)}) for node in nodes])
+    store.drain()
 
 
-def test_the_cheaper_way_is_taken() -> None:
-    costs = ReusePolicy()
-    costs.prefill.learn(1000, 1.0)
-    costs.from_disk.learn(1e9, 1.0)
-    costs.from_ram.learn(1e10, 1.0)
-    # A block of 16 MB takes 16 ms from disk: as long as 16 tokens of prefill.
-    assert costs.worth_it(17, 0, 16_000_000)
-    assert not costs.worth_it(15, 0, 16_000_000)
-    assert costs.worth_it(15, 16_000_000, 0)
-    assert not costs.worth_it(1, 16_000_000, 0)
+def tokens_of_model(
+    store: BlockStore,
+    nodes: list[Block],
+    n_tokens: int,
+    block_s: float,
+    spec: ModelCacheSpec = PLAIN,
+    hot_s: float = 0.001,
+) -> tuple[int, Reason | None]:
+    """Ask for a model that computes 1,000 tokens a second, and reads a block in `block_s`.
+
+    From RAM a block takes `hot_s`.
+    """
+    model = LoadedModel(None, None, spec, "fingerprint", None)
+    model.speed.pace.learn(0, 512, 0.512)
+    model.speed.restores[RAM].per_s = BLOCK_BYTES / hot_s
+    model.speed.restores[DISK].per_s = BLOCK_BYTES / block_s
+    match = Match(tuple(nodes), n_tokens, 0, False)
+    return tokens_to_reuse(match, n_tokens, store, model)
 
 
-def test_short_prefills_teach_nothing() -> None:
-    costs = ReusePolicy()
-    costs.prefill.learn(MIN_PREFILL_TOKENS - 1, 10.0)
-    assert costs.prefill.per_s is None
-    costs.prefill.learn(MIN_PREFILL_TOKENS, 10.0)
-    assert costs.prefill.per_s == MIN_PREFILL_TOKENS / 10
+@pytest.mark.parametrize(
+    ("n_tokens", "block_s", "expected"),
+    [
+        (512, 0.1, (512, None)),
+        (256 + 150, 0.1, (406, None)),
+        # The last block takes longer to read than its 50 tokens to compute; the first does not.
+        (256 + 50, 0.1, (256, Reason.NOT_WORTH_IT)),
+        (256, 0.1, (256, None)),
+        (50, 0.1, (0, Reason.NOT_WORTH_IT)),
+        (256 + 150, 0.3, (0, Reason.NOT_WORTH_IT)),
+    ],
+)
+def test_blocks_on_disk_are_read_where_that_is_quicker(
+    store: BlockStore, n_tokens: int, block_s: float, expected: tuple[int, Reason | None]
+) -> None:
+    assert tokens_of_model(store, blocks(1, "a", "b"), n_tokens, block_s) == expected
 
 
-def test_a17_a_branch_that_goes_round_in_circles_has_an_end(tmp_path: Path) -> None:
-    index = Index(tmp_path / "index.sqlite")
-    nodes = chain([1], [2], [3])
-    index.add_blocks(ROOT, [(node, 1) for node in nodes])
-    index._db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (nodes[2].key, nodes[0].key))
-    index._db.execute("UPDATE blocks SET parent = key, ids = x'' WHERE key = ?", (nodes[1].key,))
-    index._db.commit()
-    ended = []
+def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    keep_hot(store, nodes)
+    assert tokens_of_model(store, nodes, 50, 100.0) == (50, None)
+    assert tokens_of_model(store, nodes, 256 + 50, 100.0) == (306, None)
+    assert tokens_of_model(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
+    assert tokens_of_model(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
+    store.pool.drop(nodes[0].key)
+    # The last block costs nothing, but reading the first takes longer than computing both.
+    assert tokens_of_model(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
+    assert tokens_of_model(store, nodes, 256 + 50, 0.2) == (306, None)
 
-    def ask() -> None:
-        for node in nodes:
-            match = Match((node,), 1, 50, at_end=False)
-            policy = ReusePolicy(min_reuse=0.5)
-            ended.append(policy.tokens_to_reuse(match, 1, index, None))  # type: ignore[arg-type]
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert len(ended) == 3
-    index.close()
+def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    keep_hot(store, nodes)
+    assert tokens_of_model(store, nodes, 306, 0.1, hot_s=0.1) == (256, Reason.NOT_WORTH_IT)
+    assert tokens_of_model(store, nodes, 406, 0.1, hot_s=0.1) == (406, None)
+    # Two blocks and a window of as many bytes: 300 ms.
+    assert tokens_of_model(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
+    assert tokens_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
+
+
+def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
+    nodes = blocks(1, "a", "b")
+    assert WINDOWED.bytes_per_checkpoint == BLOCK_BYTES
+    # Two blocks and a window of as many bytes: 300 ms.
+    assert tokens_of_model(store, nodes, 310, 0.1, WINDOWED) == (310, None)
+    assert tokens_of_model(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
+    keep_hot(store, nodes)
+    assert tokens_of_model(store, nodes, 290, 100.0, WINDOWED) == (290, None)
+    assert tokens_of_model(store, nodes, 2, 0.1, WINDOWED) == (0, None)

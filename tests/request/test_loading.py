@@ -12,14 +12,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 
-from mlx_lm_kvpersist.cache import allocation
-from mlx_lm_kvpersist.cache.kept_allocation import (
-    PRECISION_FILE,
-    keep_allocation,
-    known_allocation,
-)
-from mlx_lm_kvpersist.cache.precision import Allocation, KVPrecision, PrecisionRequest
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.cache.geometry.precision import Allocation, KVPrecision, PrecisionRequest
+from mlx_lm_kvpersist.cache.measuring import allocation
+from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation, put_allocation
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -62,7 +58,7 @@ def prepare(provider: Any, store: BlockStore, request: PrecisionRequest) -> Load
 
 
 def kept(store: BlockStore, loaded: LoadedModel) -> Allocation | None:
-    return known_allocation(store.folder / PRECISION_FILE, loaded.fingerprint, LONG)
+    return known_allocation(store.view, loaded.fingerprint, LONG)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +106,19 @@ def test_what_was_cut_short_is_measured_again_only_with_more_time(
 def test_the_server_that_was_quicker_is_followed(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that keep what they measured, one over the other, would lose conversations."""
+    """If one server's choice replaced the other's, conversations would be lost."""
     theirs = Allocation({0: KVPrecision.of(8, 64), 1: KVPrecision.of(6, 64)})
     fingerprint = prepare(provider, store, LONG).fingerprint
-    (store.folder / PRECISION_FILE).unlink()
+    with store.index.database.transaction() as db:
+        db.execute("DELETE FROM state")
 
     def meanwhile(*given: Any) -> Allocation:
-        keep_allocation(store.folder / PRECISION_FILE, fingerprint, LONG, theirs)
+        put_allocation(store.view, fingerprint, LONG, theirs)
         return allocation.measure(*given)
 
     monkeypatch.setattr(loading, "measure", meanwhile)
     assert prepare(provider, store, LONG).spec.layout == "8b64*1,6b64*1"
-    assert known_allocation(store.folder / PRECISION_FILE, fingerprint, LONG) == theirs
+    assert known_allocation(store.view, fingerprint, LONG) == theirs
 
 
 def test_memory_is_given_back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
@@ -15,23 +16,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.blocks import _Buffers
-from mlx_lm_kvpersist.cache.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match import block as block_module
-from mlx_lm_kvpersist.match.block import block_key
+from mlx_lm_kvpersist import block as block_module
+from mlx_lm_kvpersist.block import block_key
+from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import insert as insert_module
 from mlx_lm_kvpersist.request import lookup as lookup_module
-from mlx_lm_kvpersist.request.costs import MIN_TOKENS, ReusePolicy
-from mlx_lm_kvpersist.request.insert import REPLY, insert
-from mlx_lm_kvpersist.request.lookup import RequestState, Sequence
+from mlx_lm_kvpersist.request.costs import MIN_TOKENS
+from mlx_lm_kvpersist.request.insert import insert
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.outcome import Kind, Reason, Tier
+from mlx_lm_kvpersist.request.outcome import Kind, Reason
 from mlx_lm_kvpersist.request.restore import Restored, restore
-from mlx_lm_kvpersist.request.round_trip import tiny_model as selftest_model
+from mlx_lm_kvpersist.request.speed import Speed
+from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_record
+from mlx_lm_kvpersist.store.tier import DISK, RAM
 from tests.support.synthetic import synthetic_text
 
 from .conftest import Conversations
@@ -155,16 +158,16 @@ def test_outcomes(talk: Conversations) -> None:
     assert talk.ask(turn[:200])[2].kind in (Kind.EXACT, Kind.DIVERGE)
     follow_up = [*turn, *talk.loaded.encode("next question")]
     _, _, outcome = talk.ask(follow_up)
-    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.EXTEND, 301, Tier.HOT)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.EXTEND, 301, "ram")
     edited = [*turn[:100], *talk.loaded.encode("!!! something else entirely")]
     _, _, outcome = talk.ask(edited)
     assert outcome.kind is Kind.DIVERGE and 90 < outcome.n_reused < len(edited)
     unknown = [eos, *talk.loaded.encode("unknown")]
     _, _, outcome = talk.ask(unknown)
-    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.MISS, 0, Tier.COLD)
+    assert (outcome.kind, outcome.n_reused, outcome.tier) == (Kind.MISS, 0, "cold")
     talk.forget_hot_blocks()
     _, _, outcome = talk.ask(follow_up)
-    assert (outcome.n_reused, outcome.n_restored, outcome.tier) == (301, 301, Tier.WARM)
+    assert (outcome.n_reused, outcome.n_restored, outcome.tier) == (301, 301, "disk")
 
 
 def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
@@ -173,7 +176,7 @@ def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
     talk.remember(ids, n_prompt=500, session="s")
     talk.store.drain()
     # 300 tokens end in a block of 44, which the second turn's block of 256 replaces.
-    assert talk.store.index.n_blocks() == 3
+    assert talk.store.index.totals().n_blocks == 3
     assert len([x.leaf for x in talk.store.index.sessions() if x.name == "s"]) == 1
     _, _, outcome = talk.ask([*ids, 5])
     assert outcome.n_reused == 600
@@ -215,7 +218,7 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
         talk.remember([*common, *sampled_turn(talk.loaded, 40, seed)], n_prompt=160)
     talk.forget_hot_blocks()
     prompt = [*common, *sampled_turn(talk.loaded, 30, seed=3)]
-    read = talk.store.load_all
+    read = talk.store.reader.load_all
     gone: list[bytes] = []
 
     def remove_and_read(wanted: Any, root: Any) -> Any:
@@ -224,7 +227,7 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
             block_path(talk.store.folder, gone[0]).unlink()
         return read(wanted, root)
 
-    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    monkeypatch.setattr(talk.store.reader, "load_all", remove_and_read)
     fed, caches, outcome = talk.ask(prompt)
     assert gone and outcome.kind is Kind.DIVERGE and outcome.n_reused >= len(common) - 2
     assert_same_logits(talk, fed, caches, outcome.n_reused)
@@ -242,7 +245,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
         branch = respelled(talk.loaded, ids, 10 + 20 * n)
         talk.remember(branch[: len(branch) - 10 * n], n_prompt=4)
     talk.forget_hot_blocks()
-    read = talk.store.load_all
+    read = talk.store.reader.load_all
     gone: list[bytes] = []
 
     def remove_and_read(wanted: Any, root: Any) -> Any:
@@ -251,7 +254,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
             block_path(talk.store.folder, gone[-1]).unlink()
         return read(wanted, root)
 
-    monkeypatch.setattr(talk.store, "load_all", remove_and_read)
+    monkeypatch.setattr(talk.store.reader, "load_all", remove_and_read)
     fed, caches, outcome = talk.ask(list(talk.loaded.tokenizer.encode(text + " And so on")))
     assert len(gone) == 4 and outcome.n_reused > 0
     assert_same_logits(talk, fed, caches, outcome.n_reused)
@@ -267,10 +270,12 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         talk = Conversations(loaded, store)
         caches = spec.make_cache()
         mx.eval(selftest_model(seed=99)(mx.array([ids]), cache=caches))
-        sequence = Sequence(RequestState(root=talk.root), 10)
+        sequence = RunningSequence(RequestState(root=talk.root), 10)
         insert(sequence, ids, caches, REPLY, store, loaded)
         talk.forget_hot_blocks()
-        last = max(tmp_path.glob("blocks/*/*"), key=lambda x: read_record(x)[0].start)
+        last = max(
+            tmp_path.glob("blocks/*/*"), key=lambda x: getattr(read_record(x)[0], "start", 0)
+        )
         last.unlink()
         _, _, outcome = talk.ask([*ids, 5, 6, 7])
         assert outcome.kind is Kind.MISS
@@ -284,23 +289,23 @@ def test_a_restore_teaches_the_rate_of_each_tier(
     def took(*args: Any, **kwargs: Any) -> Generator[None, None, Restored | None]:
         restored = yield from restore(*args, **kwargs)
         assert restored is not None
-        restored.join_s, restored.n_bytes = 2.0, 6 << 20
-        restored.disk_s, restored.n_disk_bytes = 4.0, 20 << 20
+        restored.seconds = defaultdict(float, {RAM: 2.0, DISK: 4.0})
+        restored.n_bytes = Counter({RAM: 6 << 20, DISK: 20 << 20})
         return restored
 
     ids = talk.loaded.tokenizer.encode("To be, or not to be, that is the question.")
     talk.remember(ids, len(ids) - 3)
     monkeypatch.setattr(lookup_module, "restore", took)
-    policy, prompt = ReusePolicy(), Prompt([*ids, 5], [[*ids, 5]], ["user"])
-    lookup_module.Lookup(prompt, talk.root, talk.store, talk.loaded, policy).restore()
-    assert (policy.from_ram.per_s, policy.from_disk.per_s) == (3 << 20, 5 << 20)
+    loaded = replace(talk.loaded, speed=Speed())
+    prompt = Prompt([*ids, 5], [[*ids, 5]], ["user"])
+    lookup_module.Lookup(prompt, talk.root, talk.store, loaded).restore()
+    rates = loaded.speed.restores
+    assert (rates[RAM].per_s, rates[DISK].per_s) == (3 << 20, 5 << 20)
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 @pytest.mark.parametrize("damaged", [0, 1])
-def test_a18_after_a_failed_check_an_intact_block_is_found(
-    talk: Conversations, damaged: int
-) -> None:
+def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, damaged: int) -> None:
     """Two blocks hold what the prompt needs; whichever is damaged, the other one is used."""
     ids = sampled_turn(talk.loaded, 1040)
     for end in ([5, 6, 7], [8, 9, 10]):
@@ -325,7 +330,7 @@ def test_a18_after_a_failed_check_an_intact_block_is_found(
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_c4_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Conversations) -> None:
+def test_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
     other = [*ids[:6], *(i + 1 if i < 400 else i - 1 for i in ids[6:250])]
@@ -334,7 +339,7 @@ def test_c4_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Convers
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
+def test_a_hot_prompt_is_decoded_once_and_hashed_once(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = sampled_turn(talk.loaded, 6 * 256)
@@ -366,7 +371,7 @@ def test_b5_a_hot_prompt_is_decoded_once_and_hashed_once(
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_b5_only_what_is_in_ram_is_joined_whole(
+def test_only_what_is_in_ram_is_joined_whole(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = sampled_turn(talk.loaded, 600)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_lm_kvpersist.cache.spec import GroupKind, LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.request.model import described, described_bits
 
 SHAPE = TensorShape(1, 64, "float32")

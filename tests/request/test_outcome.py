@@ -10,23 +10,20 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.cache.blocks import BLOCK_TOKENS
-from mlx_lm_kvpersist.match.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
+from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
 from mlx_lm_kvpersist.match.tree import NO_MATCH, Match
 from mlx_lm_kvpersist.request.outcome import (
-    KEPT,
     MIN_ALIKE_CHARS,
     MIN_ALIKE_TOKENS,
     Divergence,
-    History,
     Kind,
     Outcome,
     Reason,
-    Tier,
     divergence_at,
     why_not_stored,
 )
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 
 DIVERGED = Reason.DIVERGED.text
 
@@ -36,53 +33,53 @@ DIVERGED = Reason.DIVERGED.text
     [
         (
             Outcome(Kind.MISS, 1200),
-            Tier.COLD,
+            "cold",
             "outcome=MISS; tier=cold; reused=0; restored=0; restore_ms=0.0",
             "computed all 1,200 tokens",
         ),
         (
             Outcome(Kind.MISS, 7, reason=Reason.NOTHING_ALIKE, restore_ms=1.25),
-            Tier.COLD,
+            "cold",
             "outcome=MISS; tier=cold; reused=0; restored=0; restore_ms=1.2; reason=new",
             "computed all 7 tokens: nothing stored begins like this",
         ),
         (
             Outcome(Kind.EXTEND, 1078, 1054),
-            Tier.HOT,
-            "outcome=EXTEND; tier=hot; reused=1054; restored=0; restore_ms=0.0",
+            "ram",
+            "outcome=EXTEND; tier=ram; reused=1054; restored=0; restore_ms=0.0",
             "reused 1,054 of 1,078 tokens from RAM, 24 computed",
         ),
         (
             Outcome(Kind.DIVERGE, 50, 40, 39, 1234.4, Reason.DIVERGED),
-            Tier.WARM,
-            "outcome=DIVERGE; tier=warm; reused=40; restored=39; restore_ms=1234.4; "
+            "disk",
+            "outcome=DIVERGE; tier=disk; reused=40; restored=39; restore_ms=1234.4; "
             "reason=diverged",
             f"reused 40 of 50 tokens from RAM and disk in 1,234 ms, 10 computed ({DIVERGED})",
         ),
         (
             Outcome(Kind.EXACT, 41, 40, 40, 3.0),
-            Tier.WARM,
-            "outcome=EXACT; tier=warm; reused=40; restored=40; restore_ms=3.0",
+            "disk",
+            "outcome=EXACT; tier=disk; reused=40; restored=40; restore_ms=3.0",
             "reused 40 of 41 tokens from disk in 3 ms, 1 computed",
         ),
         (
             Outcome.stock(9, "an image"),
-            Tier.COLD,
+            "cold",
             "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
             "served as the stock server does: an image",
         ),
         (
             replace(Outcome.stock(9, ""), n_reused=1),
-            Tier.HOT,
-            "outcome=STOCK; tier=hot; reused=1; restored=0; restore_ms=0.0; reason=not-kept",
+            "ram",
+            "outcome=STOCK; tier=ram; reused=1; restored=0; restore_ms=0.0; reason=not-kept",
             f"served as the stock server does: {Reason.NOT_KEPT.text}",
         ),
     ],
 )
 def test_one_outcome_for_programs_and_for_people(
-    outcome: Outcome, tier: Tier, header: str, sentence: str
+    outcome: Outcome, tier: str, header: str, sentence: str
 ) -> None:
-    assert outcome.tier is tier
+    assert outcome.tier == tier
     assert outcome.header == header
     assert outcome.sentence(None) == sentence
     assert outcome.sentence("") == sentence
@@ -157,7 +154,7 @@ def block_of(root: Root, text: str) -> Block:
 def save(store: BlockStore, root: Root, *blocks: Block) -> None:
     arrays = {"0.k": mx.zeros(1)}
     mx.eval(arrays)
-    store.save_turn(Turn(root, blocks), [(block, arrays) for block in blocks])
+    store.commit(Commit(root, blocks), [(block, arrays) for block in blocks])
     store.drain()
 
 
@@ -170,8 +167,8 @@ SAID = "The quick brown fox jumps over the lazy dog, and nobody minds it at all,
         (replace(ROOT, namespace="them"), Reason.OTHER_NAMESPACE),
         (replace(ROOT, session="theirs"), Reason.OTHER_NAMESPACE),
         (replace(ROOT, fingerprint="another"), Reason.OTHER_MODEL),
-        (replace(ROOT, precision="8b64"), Reason.OTHER_PRECISION),
-        (replace(ROOT, precision="8b64", fingerprint="another"), Reason.OTHER_MODEL),
+        (replace(ROOT, layout="8b64"), Reason.OTHER_PRECISION),
+        (replace(ROOT, layout="8b64", fingerprint="another"), Reason.OTHER_MODEL),
         (replace(ROOT, with_text=False), Reason.NOTHING_ALIKE),
     ],
 )
@@ -199,7 +196,7 @@ def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> Non
 
 def test_the_least_different_place_is_named(store: BlockStore) -> None:
     others = (
-        replace(ROOT, precision="8b64", fingerprint="another"),
+        replace(ROOT, layout="8b64", fingerprint="another"),
         replace(ROOT, namespace="them"),
     )
     for other in others:
@@ -231,52 +228,9 @@ def test_what_was_evicted_is_known_by_the_blocks_that_match_whole(store: BlockSt
         path.append(Block(block_key(parent, packed), parent, start, packed, "x"))
         parent, start = path[-1].key, stop
     save(store, ROOT, *path)
-    store.disk.make_room(store.limits.max_disk_bytes - store.disk.reserve_bytes)
+    store.disk.eviction.make_room(store.limits.max_disk_bytes - store.disk.eviction.reserve_bytes)
     for n_left in (2, 1, 0):
         match = Match(tuple(path[:n_left]), n_left * BLOCK_TOKENS, 0, False)
         assert why_not_stored(ids, None, match, ROOT, store) == (Reason.EVICTED, "")
     whole = Match(tuple(path), len(ids), 0, False)
     assert why_not_stored(ids[: 2 * BLOCK_TOKENS], None, whole, ROOT, store)[0] is Reason.DIVERGED
-
-
-def test_as_many_requests_are_remembered_as_are_shown() -> None:
-    history = History()
-    ids = [history.add(None, "n", "m", Outcome(Kind.MISS, 9))["id"] for _ in range(KEPT + 1)]
-    assert len(set(ids)) == KEPT + 1
-    assert [one["id"] for one in history.records()] == ids[:0:-1]
-
-
-def test_a_prompt_is_quoted_only_where_that_is_wanted() -> None:
-    quote = Divergence(5, 0, "user", 3, stored="a secret", asked="a question")
-    outcome = Outcome(Kind.DIVERGE, 9, divergence=quote)
-    hidden = {**vars(quote), "stored": None, "asked": None}
-    history = History()
-    assert history.add("s", "", "m", outcome)["divergence"] == vars(quote)
-    assert history.add("s", "", "m", outcome, kept=False)["divergence"] == hidden
-    assert History(with_text=False).add("s", "", "m", outcome)["divergence"] == hidden
-    assert [one["divergence"] for one in history.records(with_text=False)] == [hidden, hidden]
-    assert [one["divergence"] for one in history.records()] == [hidden, vars(quote)]
-
-
-def test_what_a_deleted_session_said_is_forgotten() -> None:
-    history = History()
-    quote = Divergence(0, None, None, None, stored="a secret", asked="a question")
-    for name in ("deleted", "other", None):
-        history.add(name, "", "model", Outcome(Kind.DIVERGE, 9, divergence=quote))
-    history.forget("deleted")
-    records = history.records()
-    assert [record["session"] for record in records] == [None, "other"]
-    assert "secret" not in str(records)  # another session's record may quote the deleted one
-    history.add("new", "", "model", Outcome(Kind.DIVERGE, 9, divergence=quote))
-    assert "secret" in str(history.records()[0])
-
-
-def test_a_first_token_is_added_to_its_request() -> None:
-    history = History()
-    first, second = (history.add(None, "", "m", Outcome(Kind.MISS, 9)) for _ in range(2))
-    history.timed(first["id"], 0.25)
-    history.timed("no-such", 1.0)
-    newest, oldest = history.records()
-    assert (newest["id"], newest["first_token_s"]) == (second["id"], None)
-    assert (oldest["id"], oldest["first_token_s"]) == (first["id"], 0.25)
-    assert first["first_token_s"] is None  # the writer may be at it

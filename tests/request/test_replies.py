@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.request.replies import respell
+from mlx_lm_kvpersist.request.replies import retokenize
+from mlx_lm_kvpersist.request.serving import Serving
+from mlx_lm_kvpersist.request.state import RequestState
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
@@ -164,7 +166,7 @@ def test_white_space_of_a_reply_comes_back(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("metaspace")])
-def test_a7_a_template_that_writes_a_space_before_content(
+def test_a_template_that_writes_a_space_before_content(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
     """No second space, and none less."""
@@ -181,7 +183,7 @@ def test_a7_a_template_that_writes_a_space_before_content(
     assert after.fed == after.rendered
 
 
-def test_a7_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: BlockStore) -> None:
+def test_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: BlockStore) -> None:
     chat = chat_with(tokenizers["metaspace-first"], store, Template(tail=" ", end="EOS"))
     after = follow_up(chat, reply_with(chat, " Hello"))
     assert read(chat, after.fed) == read(chat, after.rendered)
@@ -189,7 +191,7 @@ def test_a7_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: 
 
 
 @pytest.mark.parametrize("text", ["cafe\u0301", "A\u030a ngstro\u0308m"])
-def test_c6_a_reply_that_is_not_in_nfc(
+def test_a_reply_that_is_not_in_nfc(
     tokenizers: dict[str, Any], store: BlockStore, text: str
 ) -> None:
     """The tokenizer normalises what is sent back: only the ids keep what the model said."""
@@ -227,7 +229,7 @@ def thinking(kept: bool = False, opened: bool = False) -> str:
 
 @pytest.mark.parametrize("opened", [False, True], ids=["model-opens", "template-opens"])
 @pytest.mark.parametrize("arguments", ['{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }'])
-def test_c6_a_tool_call_after_reasoning(
+def test_a_tool_call_after_reasoning(
     tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: str
 ) -> None:
     """However the client serialises the call, and whatever white space stands around thinking."""
@@ -250,7 +252,7 @@ def test_c6_a_tool_call_after_reasoning(
     assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
 
 
-def test_c6_thinking_that_the_template_drops_is_not_fed(
+def test_thinking_that_the_template_drops_is_not_fed(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, thinking())
@@ -323,7 +325,7 @@ def test_two_equal_replies_of_one_conversation(
 
 
 @pytest.mark.parametrize("stop", ["END", "\n\n"])
-def test_a_stop_word_is_not_the_reply(
+def test_a_reply_is_fed_up_to_its_stop_string(
     tokenizers: dict[str, Any], store: BlockStore, stop: str
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
@@ -331,8 +333,77 @@ def test_a_stop_word_is_not_the_reply(
     first = chat.turn([QUESTION], ids, stop_words=[stop])
     assert first.message["content"].strip() == "yes"
     after = follow_up(chat, first)
-    assert after.fed == after.rendered
+    own = [*first.fed, *exactly(chat, " yes")]
+    assert after.fed[: len(own)] == own and after.n_reused >= len(own)
     assert stop + "<|im_end|>" not in read(chat, after.fed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trim", ["", "| trim"])
+@pytest.mark.parametrize("text", [" yes and so", "caf\u00e9  on", " 🎉🎉 on\n\nand"])
+def test_any_beginning_of_an_interrupted_reply_is_found(
+    tokenizers: dict[str, Any], store: BlockStore, kind: str, trim: str, text: str
+) -> None:
+    """Nobody knows how much of it its client has read."""
+    chat = chat_with(tokenizers[kind], store, Template(trim=trim))
+    reply = exactly(chat, text)
+    first = chat.turn([QUESTION], reply, finish_reason="length")
+    whole = read(chat, reply)
+    ends = {n: read(chat, reply[:n]) for n in range(1, len(reply))}
+    for n, beginning in ends.items():
+        if not beginning.strip() or "\ufffd" in beginning:
+            continue
+        after = follow_up(chat, first, content=beginning.removeprefix(" "))
+        own = [*first.fed, *reply[:n]]
+        if trim and beginning[-1:].isspace():
+            own = own[: len(first.fed) + len(beginning.rstrip().encode())]
+        assert after.fed[: len(own)] == own, (whole, beginning)
+        assert after.n_reused >= len(own) - 1
+        assert read(chat, after.fed).count(beginning.rstrip() if trim else beginning) == 1
+
+
+def test_what_only_resembles_an_interrupted_reply_is_fed_as_it_is_rendered(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    first = chat.turn([QUESTION], exactly(chat, " yes and so"), finish_reason="length")
+    for content in ("no and so", "yes and so on", "yes an so", "s and so", "", " "):
+        after = follow_up(chat, first, content=content)
+        assert after.fed == after.rendered
+    other = [{**QUESTION, "content": "What was it?"}, first.message, NEXT]
+    turn = chat.turn(other, [chat.tokenizer.eos_token_id])
+    assert turn.fed == turn.rendered
+
+
+@pytest.mark.parametrize("is_sent_first", [True, False])
+def test_a_later_answer_to_the_same_question_hides_none_that_was_cut(
+    tokenizers: dict[str, Any],
+    store: BlockStore,
+    monkeypatch: pytest.MonkeyPatch,
+    is_sent_first: bool,
+) -> None:
+    """Whichever is known first: the ids of a reply, or what its client was sent."""
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    options: dict[str, Any] = {"canary": True, "isolated": False, "step_s": 0.0}
+    serving = Serving(store, chat.loaded, print, **options)
+
+    def as_served(
+        messages: Any, prompt: list[int], reply: list[int], sent: Message, root: Any, *_: Any
+    ) -> None:
+        state = RequestState(root=root, messages=messages)
+        state.sent = sent if is_sent_first else None
+        state.produced = prompt, reply
+        serving.remember(state)
+        state.sent = sent
+        serving.remember(state)
+
+    monkeypatch.setattr("tests.support.chat.remember", as_served)
+    first, second = (
+        chat.turn([QUESTION], exactly(chat, said), finish_reason="length")
+        for said in (" yes and", " no but")
+    )
+    for turn in (first, second):
+        assert follow_up(chat, turn).fed[: turn.n_total] == [*turn.fed, *turn.reply]
 
 
 def test_a_reply_that_max_tokens_cut(tokenizers: dict[str, Any], store: BlockStore) -> None:
@@ -436,10 +507,10 @@ def test_segments_survive_another_spelling(tokenizers: dict[str, Any], store: Bl
     ids = chat.render(messages)
     segments = [ids[:3], ids[3:-2], ids[-2:]]
     prompt = Prompt(ids, segments, ["system", "user", "assistant"])
-    made = respell(prompt, messages, chat.root, store, chat.loaded)
+    made = retokenize(prompt, messages, chat.root, store, chat.loaded)
     assert made.segment_types == prompt.segment_types
-    assert [token for segment in made.segments for token in segment] == made.ids != ids
-    assert (made.segments[0], made.segments[-1]) == (segments[0], segments[-1])
+    assert [token for segment in made.segments for token in segment] == [*made.ids] != ids
+    assert (made.segments[0], made.segments[-1]) == (prompt.segments[0], prompt.segments[-1])
 
 
 templates = st.builds(

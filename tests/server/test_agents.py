@@ -60,8 +60,8 @@ def test_an_agent_is_warm_before_its_first_question(
     status, shown = call(server, "GET", "/smith")
     assert status == 200 and shown["tokens"] == usage["prompt_tokens"] + 5
     assert shown["branches"] == 2  # the beginning's own, and the conversation's
-    assert shown["bytes"] == shown["tiers"]["warm"]["bytes"] > 0 and "4" in shown["precision"]
-    assert shown["tiers"]["hot"]["blocks"] == shown["tiers"]["warm"]["blocks"] > 4
+    assert shown["bytes"] == shown["tiers"]["disk"]["bytes"] > 0 and "4" in shown["precision"]
+    assert shown["tiers"]["ram"]["blocks"] == shown["tiers"]["disk"]["blocks"] > 4
     assert not shown["pinned"] and shown["used"] >= shown["created"]
     again, refused = call(server, "POST", "", {"id": "smith"})
     assert again == 409 and "delete it first" in refused["error"]["message"]
@@ -99,21 +99,21 @@ def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
     wait_for_reply(server)
     before = call(server, "GET", "/one")[1]
     status, after = call(server, "POST", "/one/evict")
-    assert status == 200 and after["tiers"]["warm"] == before["tiers"]["warm"]
-    n_hot, n_shared = after["tiers"]["hot"]["blocks"], 1800 // 4 // 256
-    assert n_shared <= n_hot < before["tiers"]["hot"]["blocks"]
-    assert call(server, "GET", "/two")[1]["tiers"]["hot"]["blocks"] > n_hot
+    assert status == 200 and after["tiers"]["disk"] == before["tiers"]["disk"]
+    n_hot, n_shared = after["tiers"]["ram"]["blocks"], 1800 // 4 // 256
+    assert n_shared <= n_hot < before["tiers"]["ram"]["blocks"]
+    assert call(server, "GET", "/two")[1]["tiers"]["ram"]["blocks"] > n_hot
     body = {"messages": [ASK], "max_tokens": 1.0}
     assert call(server, "POST", "/one/generate", body)[0] == 200
     wait_for_reply(server)
     assert call(server, "DELETE", "/one") == (204, None)
     assert call(server, "GET", "/one")[0] == call(server, "DELETE", "/one")[0] == 404
     two = call(server, "GET", "/two")[1]
-    assert two["tiers"]["warm"]["blocks"] >= n_hot
-    disk = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["disk"]
+    assert two["tiers"]["disk"]["blocks"] >= n_hot
+    disk = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["tiers"]["disk"]
     assert call(server, "DELETE", "/two") == (204, None)
     after_all = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]
-    assert after_all["disk"]["blocks"] < disk["blocks"]
+    assert after_all["tiers"]["disk"]["blocks"] < disk["blocks"]
     made = call(server, "POST", "", {"id": "one", "system": shared})[1]
     assert made["prefilled"]["reused"] == 0  # neither in RAM nor on disk
 

@@ -80,3 +80,8 @@ def test_what_fits_is_served_whatever_its_limit(scripted_server: ScriptedServer)
     scripted_server.say("Here.")
     reply = scripted_server.process.chat([{"role": "user", "content": "Where?"}], max_tokens=10**6)
     assert reply.text == "Here."
+
+
+def test_the_list_of_models_tells_the_length(scripted_server: ScriptedServer) -> None:
+    listed = json.loads(scripted_server.process.request("GET", "/v1/models")[2])["data"]
+    assert [one["max_model_len"] for one in listed if "max_model_len" in one] == [MAX_CONTEXT]

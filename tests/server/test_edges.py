@@ -98,7 +98,7 @@ def with_special_tokens_at(model: Path, first_id: int) -> Path:
 
 
 @pytest.mark.skipif(not serves_holes(), reason="this mlx-lm cannot serve such a vocabulary")
-def test_a5_text_that_spells_roles_is_not_taken_for_them(
+def test_text_that_spells_roles_is_not_taken_for_them(
     started: StartServer, models_dir: Path, tmp_path: Path
 ) -> None:
     """A user who writes what a conversation looks like between its marks is not in it."""
@@ -233,7 +233,7 @@ def test_a_client_that_goes_away(server: ServerProcess) -> None:
     again = server.chat([system, user("Tell it all.")], max_tokens=5)
     n_last = 20  # of the template and the question
     assert again.cached_tokens >= again.prompt_tokens - n_last
-    assert again.kvpersist["tier"] == "hot"
+    assert again.kvpersist["tier"] == "ram"
     cold = server.chat([system, user("Tell it all.")], "cold", max_tokens=5, headers=tenant("cold"))
     assert (cold.cached_tokens, cold.text) == (0, again.text)
 
@@ -292,7 +292,7 @@ def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
 def test_a_reply_that_begins_with_a_space(
     server: ServerProcess, tokenizer: Tokenizer, stopped: bool
 ) -> None:
-    """The server drops that space; the whole reply is known again, one cut short is not."""
+    """The server drops that space; the reply is known again, as far as it was sent."""
     vocabulary = tokenizer.get_vocab()
     words = [t for t in vocabulary if t[0] == "Ġ" and t[1:].isascii() and t[1:].isalpha()]
     bias = {str(vocabulary[token]): 60.0 for token in sorted(words)}
@@ -314,10 +314,7 @@ def test_a_reply_that_begins_with_a_space(
     assert first.completion_tokens == (at + 1 if stopped else 12)
     talk = [*question, said(first), user("And?")]
     more = server.chat(talk, headers=tenant(f"space-{stopped}"), max_tokens=5)
-    # What was cut short is rendered as it was sent: it parts from what was said at once.
-    assert more.cached_tokens == (first.prompt_tokens if stopped else n_total(first))
-    if stopped:
-        assert_as_cold(server, more, talk)
+    assert more.cached_tokens == first.prompt_tokens + (at if stopped else 12)
 
 
 def assert_as_cold(server: ServerProcess, reply: Reply, messages: list[Message]) -> None:
@@ -461,18 +458,18 @@ def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
             talk.append(user(f"{n}. Is there room?"))
             reply = server.chat(talk, name, max_tokens=10)
             assert reply.cached_tokens >= before[name]
-            assert (reply.kvpersist["tier"] == "warm") == (n > 0)
+            assert (reply.kvpersist["tier"] == "disk") == (n > 0)
             talk.append(said(reply))
             before[name] = n_total(reply)
             wait_for_commit(store, name, before[name])
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]
-    assert stats["ram"]["max_bytes"] == 0
+    assert stats["tiers"]["ram"]["max_bytes"] == 0
     wait_until(lambda: ram_bytes(server) == 0, "RAM within its budget")
 
 
 def ram_bytes(server: ServerProcess) -> int:
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
-    return int(stats["store"]["ram"]["bytes"])
+    return int(stats["store"]["tiers"]["ram"]["bytes"])
 
 
 def test_namespaces_by_key(cramped: tuple[ServerProcess, Path]) -> None:

@@ -17,11 +17,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load
 
-from mlx_lm_kvpersist.cache.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patches import PATCHES
-from mlx_lm_kvpersist.host.probes import ARGS
+from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from tests.support import UNMEASURED, make_tiny_model, synthetic_text
 from tests.support.zoo import make_zoo_model
@@ -69,7 +69,7 @@ def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None
     assert kinds == {BatchQuantizedKVCache}
 
 
-def test_d_a_model_that_reads_padding_computes_its_prompts_alone(
+def test_a_model_that_reads_padding_computes_its_prompts_alone(
     patched: Patched, tmp_path: Path
 ) -> None:
     """Its prompts are computed one by one, and only its replies share a batch."""
@@ -83,9 +83,7 @@ def test_d_a_model_that_reads_padding_computes_its_prompts_alone(
     assert (rows, max(n_speaking)) == ({1}, 2)
 
 
-def test_d_a_model_that_is_wrong_in_a_batch_is_served_alone(
-    patched: Patched, tmp_path: Path
-) -> None:
+def test_a_model_that_is_wrong_in_a_batch_is_served_alone(patched: Patched, tmp_path: Path) -> None:
     provider = patched.server.ModelProvider(patched.args)
     model, _ = provider.load(str(make_zoo_model(tmp_path / "bigcode", "gpt_bigcode")))
     assert all(hasattr(cache, "merge") for cache in model.make_cache())  # stock would batch it
@@ -152,5 +150,5 @@ def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     finally:
         gc.enable()
     assert alive == [0, 0, 0]
-    assert patched.plugin._loaded is not None
-    assert patched.plugin._loaded.name == str(tiny_model)
+    assert patched.plugin._serving is not None
+    assert patched.plugin._serving.model.name == str(tiny_model)

@@ -26,14 +26,17 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     return started.with_plugin(tiny_model, env={"HF_HUB_CACHE": str(no_cache)})
 
 
-def test_c8_the_loaded_model_is_listed_where_nothing_was_downloaded(
+def test_the_loaded_model_is_listed_where_nothing_was_downloaded(
     server: ServerProcess, tiny_model: Path
 ) -> None:
     own, alias = str(tiny_model.resolve()), f"claude-{tiny_model.name}"
-    for path, names in ("/v1/models", [own, alias]), (f"/v1/models/{tiny_model}", [own]):
-        status, _, body = server.request("GET", path)
-        assert status == 200
-        assert [model["id"] for model in json.loads(body)["data"]] == names
+    status, _, body = server.request("GET", "/v1/models")
+    assert (status, [model["id"] for model in json.loads(body)["data"]]) == (200, [own, alias])
+    status, _, body = server.request("GET", f"/v1/models/{tiny_model}")
+    assert (status, json.loads(body)["id"]) == (200, own)
+    status, _, body = server.request("GET", "/v1/models/gpt-5")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+    assert "there is no model gpt-5 here" in json.loads(body)["error"]["message"]
     status, _, body = server.request("GET", f"/v1/models/{alias}?beta=true")
     assert (status, json.loads(body)["id"]) == (200, alias)
     assert server.chat(USER, model=alias, max_tokens=1).completion_tokens == 1
@@ -46,13 +49,37 @@ def test_c8_the_loaded_model_is_listed_where_nothing_was_downloaded(
         ("/v1/completions", {"prompt": "Hello?"}, "text_completion"),
     ],
 )
-def test_c8_every_chunk_of_a_stream_has_one_type(
+def test_every_chunk_of_a_stream_has_one_type(
     server: ServerProcess, path: str, asks: dict[str, object], kind: str
 ) -> None:
     body = {**asks, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
     chunks = [json.loads(data) for _, data in server.events(path, body) if data != "[DONE]"]
     assert {chunk["object"] for chunk in chunks} == {kind}
     assert "usage" in chunks[-1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("model", ["gpt-5", "no/such-model", "/no/such folder"])
+@pytest.mark.parametrize(
+    ("path", "asks"),
+    [
+        (CHAT, {"messages": USER}),
+        ("/v1/completions", {"prompt": "Hello?"}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 3}),
+        ("/v1/responses", {"input": "Hello?"}),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_beside_the_one_that_is(
+    server: ServerProcess, path: str, asks: dict[str, object], model: str, stream: bool
+) -> None:
+    n_loaded = server.log.count("kvpersist: the store")
+    status, _, body = server.request("POST", path, {**asks, "model": model, "stream": stream})
+    assert (status, json.loads(body)["error"]["message"]) == (
+        404,
+        f"there is no model {model}; this server has {server.model}; ask for default_model",
+    )
+    assert server.chat(USER, max_tokens=1).completion_tokens == 1
+    assert server.log.count("kvpersist: the store") == n_loaded  # it was not loaded again
 
 
 def name_of(path: Path) -> str:
@@ -139,8 +166,8 @@ def test_a_client_that_sends_nothing_is_disconnected(
     launcher = tmp_path / "impatient.py"
     launcher.write_text(
         "import sys\n"
-        "from mlx_lm_kvpersist.host import http_server\n"
-        "http_server.PluginAPIHandler.timeout = 1.0\n"
+        "from mlx_lm_kvpersist.host.http import server\n"
+        "server.PluginAPIHandler.timeout = 1.0\n"
         "from mlx_lm_kvpersist._startup import serve\n"
         "serve(sys.argv[1:])\n",
         encoding="utf-8",

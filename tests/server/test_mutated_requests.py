@@ -132,9 +132,7 @@ class Asked:
         assert '"type": "api_error"' not in answer, answer
         if status >= 400:
             error = json.loads(answer)["error"]
-            message = error if isinstance(error, str) else error["message"]
-            assert len(message) > 10, answer
-            assert isinstance(error, str) == (path in (CHAT_PATH, TEXT_PATH)), answer
+            assert len(error["message"]) > 10 and error["type"], answer
         elif path == AGENTS:
             self.server.request("DELETE", f"{AGENTS}/{json.loads(answer)['id']}")
         if path in (CHAT_PATH, TEXT_PATH) and is_refused(status, answer):

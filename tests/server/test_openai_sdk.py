@@ -38,7 +38,7 @@ def test_a_conversation(start_server: StartServer, tiny_model: Path) -> None:
         )
         reply = raw.parse()
         assert raw.headers["x-kvpersist"].startswith(
-            "outcome=EXTEND; tier=hot" if turn else "outcome=MISS; tier=cold"
+            "outcome=EXTEND; tier=ram" if turn else "outcome=MISS; tier=cold"
         )
         assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
         assert reply.usage.prompt_tokens_details.cached_tokens == before

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli.connect import CLIENTS, Client
+from mlx_lm_kvpersist.cli.connect import CLIENTS
+from mlx_lm_kvpersist.cli.main import main
 from tests.support import StartServer
 from tests.support.host import REPOSITORY
 from tests.support.scripted import ScriptedServer, call
@@ -41,13 +42,12 @@ class OpenCode(Agent):
         subprocess.run(["node", script], check=True, cwd=script.parent, timeout=300)
 
     def ask(self, question: str, *, again: bool) -> str:
-        client: Client = CLIENTS["opencode"](self.url)
-        assert client.settings is not None
+        (settings,) = CLIENTS["opencode"](self.url, 200_000).files.values()
         more = ("--continue",) if again else ()
         printed = self.run(
             *("opencode", "run", "--model", "kvpersist/default_model", "--format", "json"),
             *(*more, question),
-            OPENCODE_CONFIG_CONTENT=json.dumps(client.settings),
+            OPENCODE_CONFIG_CONTENT=json.dumps(settings),
             OPENCODE_DISABLE_AUTOUPDATE="1",
         )
         events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -95,17 +95,25 @@ def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
         assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
 
 
-def test_aider(start_server: StartServer, tmp_path: Path) -> None:
+def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps its history in a file, and sends its rules again behind it: those are computed."""
     server = make_server(start_server, tmp_path)
     programs = install(tmp_path, "aider-chat")
     home = tmp_path / "home"
     home.mkdir()
-    client: Client = CLIENTS["aider"](server.url)
-    assert client.format is not None and client.settings is not None
-    settings = client.format.merge("", client.settings)
-    (home / ".aider.conf.yml").write_text(settings, encoding="utf-8")
-    options = ["--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings"]
+    monkeypatch.setenv("HOME", str(home))
+    assert main(["connect", "aider", "--write", "--port", server.url.rpartition(":")[2]]) == 0
+    assert {path.name for path in home.iterdir()} == {
+        *(".aider.kvpersist.json", ".aider.kvpersist.models.json")
+    }
+    options = [
+        "--config",
+        str(home / ".aider.kvpersist.json"),
+        "--no-git",
+        "--yes-always",
+        "--no-check-update",
+        "--no-show-model-warnings",
+    ]
     options += ["--analytics-disable", "--no-show-release-notes", "--restore-chat-history"]
 
     def ask(question: str) -> str:

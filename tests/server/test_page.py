@@ -205,13 +205,13 @@ def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
     server.chat(messages, "evicted", max_tokens=8, seed=1)
     wait_for_reply(server)
     before, other = session(server, "evicted"), session(server, "first")
-    assert before["tier"] == "hot" and other["ram_blocks"] == other["blocks"]
+    assert before["tier"] == "ram" and other["ram_blocks"] == other["blocks"]
     status, done = change(server, "evict", {"id": before["id"]})
     assert status == 200 and done["ram_bytes_freed"] > 0
     after = session(server, "evicted")
     # Its own blocks went; those that others in RAM continue stayed.
-    assert after["tier"] == "warm" and 0 < after["ram_blocks"] < before["blocks"]
-    assert {**after, "ram_blocks": before["blocks"], "tier": "hot"} == before
+    assert after["tier"] == "disk" and 0 < after["ram_blocks"] < before["blocks"]
+    assert {**after, "ram_blocks": before["blocks"], "tier": "ram"} == before
     assert session(server, "first") == other
     reply = server.chat(messages, "evicted", max_tokens=8, seed=1)
     assert int(reply.kvpersist["restored"]) > 0
@@ -226,12 +226,12 @@ def test_a_deleted_session_is_gone(
     server.chat([SYSTEM, {"role": "user", "content": "Where?"}], "quotes it", max_tokens=8)
     wait_for_reply(server)
     one, files = session(server, "deleted"), set((started.store / "blocks").rglob("*.safetensors"))
-    n_hot = described(server)["store"]["ram"]["blocks"]
+    n_hot = described(server)["store"]["tiers"]["ram"]["blocks"]
     status, done = change(server, "delete", {"id": one["id"]})
     assert status == 200 and done["deleted"]
     gone = files - set((started.store / "blocks").rglob("*.safetensors"))
     assert 0 < len(gone) < one["blocks"] and done["disk_bytes_freed"] > 0
-    assert described(server)["store"]["ram"]["blocks"] == n_hot - len(gone)
+    assert described(server)["store"]["tiers"]["ram"]["blocks"] == n_hot - len(gone)
     assert one["id"] not in listed(started, capsys)
     assert '"deleted"' not in server.request("GET", "/v1/kvpersist/requests")[2].decode()
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
@@ -276,7 +276,7 @@ def test_the_buttons(opened: Page, server: ServerProcess) -> None:
     expect(opened.get_by_role("button", name=f"Evict {MARKUP}2")).to_be_focused()
     opened.keyboard.press("Enter")
     expect(status).to_contain_text("of RAM freed")
-    assert session(server, MARKUP + "2")["tier"] == "warm"
+    assert session(server, MARKUP + "2")["tier"] == "disk"
     asked: list[str] = []
 
     def refuse(dialog: Dialog) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.cache.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.cache.kept_allocation import PRECISION_FILE, keep_allocation
-from mlx_lm_kvpersist.cache.precision import Allocation, PrecisionRequest, parse_precision
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.geometry.precision import Allocation, PrecisionRequest, parse_precision
+from mlx_lm_kvpersist.cache.measuring.persisted_allocation import put_allocation
+from mlx_lm_kvpersist.cli.opening import changing, reading
 from tests.support import StartServer
 
 MESSAGES = [
@@ -20,8 +20,8 @@ MESSAGES = [
 
 
 def chosen(start: StartServer) -> dict[str, str]:
-    kept = json.loads((start.store / "precision.json").read_text())["measured"]
-    (one,) = kept.values()
+    with reading(start.store) as index:
+        (one,) = index.state.under("precision/").values()
     slots: dict[str, str] = one["slots"]
     return slots
 
@@ -67,8 +67,8 @@ def test_one_side_of_a_layer_alone_in_full_precision(
     slots = {slot: parse_precision(name) for slot, name in names.items()}
     made = Allocation(slots, measured_on="2026-01-02")
     fingerprint = model_fingerprint(tiny_model, None, content_hash)
-    start_server.store.mkdir(mode=0o700)
-    keep_allocation(start_server.store / PRECISION_FILE, fingerprint, PrecisionRequest(), made)
+    with changing(start_server.store, create=True) as disk:
+        put_allocation(disk.index.state, fingerprint, PrecisionRequest(), made)
     options = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "auto")
     server = start_server.with_plugin(tiny_model, *options)
     first = server.chat(MESSAGES, session="s")

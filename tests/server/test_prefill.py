@@ -71,7 +71,7 @@ def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Messag
     return [system, {"role": "user", "content": question}]
 
 
-def test_b4_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
+def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
     leaving = Leaving(server, talk(1), stream=True)
     n_done = leaving.read_until(0.4)
     leaving.leave()
@@ -81,7 +81,7 @@ def test_b4_what_a_client_that_left_had_computed_is_reused(server: ServerProcess
     wait_for_reply(server)
 
 
-def test_b4_after_kill_9_in_a_prompt_it_goes_on(
+def test_after_kill_9_in_a_prompt_it_goes_on(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     plugin = "--plugin", "kvpersist", *UNMEASURED
@@ -119,7 +119,7 @@ def test_models_with_windows_and_states_go_on_from_a_checkpoint_on_the_way(
     again = server.chat([*talk(3)[:1], *talk(3, question="Other?")[1:]], max_tokens=4)
     assert again.cached_tokens > 0.9 * again.prompt_tokens
     wait_for_writer(server)
-    stored = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["disk"]
+    stored = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["tiers"]["disk"]
     # Of the checkpoints on the way none is left: the first, the prompt's and the reply's are.
     assert stored["checkpoints"] <= 24, stored
 
@@ -141,7 +141,7 @@ def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
 def n_stored(server: ServerProcess) -> int:
     """Return how many blocks the index knows; the files of those of a turn come before."""
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
-    return int(stats["store"]["disk"]["blocks"])
+    return int(stats["store"]["tiers"]["disk"]["blocks"])
 
 
 def served_tokens(server: ServerProcess) -> int:

@@ -16,7 +16,7 @@ from .stored import wait_for_commit
 
 SYSTEM = {"role": "system", "content": synthetic_text(150, seed=8)}
 REQUESTS = "/v1/kvpersist/requests"
-SELFTEST = "/v1/kvpersist/selftest"
+EVICT = "/v1/kvpersist/sessions/evict"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -40,7 +40,7 @@ def stored_bytes(store: Path) -> int:
     return sum(path.stat().st_size for path in (store / "blocks").rglob("*.safetensors"))
 
 
-def test_a3_the_shown_namespace_of_another_key_opens_nothing(
+def test_the_shown_namespace_of_another_key_opens_nothing(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-namespace-by-key")
@@ -60,7 +60,7 @@ def test_a3_the_shown_namespace_of_another_key_opens_nothing(
         assert reply.cached_tokens == 0
 
 
-def test_a13_anonymous_requests_share_nothing_with_isolation(
+def test_anonymous_requests_share_nothing_with_isolation(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-isolation", "session")
@@ -77,9 +77,7 @@ def test_a13_anonymous_requests_share_nothing_with_isolation(
     assert stored_bytes(start_server.store) < 3 * size
 
 
-def test_a14_names_are_short_and_safe_in_the_log(
-    started: StartServer, server: ServerProcess
-) -> None:
+def test_names_are_short_and_safe_in_the_log(started: StartServer, server: ServerProcess) -> None:
     talk = [SYSTEM, {"role": "user", "content": "How long is my name?"}]
     for session, sent in (
         ("\x1b[2J\x9b31m", {"X-KVPersist-Namespace": "\x1b]0;title\x07"}),
@@ -105,7 +103,7 @@ def test_a14_names_are_short_and_safe_in_the_log(
     assert "Traceback" not in server.log
 
 
-def test_a15_operators_ask_from_this_machine_or_with_the_key(
+def test_operators_ask_from_this_machine_or_with_the_key(
     start_server: StartServer, server: ServerProcess, tiny_model: Path
 ) -> None:
     locked = start_server.with_plugin(tiny_model, env={"KVPERSIST_API_KEY": "secret"})
@@ -124,5 +122,5 @@ def test_a15_operators_ask_from_this_machine_or_with_the_key(
         {"Origin": "http://127.0.0.1:1"},  # another server's page on this machine
         {"Origin": own, "Sec-Fetch-Site": "same-site"},
     ):
-        assert server.request("POST", SELFTEST, headers=page)[0] == 403
-    assert locked.request("POST", SELFTEST)[0] == 403
+        assert server.request("POST", EVICT, headers=page)[0] == 403
+    assert locked.request("POST", EVICT)[0] == 403

@@ -140,6 +140,27 @@ def test_every_turn_after_the_first_is_reused(
     assert "Traceback" not in server.process.log
 
 
+def test_a_picture_that_claude_code_reads_does_not_end_its_conversation(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    server = make_server(start_server, tmp_path)
+    agent = ClaudeCode(tmp_path / "agent", server)
+    picture = agent.work / "ship.png"
+    image.new("RGB", (64, 64), "red").save(picture)
+    server.say(call("Read", file_path=str(picture)), "I cannot see it.")
+    assert agent.ask("Read ship.png", again=False) == "I cannot see it."
+    with pytest.raises(AssertionError, match="the newest message has image/png"):
+        agent.ask("What is in @ship.png ?", again=True)
+    for question, answer in (("Sure?", "Indeed."), ("And now?", "Still so.")):
+        server.say(answer)
+        assert agent.ask(question, again=True) == answer
+    first, *others = requests(server)
+    assert len(others) == 3
+    for before, each in zip((first, *others), others, strict=False):
+        assert each["reused_tokens"] >= 0.95 * before["prompt_tokens"], each["sentence"]
+
+
 def test_a_tool_that_is_searched_for_only_makes_the_prompt_longer(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -18,7 +18,9 @@ from tests.support import (
     make_zoo_model,
     n_not_sent,
     synthetic_text,
+    wait_until,
 )
+from tests.support.lock_holder import lock_holder
 
 from .stored import block_files, wait_for_commit, wait_for_reply
 
@@ -152,12 +154,12 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     total = first.prompt_tokens + first.completion_tokens
     talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Two?"}]
     hot = server.chat(talk, "s", stream=True)
-    assert (hot.kvpersist["outcome"], hot.kvpersist["tier"]) == ("EXTEND", "hot")
+    assert (hot.kvpersist["outcome"], hot.kvpersist["tier"]) == ("EXTEND", "ram")
     assert hot.cached_tokens == int(hot.kvpersist["reused"]) == total
     wait_for_commit(start_server.store, "s", hot.prompt_tokens + hot.completion_tokens)
     server.restart(kill=True)
     warm = server.chat(talk, "s")
-    assert (warm.kvpersist["outcome"], warm.kvpersist["tier"]) == ("EXACT", "warm")
+    assert (warm.kvpersist["outcome"], warm.kvpersist["tier"]) == ("EXACT", "disk")
     assert warm.text == hot.text
     assert int(warm.kvpersist["restored"]) == warm.cached_tokens == warm.prompt_tokens - 1
     assert float(warm.kvpersist["restore_ms"]) > 0
@@ -181,26 +183,41 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     assert "computed (the prompt diverges from what is stored)" in sentences[2]
 
 
-def test_c2_one_line_at_start_says_where_and_how(
-    start_server: StartServer, tiny_model: Path
-) -> None:
+def test_one_line_at_start_says_where_and_how(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-min-free", "900T")
     server.chat([SYSTEM, {"role": "user", "content": "One?"}])
     (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
     assert str(tiny_model) in line and str(start_server.store) in line
-    assert re.search(r": \d[\d.]* \w+ a token, keys 4 bits, values 4 \(\d\.\d on average\)", line)
+    assert re.search(
+        r": \d[\d.]* \w+ a token, keys 4 bits, values 4 \(\d\.\d on average with scales\)", line
+    )
     assert "of full memory; replies in batches, " in line
     assert "attention: prefill " in line and "and up to " in line and " of RAM" in line
     assert "less than the 900.0 TiB of --kvpersist-min-free, so nothing new is stored" in line
 
 
-def test_c3_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
+def test_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
     server: ServerProcess,
 ) -> None:
     for _ in range(2):
         reply = server.chat([SYSTEM, {"role": "user", "content": "Twice?"}])
     assert f"kvpersist: reused {reply.cached_tokens:,} of" in server.log
     assert "Prompt Cache:" not in server.log
+
+
+def test_a_start_while_another_process_changes_the_store(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    """What is stored is used at once; what is new is written when the other has ended."""
+    server, talk = start_server.with_plugin(tiny_model), Talk("main", start_server.store)
+    talk.turn(server, "One?")
+    with lock_holder(start_server.store) as holder:
+        server.restart(kill=True)
+        talk.messages.append({"role": "user", "content": "Two?"})
+        reply = server.chat(talk.messages, talk.session, max_tokens=9, temperature=0.0)
+        assert reply.cached_tokens > 0
+        wait_until(lambda: f"is being changed by process {holder.pid} (" in server.log, "a line")
+    wait_for_commit(talk.store, talk.session, reply.prompt_tokens + reply.completion_tokens)
 
 
 def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.cache.kept_allocation import PRECISION_FILE
+from mlx_lm_kvpersist.cli.opening import changing, reading
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from tests.support import Message, Reply, ServerProcess, StartServer
 from tests.support.openblas import openblas_env
@@ -53,14 +52,15 @@ def talk_on(
 ) -> list[Reply]:
     """Ask all questions and return the replies; kill the server between them if `is_killed`.
 
-    `chosen` has the precision that another talk was given: on a busy machine less of the model is
+    `chosen` is a store with the precision of another talk: on a busy machine less of the model is
     measured in the time, and other bits give other replies.
     """
     folder.mkdir()
     start = StartServer(folder)
     if chosen is not None:
-        start.store.mkdir(mode=0o700)
-        shutil.copy(chosen, start.store)
+        with reading(chosen) as index, changing(start.store, create=True) as disk:
+            for key, value in index.state.under("").items():
+                disk.index.state.put(key, value)
     try:
         server = start.with_plugin(
             model,
@@ -83,7 +83,7 @@ def talk_on(
 @pytest.mark.timeout(3600)
 def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) -> None:
     expected = talk_on(tmp_path / "uninterrupted", smollm2, is_killed=False)
-    chosen = StartServer(tmp_path / "uninterrupted").store / PRECISION_FILE
+    chosen = StartServer(tmp_path / "uninterrupted").store
     replies = talk_on(tmp_path / "killed", smollm2, is_killed=True, chosen=chosen)
     assert [reply.text for reply in replies] == [reply.text for reply in expected]
     assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
@@ -92,9 +92,9 @@ def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) 
     for before, after in pairwise(replies):
         assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 1
     restored = replies[N_BEFORE_KILL].kvpersist
-    assert restored["tier"] == "warm"
+    assert restored["tier"] == "disk"
     assert int(restored["restored"]) == replies[N_BEFORE_KILL].cached_tokens
-    assert expected[N_BEFORE_KILL].kvpersist["tier"] == "hot"
+    assert expected[N_BEFORE_KILL].kvpersist["tier"] == "ram"
     assert "Thomas Pell" in replies[0].text
     assert len({reply.text for reply in replies}) == len(QUESTIONS)
 

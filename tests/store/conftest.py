@@ -6,8 +6,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block, Root, block_key, checkpoint, pack_ids
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.block import Block, Checkpoint, Root, block_key, pack_ids
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Leaf
 
 ROOT = Root("fingerprint", "4b64")
@@ -37,17 +37,17 @@ def arrays_of(node: Block) -> dict[str, mx.array]:
     return arrays
 
 
-def state(node: Block) -> Block:
+def state(node: Block) -> Checkpoint:
     """Return the part that holds the state of recurrent layers behind a block."""
-    return checkpoint(node.key, "state", 0)
+    return Checkpoint.at(node.key, "state", 0)
 
 
-def window(node: Block) -> Block:
+def window(node: Block) -> Checkpoint:
     """Return the part that holds a block's tokens for layers that see 512."""
-    return checkpoint(node.key, "window-512", node.n_tokens)
+    return Checkpoint.at(node.key, "window-512", node.n_tokens)
 
 
-def arrays_of_part(part: Block) -> dict[str, mx.array]:
+def arrays_of_part(part: Checkpoint) -> dict[str, mx.array]:
     """Return arrays whose content belongs to this part alone, of dtypes as states have them."""
     key = mx.random.key(int.from_bytes(part.key[:4], "little"))
     arrays = {
@@ -62,21 +62,21 @@ def save_turn(
     store: BlockStore,
     nodes: list[Block],
     name: str | None = None,
-    parts: Sequence[Block] = (),
-    superseded: Sequence[Block] = (),
+    parts: Sequence[Checkpoint] = (),
+    superseded: Sequence[Checkpoint] = (),
     **leaf: object,
 ) -> dict[bytes, dict[str, mx.array]]:
     """Keep and write a whole turn; return the arrays of new blocks and parts by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
     new = [(node, content[node.key]) for node in nodes if node.key in content]
     known = {
-        part for found in store.checkpoints([p.parent for p in parts]).values() for part in found
+        part for found in store.checkpoints([p.block for p in parts]).values() for part in found
     }
     new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part not in known]
     keys = tuple(node.key for node in nodes)
     end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
-    turn = Turn(ROOT, tuple(nodes), end, checkpoints=tuple(parts), superseded=tuple(superseded))
-    store.save_turn(turn, [*new, *new_checkpoints])
+    turn = Commit(ROOT, tuple(nodes), end, checkpoints=tuple(parts), superseded=tuple(superseded))
+    store.commit(turn, [*new, *new_checkpoints])
     store.drain()
     return content | {part.key: arrays for part, arrays in new_checkpoints}
 

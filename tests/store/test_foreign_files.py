@@ -15,7 +15,6 @@ import platformdirs
 import pytest
 
 from mlx_lm_kvpersist import config
-from mlx_lm_kvpersist.cache.kept_file import keep
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import ConfigError, StoreError
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -39,8 +38,8 @@ FOREIGN = (
     f"blocks/ab/{'cd' * 16}.safetensors",
     f"blocks/ab/{'ab' * 16}.safetensors.old",
     f"blocks/zz/{'ab' * 16}.safetensors",
-    "parts/cd/weights.safetensors",
-    f"parts/cd/deep/{'cd' * 16}.safetensors",
+    "checkpoints/cd/weights.safetensors",
+    f"checkpoints/cd/deep/{'cd' * 16}.safetensors",
     "quarantine/evidence.json",
     "quarantine/old.safetensors",
     "writing/novel.txt",
@@ -90,7 +89,7 @@ def command(*argv: str | Path) -> int:
 
 
 @pytest.mark.parametrize("names", [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",)], ids=len)
-def test_a1_a_folder_of_somebody_elses_is_refused_untouched(
+def test_a_folder_of_somebody_elses_is_refused_untouched(
     tmp_path: Path, limits: StoreLimits, names: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "home"
@@ -115,7 +114,7 @@ def test_a1_a_folder_of_somebody_elses_is_refused_untouched(
     ],
     ids=" ".join,
 )
-def test_a1_every_command_refuses_a_folder_of_somebody_elses(
+def test_every_command_refuses_a_folder_of_somebody_elses(
     tmp_path: Path, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "home")
@@ -126,7 +125,7 @@ def test_a1_every_command_refuses_a_folder_of_somebody_elses(
     assert everything(tmp_path / "home") == before
 
 
-def test_a1_import_refuses_a_folder_of_somebody_elses(
+def test_import_refuses_a_folder_of_somebody_elses(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = tmp_path / "exported"
@@ -140,7 +139,7 @@ def test_a1_import_refuses_a_folder_of_somebody_elses(
     assert everything(tmp_path / "home") == before
 
 
-def test_a1_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
+def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
     """Their index.sqlite may have blocks, even in WAL mode."""
     folder = tmp_path / "home"
     folder.mkdir()
@@ -159,7 +158,7 @@ def test_a1_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: Store
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_a1_an_empty_name_is_refused_by_server_and_commands(
+def test_an_empty_name_is_refused_by_server_and_commands(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
@@ -182,7 +181,7 @@ def test_a1_an_empty_name_is_refused_by_server_and_commands(
 
 
 @pytest.mark.parametrize(("name", "value"), [("XDG_CACHE_HOME", "cache"), ("HOME", "")])
-def test_a1_the_environment_names_no_folder_of_the_current_one(
+def test_the_environment_names_no_folder_of_the_current_one(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -231,7 +230,7 @@ def rebuild_without_index(folder: Path) -> None:
 def open_and_sweep(folder: Path) -> None:
     disk = DiskStore(folder, StoreLimits(0, 1 << 40))
     block_path(folder, next(iter(disk.index.keys()))).unlink()
-    assert disk.sweep() > 0
+    assert disk.files.sweep() > 0
     disk.close()
 
 
@@ -255,25 +254,27 @@ WORK = [
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_a1_foreign_files_in_a_store_stay(folder: Path, work: Callable[[Path], None]) -> None:
+def test_foreign_files_in_a_store_stay(folder: Path, work: Callable[[Path], None]) -> None:
     files = fill(folder)
     work(folder)
     check_untouched(files)
 
 
-def test_a1_foreign_files_are_not_counted(folder: Path) -> None:
+def test_foreign_files_are_not_counted(folder: Path) -> None:
     disk = DiskStore(folder, StoreLimits(0, 1 << 40))
-    used = disk.used_bytes()
+    used = disk.files.used_bytes()
     fill(folder)
-    assert disk.used_bytes() == used
+    assert disk.files.used_bytes() == used
     disk.close()
 
 
 # Links.
 
 
-@pytest.mark.parametrize("name", ["blocks", "parts", "sessions", "quarantine", "index.sqlite"])
-def test_a1_a_link_in_place_of_a_folder_or_the_index_is_refused(
+@pytest.mark.parametrize(
+    "name", ["blocks", "checkpoints", "sessions", "quarantine", "index.sqlite"]
+)
+def test_a_link_in_place_of_a_folder_or_the_index_is_refused(
     folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "quarantine").mkdir(exist_ok=True)
@@ -290,12 +291,12 @@ def test_a1_a_link_in_place_of_a_folder_or_the_index_is_refused(
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_a1_links_inside_are_not_followed(
+def test_links_inside_are_not_followed(
     folder: Path, tmp_path: Path, work: Callable[[Path], None]
 ) -> None:
     """Links to folders and files outside, by names of the store's own form."""
     outside: dict[Path, bytes] = {}
-    for number, name in enumerate(("blocks", "parts")):
+    for number, name in enumerate(("blocks", "checkpoints")):
         there = tmp_path / f"outside{number}"
         outside |= fill(there, (f"{'00' * 16}.safetensors", f".{'00' * 16}.7.tmp.safetensors"))
         (folder / name / "00").symlink_to(there)
@@ -305,7 +306,7 @@ def test_a1_links_inside_are_not_followed(
         (folder / name / "01" / f"{'01' * 16}.safetensors").symlink_to(next(iter(one)))
     outside |= fill(tmp_path, ("a session",))
     (folder / "sessions" / "00c0ffee.json").symlink_to(tmp_path / "a session")
-    used = DiskStore(folder, StoreLimits(0, 1 << 40)).used_bytes()
+    used = DiskStore(folder, StoreLimits(0, 1 << 40)).files.used_bytes()
     assert used < 50_000 + sum(
         path.stat().st_size
         for path in folder.rglob("*")
@@ -318,7 +319,7 @@ def test_a1_links_inside_are_not_followed(
     assert (folder / "sessions" / "00c0ffee.json").is_symlink()
 
 
-def test_a1_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     key = chain([9])[0].key
     block_path(folder, key).rename(secret)
@@ -332,15 +333,15 @@ def test_a1_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Pat
     disk.close()
 
 
-def test_a1_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(folder)
     store = BlockStore(link, StoreLimits(4 << 20, 4 << 20))
     nodes = chain([9], [3])
     save_turn(store, nodes, "s3")
-    assert store.index.n_blocks() == 4 and store.counters.turns_saved == 1
-    store.disk.quarantine(nodes[1].key, "a test")
-    assert store.disk.sweep() == 0 and store.index.n_blocks() == 3
+    assert store.index.totals().n_blocks == 4 and store.counters.turns_saved == 1
+    store.disk.files.quarantine(nodes[1].key, "a test")
+    assert store.disk.files.sweep() == 0 and store.index.totals().n_blocks == 3
     assert len(list((folder / "quarantine").iterdir())) == 2
     store.close()
 
@@ -348,30 +349,20 @@ def test_a1_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> Non
 # Marker.
 
 
-def test_a1_a_store_without_a_marker_is_adopted_whole(folder: Path) -> None:
+def test_a_store_without_its_marker_is_left_alone_until_it_has_one(folder: Path) -> None:
     (folder / "kvpersist-store").unlink()
     before = everything(folder)
+    with pytest.raises(StoreError, match="make an empty file of that name"):
+        BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
+    assert everything(folder) == before
+    (folder / "kvpersist-store").touch()
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
-    assert store.index.n_blocks() == 3 and store.index.n_checkpoints() == 2
+    assert store.index.totals().n_blocks == 3 and store.index.totals().n_checkpoints == 2
     store.close()
-    after = everything(folder)
-    assert "kvpersist-store" in after
-    assert {name for name in before if name.startswith(("blocks", "parts", "sess"))} <= set(after)
 
 
-def test_a1_a_store_whose_index_is_only_in_its_log_is_adopted(folder: Path) -> None:
-    """What a young store looks like after kill -9."""
-    store = DiskStore(folder.parent / "young", StoreLimits(0, 1 << 40))
-    young = folder.parent / "killed"
-    young.mkdir(mode=0o700)
-    for path in store.folder.glob("index.sqlite*"):
-        (young / path.name).write_bytes(path.read_bytes())
-    store.close()
-    DiskStore(young, StoreLimits(0, 1 << 40)).close()
-
-
-def test_a1_an_empty_folder_is_taken(tmp_path: Path, limits: StoreLimits) -> None:
+def test_an_empty_folder_is_taken(tmp_path: Path, limits: StoreLimits) -> None:
     for name in (".DS_Store", "lost+found"):
         (tmp_path / name).touch()
     BlockStore(tmp_path, limits).close()
@@ -397,7 +388,7 @@ def removals(path: Path) -> Iterator[str]:
             yield f"{path.name}:{node.lineno} {ast.unparse(node.func)}"
 
 
-def test_a1_one_module_removes_and_moves_files() -> None:
+def test_one_module_removes_and_moves_files() -> None:
     found = {path.name: list(removals(path)) for path in (PACKAGE / "store").glob("*.py")}
     assert len(found.pop("folder.py")) == 4
     assert {name: calls for name, calls in found.items() if calls} == {}
@@ -406,7 +397,7 @@ def test_a1_one_module_removes_and_moves_files() -> None:
 # Pipes and devices.
 
 
-def test_a16_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
+def test_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
     node = chain([9])[0]
     for path in (
         block_path(folder, node.key),
@@ -416,13 +407,13 @@ def test_a16_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
         os.mkfifo(path)
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
-    assert store.load(node, ROOT) is None
+    assert store.reader.load(node, ROOT) is None
     store.drain()
     assert node not in store.children(node.parent)
     store.close()
 
 
-def test_a16_import_of_a_pipe_is_refused(
+def test_import_of_a_pipe_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -432,18 +423,18 @@ def test_a16_import_of_a_pipe_is_refused(
 
 
 @pytest.mark.parametrize("claimed", [10 << 30, (1 << 64) - 1, 50_000])
-def test_a16_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -> None:
+def test_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -> None:
     key = chain([9])[0].key
     path = block_path(folder, key)
     path.write_bytes(claimed.to_bytes(8, "little") + path.read_bytes()[8:50_000])
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
-    assert store.load(chain([9])[0], ROOT) is None
+    assert store.reader.load(chain([9])[0], ROOT) is None
     assert store.counters.blocks_quarantined == 1
     store.close()
 
 
-def test_a16_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     DiskStore(folder, StoreLimits(0, 1 << 40)).close()
     assert not caplog.records
     folder.chmod(0o755)
@@ -452,16 +443,6 @@ def test_a16_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCapt
         f"others may look into the store {folder} (mode 755): chmod 700 it"
     ]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-
-
-def test_a16_what_attention_takes_is_for_the_owner_alone(tmp_path: Path) -> None:
-
-    old = os.umask(0o022)
-    try:
-        keep(tmp_path / "attention.json", 1, "name", {})
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((tmp_path / "attention.json").stat().st_mode) == 0o600
 
 
 def test_nothing_is_removed_or_moved_through_a_link(tmp_path: Path) -> None:

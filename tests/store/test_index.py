@@ -14,13 +14,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.block import pack_ids
+from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text
-from mlx_lm_kvpersist.store import index as index_module
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store import small_state
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import checkpoint_path
-from mlx_lm_kvpersist.store.index import Index, Leaf, StoredReply
+from mlx_lm_kvpersist.store.index import Index, Leaf
+from mlx_lm_kvpersist.store.records import StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 
 from .conftest import ROOT, chain, save_turn, state, window
@@ -86,7 +87,7 @@ def test_a2_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> Non
         assert closed.wait(10)
         seen.extend(rows)
         try:
-            index.n_blocks()
+            index.totals()
         except sqlite3.Error as error:
             seen.append(error)
 
@@ -121,9 +122,9 @@ DAMAGES = [
     "UPDATE blocks SET n_children = 'many'",
     "UPDATE blocks SET n_children = 99",
     "UPDATE blocks SET key = 'key' WHERE key = (SELECT max(key) FROM blocks)",
-    "UPDATE parts SET kind = x'00', n_tokens = 'all'",
-    "UPDATE parts SET n_bytes = 'big', used = x''",
-    "UPDATE parts SET root = 7",
+    "UPDATE checkpoints SET kind = x'00', n_tokens = 'all'",
+    "UPDATE checkpoints SET n_bytes = 'big', used = x''",
+    "UPDATE checkpoints SET root = 7",
     "UPDATE sessions SET n_tokens = 'all' WHERE name = 's'",
     "UPDATE sessions SET created = 'then', used = 'now' WHERE name = 's'",
     "UPDATE sessions SET leaf = 'leaf', root = 5 WHERE name = 's'",
@@ -131,7 +132,10 @@ DAMAGES = [
     "UPDATE sessions SET name = CAST(x'ff' AS TEXT) WHERE name = 's'",
     "UPDATE sessions SET pinned = 'yes' WHERE name = 's'",
     "UPDATE replies SET ids = 'text', used = 'then'",
-    "UPDATE file_hashes SET hash = x'00'",
+    "UPDATE state SET value = x'00'",
+    "UPDATE writes SET n_bytes = 'many'",
+    "UPDATE sessions SET sidecar_bytes = 'big' WHERE name = 's'",
+    "UPDATE totals SET sidecar_bytes = 99",
     "UPDATE totals SET n_blocks = 'many'",
     "UPDATE totals SET n_blocks = 99, checkpoint_bytes = -5",
     "DELETE FROM totals",
@@ -145,13 +149,13 @@ def change(folder: Path, statement: str) -> None:
 
 @pytest.fixture
 def three(store: BlockStore) -> BlockStore:
-    """A store with two sessions that share a block, parts, a reply and a hash."""
+    """A store with two sessions that share a block, parts, a reply and a persisted value."""
     nodes = chain([1, 2], [3, 4])
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
     save_turn(store, chain([1, 2], [5, 6]), "t")
     reply = StoredReply(b"digest", b"ids!")
-    store.save_turn(Turn(ROOT, (), None, (reply,)), [])
-    store.set_file_hash("path", "stamp", "hash")
+    store.commit(Commit(ROOT, (), None, (reply,)), [])
+    store.view.put("measured", {"value": 1})
     store.drain()
     return store
 
@@ -168,8 +172,10 @@ def ask_everything(store: BlockStore) -> None:
         assert root == ROOT
     store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
     store.reply_ids(ROOT.key, b"digest")
-    store.session_blocks(ROOT, "s")
-    store.file_hash("path", "stamp")
+    store.view.session_blocks(ROOT.key, "s")
+    store.view.get("measured")
+    store.view.under("")
+    index.state.written_last_hour()
     for session in index.sessions():
         index.chain(session.leaf)
         index.chain_size(session.leaf)
@@ -177,7 +183,7 @@ def ask_everything(store: BlockStore) -> None:
     for node in chain([1, 2], [3, 4]):
         index.block(node.key)
     index.root(ROOT.key)
-    assert isinstance(index.n_bytes() + index.n_blocks() + index.n_checkpoints(), int)
+    assert isinstance(index.totals().n_bytes, int)
     assert not store.other_roots(ROOT, 5)
     store.stats()
 
@@ -197,7 +203,7 @@ def test_a17_rows_that_cannot_be_read_are_passed_over_and_repaired(
     assert find_problems(three.folder, three.index) == []
     assert {path.name for path in three.folder.glob("[bp]*s/*/*")} == files
     assert {session.name for session in three.index.sessions()} == {"s", "t"}
-    assert three.index.n_blocks() == 3 and three.index.n_checkpoints() == 2
+    assert three.index.totals().n_blocks == 3 and three.index.totals().n_checkpoints == 2
     assert next(three.index.unused_leaves())[1] == chain([1, 2], [3, 4])[1].key
     ask_everything(three)
 
@@ -209,10 +215,10 @@ def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -
     again = BlockStore(three.folder, three.limits)
     again.drain()
     assert again.index.faults() == []
-    assert again.index.n_blocks() == 3 and again.index.n_checkpoints() == 2
+    assert again.index.totals().n_blocks == 3 and again.index.totals().n_checkpoints == 2
     longer = chain([1, 2], [3, 4], [7])
     save_turn(again, longer, "s")
-    assert again.counters.turns_saved == 1 and again.disk.make_room(0)
+    assert again.counters.turns_saved == 1 and again.disk.eviction.make_room(0)
     again.close()
 
 
@@ -230,7 +236,7 @@ def test_a17_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -
 def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     save_turn(store, nodes)
-    with store.index.transaction() as db:
+    with store.index.database.transaction() as db:
         db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (nodes[2].key, nodes[0].key))
     assert store.index.chain(nodes[2].key) == []
 
@@ -271,42 +277,40 @@ def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
 
 
 @pytest.mark.parametrize("most", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_d_no_more_than_10_000_replies_are_remembered(
+def test_the_oldest_remembered_replies_go_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    assert index_module._MAX_REPLIES == 10_000
-    monkeypatch.setattr(index_module, "_MAX_REPLIES", most)
+    monkeypatch.setattr(small_state, "_MAX_REPLIES", most)
     index = Index(tmp_path / "index.sqlite")
     for n in range(most + 50):
         reply = StoredReply(n.to_bytes(4, "big"), b"ids")
-        index.commit_turn(Turn(ROOT, (), replies=(reply,)))
+        index.commit(Commit(ROOT, (), replies=(reply,)))
     (n_replies,) = index._db.execute("SELECT count(*) FROM replies").fetchone()
     assert n_replies == most
-    assert index.reply_ids(ROOT.key, (49).to_bytes(4, "big")) is None
-    assert index.reply_ids(ROOT.key, (50).to_bytes(4, "big")) == b"ids"
-    assert index.reply_ids(ROOT.key, (most + 49).to_bytes(4, "big")) == b"ids"
+    assert index.state.reply_ids(ROOT.key, (49).to_bytes(4, "big")) is None
+    assert index.state.reply_ids(ROOT.key, (50).to_bytes(4, "big")) == b"ids"
+    assert index.state.reply_ids(ROOT.key, (most + 49).to_bytes(4, "big")) == b"ids"
     index.close()
 
 
 def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s")
-    before = store.index.n_bytes()
+    before = store.index.totals().n_bytes
     save_turn(store, [node], "s", [state(node)])
     part = checkpoint_path(store.folder, state(node).key)
-    assert store.index.n_bytes() - before == part.stat().st_size
-    assert store.index.totals().n_bytes == store.index.n_bytes()
+    assert store.index.totals().n_bytes - before == part.stat().st_size
 
 
 def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     nodes = [chain([n] * 200)[0] for n in range(500)]
     index.add_blocks(ROOT, [(node, 1) for node in nodes])
-    index.empty_log()
+    index.database.empty_log()
     full = index.path.stat().st_size
     for node in nodes:
         index.forget(node.key)
-    index.empty_log()
+    index.database.empty_log()
     assert index.path.stat().st_size < full // 10
     index.close()
 
@@ -319,15 +323,15 @@ def test_a14_rows_count_towards_the_budget(tmp_path: Path) -> None:
 
     def see(*args: object) -> None:
         nonlocal most
-        most = max(most, store.disk.used_bytes())
+        most = max(most, store.disk.files.used_bytes())
 
     store._writer.rest = see  # type: ignore[method-assign,assignment]
     for n in range(12):
         nodes = chain(*([n * 100_000 + m] * 256 for m in range(32)))
-        turn = Turn(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))
+        turn = Commit(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))
         tiny = {"0.k": mx.zeros((1, 1, 1, 1))}
         mx.eval(tiny)
-        store.save_turn(turn, [(node, tiny) for node in nodes])
+        store.commit(turn, [(node, tiny) for node in nodes])
         store.drain()
         see()
     assert most <= limits.max_disk_bytes

@@ -15,8 +15,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block, Root
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
@@ -30,24 +31,24 @@ def reopened(store: BlockStore) -> BlockStore:
     return BlockStore(store.folder, store.limits)
 
 
-def parts_of(store: BlockStore, *nodes: Block) -> set[Block]:
+def parts_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
     found = store.checkpoints([node.key for node in nodes])
-    assert all(part.parent == block for block, parts in found.items() for part in parts)
+    assert all(part.block == block for block, parts in found.items() for part in parts)
     return {part for parts in found.values() for part in parts}
 
 
 def part_files(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "parts").glob("*/*")}
+    return {path.name for path in (folder / "checkpoints").glob("*/*")}
 
 
-def names(*parts: Block) -> set[str]:
+def names(*parts: Checkpoint) -> set[str]:
     return {f"{part.key.hex()}.safetensors" for part in parts}
 
 
-def check_holds(store: BlockStore, part: Block, *, from_disk: bool) -> None:
+def check_holds(store: BlockStore, part: Checkpoint, tier: str) -> None:
     """Assert that a part holds what `arrays_of_part` made for it."""
-    loaded = store.load(part, ROOT)
-    assert loaded is not None and loaded.from_disk == from_disk
+    loaded = store.reader.load(part, ROOT)
+    assert loaded is not None and loaded.tier == tier
     expected = arrays_of_part(part)
     assert loaded.arrays.keys() == expected.keys()
     for name, array in expected.items():
@@ -82,9 +83,9 @@ def test_parts_outlive_the_process(store: BlockStore) -> None:
     assert parts_of(again, nodes[0]) == {parts[0]}
     assert part_files(again.folder) == names(*parts)
     for part in parts:
-        check_holds(again, part, from_disk=True)
+        check_holds(again, part, "disk")
         again.pool.trust([part.key])
-        check_holds(again, part, from_disk=False)
+        check_holds(again, part, "ram")
     again.close()
 
 
@@ -93,10 +94,10 @@ def test_unwritten_parts_are_found_in_ram(store: BlockStore) -> None:
     with writer_held(store):
         content = [(node, arrays_of(node)) for node in nodes]
         part = state(nodes[1])
-        turn = Turn(ROOT, tuple(nodes), checkpoints=(part,))
-        store.save_turn(turn, [*content, *[(part, arrays_of_part(part))]])
+        turn = Commit(ROOT, tuple(nodes), checkpoints=(part,))
+        store.commit(turn, [*content, *[(part, arrays_of_part(part))]])
         assert parts_of(store, *nodes) == {part}
-        check_holds(store, part, from_disk=False)
+        check_holds(store, part, "ram")
         assert part_files(store.folder) == set()
     assert part_files(store.folder) == names(part)
 
@@ -120,12 +121,12 @@ def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE parts SET kind = 'state2'",
-        "UPDATE parts SET n_tokens = 1",
-        "UPDATE parts SET n_tokens = 'x'",
-        "UPDATE parts SET n_tokens = 1 << 40",
-        "UPDATE parts SET kind = x'00ff'",
-        "UPDATE parts SET key = x'00'",
+        "UPDATE checkpoints SET kind = 'state2'",
+        "UPDATE checkpoints SET n_tokens = 1",
+        "UPDATE checkpoints SET n_tokens = 'x'",
+        "UPDATE checkpoints SET n_tokens = 1 << 40",
+        "UPDATE checkpoints SET kind = x'00ff'",
+        "UPDATE checkpoints SET key = x'00'",
     ],
 )
 def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> None:
@@ -139,7 +140,7 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
     save_turn(store, [node], "s", [state(node)])
     again = reopened(store)
     assert parts_of(again, node) == {state(node)}
-    check_holds(again, state(node), from_disk=True)
+    check_holds(again, state(node), "disk")
     again.close()
 
 
@@ -151,33 +152,33 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     part = state(nodes[1])
     keys = tuple(node.key for node in nodes)
-    turn = Turn(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(part,))
-    store.save_turn(turn, [*[(node, {}) for node in nodes], *[(part, arrays_of_part(part))]])
+    turn = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(part,))
+    store.commit(turn, [*[(node, {}) for node in nodes], *[(part, arrays_of_part(part))]])
     store.drain()
     again = reopened(store)
     assert again.children(ROOT.key) == [nodes[0]]
-    for from_disk in (True, False):
+    for tier in ("disk", "ram"):
         for node in nodes:
-            loaded = again.load(node, ROOT)
-            assert loaded is not None and loaded.arrays == {} and loaded.from_disk is from_disk
-        check_holds(again, part, from_disk=from_disk)
+            loaded = again.reader.load(node, ROOT)
+            assert loaded is not None and loaded.arrays == {} and loaded.tier == tier
+        check_holds(again, part, tier)
         again.pool.trust([*keys, part.key])
-    assert again.index.n_blocks() == 2
+    assert again.index.totals().n_blocks == 2
     path = block_path(again.folder, nodes[0].key)
     again.pool.clear()
     content = bytearray(path.read_bytes())
     content[content.index(b"<1>")] ^= 1
     path.write_bytes(content)
-    assert again.load(nodes[0], ROOT) is None
+    assert again.reader.load(nodes[0], ROOT) is None
     again.close()
 
 
 def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_ram_bytes=2000))
     nodes = chain(*(list(range(n, n + 30)) for n in range(100)))
-    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+    store.commit(Commit(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
     store.drain()
-    assert 1000 < store.pool.n_bytes <= 2000 and store.index.n_blocks() == 100
+    assert 1000 < store.pool.n_bytes <= 2000 and store.index.totals().n_blocks == 100
     store.close()
 
 
@@ -200,7 +201,7 @@ def test_a_part_for_a_block_that_is_on_disk(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
     part = window(nodes[0])
-    store.save_turn(Turn(ROOT, (), checkpoints=(part,)), [*[], *[(part, arrays_of_part(part))]])
+    store.commit(Commit(ROOT, (), checkpoints=(part,)), [*[], *[(part, arrays_of_part(part))]])
     again = reopened(store)
     assert parts_of(again, *nodes) == {part}
     again.close()
@@ -226,18 +227,18 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     assert parts_of(store, *longer) == {window(nodes[1]), state(longer[2])}
     assert state(nodes[1]).key not in store.pool
     assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
-    assert store.load(state(nodes[1]), ROOT) is None
-    assert store.disk.gone(state(nodes[1]).key) is None
+    assert store.reader.load(state(nodes[1]), ROOT) is None
+    assert store.disk.files.gone(state(nodes[1]).key) is None
 
 
 def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)], [state(node)])
     assert part_files(store.folder) == names(state(node))
-    check_holds(store, state(node), from_disk=False)
+    check_holds(store, state(node), "ram")
 
 
-@pytest.mark.parametrize("failing", ["commit_turn", "put_session", "folder"])
+@pytest.mark.parametrize("failing", ["commit", "put_session", "folder"])
 def test_a_failed_turn_supersedes_nothing(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -266,10 +267,10 @@ def test_a_failed_turn_supersedes_nothing(
         save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
     assert store.counters.turns_not_saved == 1
     assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
-    assert store.index.checkpoint_keys() == {state(nodes[1]).key}
+    assert store.index.keys("checkpoints") == {state(nodes[1]).key}
     # What could not be written is served from RAM, as is what it would have superseded.
-    check_holds(store, state(longer[2]), from_disk=False)
-    check_holds(store, state(nodes[1]), from_disk=False)
+    check_holds(store, state(longer[2]), "ram")
+    check_holds(store, state(nodes[1]), "ram")
     save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
     assert part_files(store.folder) == names(state(longer[2]))
 
@@ -287,11 +288,11 @@ def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None
         ):
             new = [(branch[2], arrays_of(branch[2]))]
             new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part != old]
-            turn = Turn(ROOT, tuple(branch), checkpoints=parts, superseded=superseded)
-            store.save_turn(turn, [*new, *new_checkpoints])
+            turn = Commit(ROOT, tuple(branch), checkpoints=parts, superseded=superseded)
+            store.commit(turn, [*new, *new_checkpoints])
     again = reopened(store)
     assert parts_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
-    check_holds(again, old, from_disk=True)
+    check_holds(again, old, "disk")
     again.close()
 
 
@@ -301,7 +302,7 @@ def test_a_replaced_tail_takes_its_parts_along(store: BlockStore) -> None:
     longer = chain([1], [2, 3, 4])
     save_turn(store, longer, "s", [state(longer[1])], replaced=((tail.key, longer[1].key),))
     assert part_files(store.folder) == names(state(head), state(longer[1]))
-    assert store.index.checkpoint_keys() == {state(head).key, state(longer[1]).key}
+    assert store.index.keys("checkpoints") == {state(head).key, state(longer[1]).key}
     assert parts_of(store, head, tail, *longer) == {state(head), state(longer[1])}
 
 
@@ -321,7 +322,7 @@ def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
         parts, superseded = [state(longer[1])], [state(head)]
         replaced = ((tail.key, longer[1].key),)
         save_turn(store, longer, "s", parts, superseded, replaced=replaced)
-    assert store.index.checkpoint_keys() == {state(longer[1]).key}
+    assert store.index.keys("checkpoints") == {state(longer[1]).key}
     assert len(part_files(store.folder)) == 3
     again = reopened(store)
     again.drain()
@@ -336,24 +337,24 @@ def test_too_much_that_waits_counts_parts(store: BlockStore) -> None:
     with writer_held(store):
         for nodes in (one, two):
             part = state(nodes[0])
-            turn = Turn(ROOT, tuple(nodes), checkpoints=(part,))
-            store.save_turn(turn, [*[(nodes[0], {})], *[(part, arrays_of_part(part))]])
+            turn = Commit(ROOT, tuple(nodes), checkpoints=(part,))
+            store.commit(turn, [*[(nodes[0], {})], *[(part, arrays_of_part(part))]])
     assert store.counters.turns_not_saved == 1
     assert part_files(store.folder) == names(state(two[0]))
     # It is in RAM, and may go.
     entry = store.pool.get(state(one[0]).key)
-    assert entry is not None and not entry.pins and not entry.on_disk
+    assert entry is not None and not entry.pins and not entry.is_stored
 
 
 def test_hourly_writes_count_parts(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
     (node,) = chain([1])
     keys = (node.key,)
-    turn = Turn(ROOT, (node,), Leaf("s", node.key, 1, keys), checkpoints=(state(node),))
-    store.save_turn(turn, [*[(node, {})], *[(state(node), arrays_of_part(state(node)))]])
+    turn = Commit(ROOT, (node,), Leaf("s", node.key, 1, keys), checkpoints=(state(node),))
+    store.commit(turn, [*[(node, {})], *[(state(node), arrays_of_part(state(node)))]])
     store.drain()
     assert store.counters.turns_not_saved == 1 and part_files(store.folder) == set()
-    store.save_turn(replace(turn, checkpoints=()), [])
+    store.commit(replace(turn, checkpoints=()), [])
     store.drain()
     assert store.counters.turns_saved == 1
     store.close()
@@ -366,7 +367,7 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     """Close a store and open its folder with a budget of so many bytes less than it has."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
-    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - n_bytes)
+    disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - n_bytes)
     return disk
 
 
@@ -377,16 +378,17 @@ def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> N
     store.touch([old[1].key])  # as a chain without its part: that is older than all else now
     store.drain()
     disk = tight(store, 1)
-    assert disk.make_room(0)
-    assert disk.index.checkpoint_keys() == {state(new[1]).key} and disk.index.n_blocks() == 4
-    assert disk.gone(window(old[0]).key) is Gone.EVICTED
+    assert disk.eviction.make_room(0)
+    assert disk.index.keys("checkpoints") == {state(new[1]).key}
+    assert disk.index.totals().n_blocks == 4
+    assert disk.files.gone(window(old[0]).key) is Gone.EVICTED
     assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
     # Then a leaf, which takes its parts along.
-    disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - 1)
-    assert disk.make_room(0)
-    assert new[1].key not in disk.index and disk.index.checkpoint_keys() == set()
+    disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 1)
+    assert disk.eviction.make_room(0)
+    assert new[1].key not in disk.index and disk.index.keys("checkpoints") == set()
     assert part_files(disk.folder) == set()
-    assert disk.gone(state(new[1]).key) is Gone.EVICTED
+    assert disk.files.gone(state(new[1]).key) is Gone.EVICTED
     disk.close()
 
 
@@ -394,9 +396,9 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStor
     nodes = chain([1], [2], [3])
     save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
     disk = tight(store, 1)
-    assert disk.make_room(0)
+    assert disk.eviction.make_room(0)
     assert nodes[2].key not in disk.index
-    assert disk.index.checkpoint_keys() == {state(nodes[0]).key}
+    assert disk.index.keys("checkpoints") == {state(nodes[0]).key}
     disk.close()
 
 
@@ -408,8 +410,8 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
     store.touch([two[1].key])
     store.drain()
     disk = tight(store, 1)
-    assert disk.make_room(0)
-    assert disk.index.checkpoint_keys() == {state(one[0]).key}
+    assert disk.eviction.make_room(0)
+    assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
 
 
@@ -423,7 +425,7 @@ def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
     assert parts_in_ram(store, *nodes) == {state(nodes[0])}
 
 
-def parts_in_ram(store: BlockStore, *nodes: Block) -> set[Block]:
+def parts_in_ram(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
     return set(store.pool.checkpoints(node.key for node in nodes))
 
 
@@ -432,12 +434,12 @@ def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
     save_turn(store, pinned, "pinned", [window(pinned[0]), state(pinned[1])])
     save_turn(store, other, "other", [state(other[1]), state(other[2])])
     (session,) = [s for s in store.index.sessions() if s.name == "pinned"]
-    store.disk.set_pinned(session, True)
+    store.disk.files.set_pinned(session, True)
     disk = tight(store, 1)
-    disk.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.make_room(0)
+    disk.eviction.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.eviction.make_room(0)
     assert disk.index.keys() == {node.key for node in pinned}
-    assert disk.index.checkpoint_keys() == {window(pinned[0]).key, state(pinned[1]).key}
+    assert disk.index.keys("checkpoints") == {window(pinned[0]).key, state(pinned[1]).key}
     disk.close()
 
 
@@ -447,15 +449,15 @@ def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
     save_turn(store, two, "two", [state(two[0])])
     with writer_held(store):
         # Of blocks that are in the turn, and of one that is not.
-        store.save_turn(Turn(ROOT, tuple(one[:1]), checkpoints=(state(one[0]),)), [])
-        store.save_turn(Turn(ROOT, (), checkpoints=(window(one[1]),)), [])
-        keep = store._writer.waiting_keys()
+        store.commit(Commit(ROOT, tuple(one[:1]), checkpoints=(state(one[0]),)), [])
+        store.commit(Commit(ROOT, (), checkpoints=(window(one[1]),)), [])
+        keep = {key for commit in store._writer.commits() for key in commit.keys()}
     assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
     disk = tight(store, 1)
-    disk.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.make_room(0, keep=keep)
+    disk.eviction.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.eviction.make_room(0, keep=keep)
     assert disk.index.keys() == {node.key for node in one}
-    assert disk.index.checkpoint_keys() == {state(one[0]).key}
+    assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
 
 
@@ -465,21 +467,21 @@ def test_parts_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
     for n in range(12):
         nodes = chain([n], [n + 100])
         save_turn(store, nodes, f"s{n}", [state(nodes[0]), state(nodes[1])])
-        assert store.disk.used_bytes() <= limits.max_disk_bytes
+        assert store.disk.files.used_bytes() <= limits.max_disk_bytes
         on_disk = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
         assert on_disk <= limits.max_disk_bytes
-        assert store.index.n_bytes() == sum(
+        assert store.index.totals().n_bytes == sum(
             path.stat().st_size for path in store.folder.glob("*/*/*.safetensors")
         )
-    assert store.counters.turns_saved == 12 and store.index.n_checkpoints() >= 2
+    assert store.counters.turns_saved == 12 and store.index.totals().n_checkpoints >= 2
     (node,) = chain([99])
     big = {"big": mx.zeros((700 << 10,), mx.uint8)}
     mx.eval(big)
-    turn = Turn(ROOT, (node,), checkpoints=(state(node),))
-    store.save_turn(turn, [(node, {}), (state(node), big)])
+    turn = Commit(ROOT, (node,), checkpoints=(state(node),))
+    store.commit(turn, [(node, {}), (state(node), big)])
     store.drain()
     assert store.counters.turns_not_saved == 1
-    assert node.key not in store.index and state(node).key not in store.index.checkpoint_keys()
+    assert node.key not in store.index and state(node).key not in store.index.keys("checkpoints")
     store.close()
 
 
@@ -502,21 +504,21 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
     path = checkpoint_path(store.folder, part.key)
     damage(path)
     with writer_held(store):
-        assert store.load(part, ROOT) is None
+        assert store.reader.load(part, ROOT) is None
         assert parts_of(store, node) == {other}, "it is offered again"
     assert f"checkpoint {part.key.hex()} goes to quarantine" in caplog.text
     assert store.counters.blocks_quarantined == 1
-    assert not path.exists() and store.disk.gone(part.key) is Gone.QUARANTINED
+    assert not path.exists() and store.disk.files.gone(part.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
         ".json",
         ".safetensors",
     ]
     # The block and its other part are as they were; the part can be kept anew.
-    check_holds(store, other, from_disk=True)
-    assert store.load(node, ROOT) is not None
+    check_holds(store, other, "disk")
+    assert store.reader.load(node, ROOT) is not None
     save_turn(store, [node], "s", [part])
     store.pool.clear()
-    check_holds(store, part, from_disk=True)
+    check_holds(store, part, "disk")
 
 
 def hold_writer(store: BlockStore) -> threading.Event:
@@ -536,14 +538,14 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
     """The writer takes it out of the index after this was read, and before the answer is made."""
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
-    asked: list[tuple[str, Callable[[], set[Block]], Block]] = [
+    asked: list[tuple[str, Callable[[], set[Any]], Record]] = [
         ("checkpoints", lambda: parts_of(store, node), state(node)),
         ("children", lambda: set(store.children(ROOT.key)), node),
     ]
     for name, ask, block in asked:
         may_go = hold_writer(store)
-        store.quarantine(block, "canary")
-        read = getattr(store.index, name)
+        store.lose(block, "canary")
+        read = getattr(store.view, name)
 
         def read_and_let_go(*args: Any, read: Any = read, may_go: Any = may_go) -> Any:
             found = list(read(*args))
@@ -551,7 +553,7 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
             store.drain()
             return found
 
-        monkeypatch.setattr(store.index, name, read_and_let_go)
+        monkeypatch.setattr(store.view, name, read_and_let_go)
         assert ask() == set()
         assert may_go.is_set()
 
@@ -561,7 +563,7 @@ def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
 ) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
-    store.quarantine(state(node), "canary")
+    store.lose(state(node), "canary")
     assert parts_of(store, node) == set()
     store.drain()
     assert part_files(store.folder) == set() and node.key in store
@@ -571,7 +573,7 @@ def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
 def test_a_block_in_quarantine_takes_its_parts_along(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
-    store.quarantine(nodes[1], "canary")
+    store.lose(nodes[1], "canary")
     assert parts_of(store, nodes[0]) == {state(nodes[0])}
     assert state(nodes[1]).key not in store.pool
     store.drain()
@@ -585,10 +587,10 @@ def test_a_part_whose_file_is_gone(store: BlockStore, caplog: pytest.LogCaptureF
     store.pool.clear()
     checkpoint_path(store.folder, state(node).key).unlink()
     with writer_held(store):
-        assert store.load(state(node), ROOT) is None
+        assert store.reader.load(state(node), ROOT) is None
         assert parts_of(store, node) == set()
     assert "is no longer on disk" in caplog.text
-    assert store.index.checkpoint_keys() == set() and node.key in store.index
+    assert store.index.keys("checkpoints") == set() and node.key in store.index
     assert not (store.folder / "quarantine").exists()
 
 
@@ -603,7 +605,7 @@ def test_swapped_parts(store: BlockStore) -> None:
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
     for part in parts:
-        assert store.load(part, ROOT) is None
+        assert store.reader.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()
 
@@ -614,11 +616,11 @@ def test_a_part_of_another_model(store: BlockStore) -> None:
     save_turn(store, [node], "s", [part])
     store.pool.clear()
     checkpoint_path(store.folder, part.key).unlink()
-    other = Root("another", ROOT.precision)
+    other = Root("another", ROOT.layout)
     write_block(
         checkpoint_path(store.folder, part.key), part, other, arrays_of_part(part), fsync=False
     )
-    assert store.load(part, ROOT) is None
+    assert store.reader.load(part, ROOT) is None
     store.drain()
     assert part_files(store.folder) == set()
 
@@ -635,18 +637,18 @@ def test_a_part_that_another_process_removes(
     longer = chain([1], [2], [3])
     save_turn(other, longer, "s", [state(longer[2])], [offered])
     with caplog.at_level(logging.WARNING):
-        assert store.load(offered, ROOT) is None
+        assert store.reader.load(offered, ROOT) is None
     store.drain()
     assert store.counters.blocks_quarantined == 0 and not store.counters.failures
     assert parts_of(store, *longer) == {state(longer[2])}
-    check_holds(store, state(longer[2]), from_disk=True)
+    check_holds(store, state(longer[2]), "disk")
     # A turn that was to go on from it is saved all the same, without it.
     branch = chain([1], [2], [4])
-    turn = Turn(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
+    turn = Commit(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
     new = [(branch[2], arrays_of(branch[2]))]
-    store.save_turn(turn, [*new, *[(state(branch[2]), arrays_of_part(state(branch[2])))]])
+    store.commit(turn, [*new, *[(state(branch[2]), arrays_of_part(state(branch[2])))]])
     store.drain()
-    assert store.index.checkpoint_keys() == {state(longer[2]).key, state(branch[2]).key}
+    assert store.index.keys("checkpoints") == {state(longer[2]).key, state(branch[2]).key}
     other.close()
 
 
@@ -663,7 +665,7 @@ def test_a_part_that_goes_while_it_is_read(
         return real(path, **options)
 
     monkeypatch.setattr(mx, "load", load)
-    assert store.load(state(node), ROOT) is None
+    assert store.reader.load(state(node), ROOT) is None
     assert store.counters.blocks_quarantined == 0
 
 
@@ -676,7 +678,7 @@ def test_an_index_that_cannot_be_read(
     def fail(*args: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(Index, "checkpoints", fail)
+    monkeypatch.setattr(Database, "connection", property(fail))
     assert parts_of(store, node) == {state(node)}  # what is in RAM
     store.pool.clear()
     assert parts_of(store, node) == set()
@@ -688,8 +690,10 @@ def test_stats_count_parts(store: BlockStore) -> None:
     content = save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
     stats = store.stats()
     in_ram = sum(array.nbytes for part in map(state, nodes) for array in content[part.key].values())
-    sizes = [path.stat().st_size for path in (store.folder / "parts").glob("*/*")]
-    assert (stats["ram"]["blocks"], stats["ram"]["checkpoints"]) == (2, 2)
-    assert stats["ram"]["checkpoint_bytes"] == in_ram < stats["ram"]["bytes"]
-    assert (stats["disk"]["blocks"], stats["disk"]["checkpoints"]) == (2, 2)
-    assert stats["disk"]["checkpoint_bytes"] == sum(sizes) < stats["disk"]["bytes"]
+    sizes = [path.stat().st_size for path in (store.folder / "checkpoints").glob("*/*")]
+    assert (stats["tiers"]["ram"]["blocks"], stats["tiers"]["ram"]["checkpoints"]) == (2, 2)
+    assert stats["tiers"]["ram"]["checkpoint_bytes"] == in_ram < stats["tiers"]["ram"]["bytes"]
+    assert (stats["tiers"]["disk"]["blocks"], stats["tiers"]["disk"]["checkpoints"]) == (2, 2)
+    assert (
+        stats["tiers"]["disk"]["checkpoint_bytes"] == sum(sizes) < stats["tiers"]["disk"]["bytes"]
+    )

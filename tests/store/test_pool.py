@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block, pack_ids
+from mlx_lm_kvpersist.block import Block, pack_ids
 from mlx_lm_kvpersist.match.tree import FEW, MAX_ALIKE
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 
@@ -80,7 +80,7 @@ def test_parts_go_by_age_and_hold_nobody() -> None:
     keys = filled(pool, nodes[:2])
     parts = [state(nodes[0]), state(nodes[1])]
     for part in parts:
-        pool.put(KVBlock(part, object(), 10, on_disk=True))
+        pool.put(KVBlock(part, object(), 10, is_stored=True))
     assert (len(pool), pool.n_bytes, pool.n_checkpoints, pool.n_checkpoint_bytes) == (4, 40, 2, 20)
     assert pool.checkpoints(keys) == parts
     pool.touch([parts[0].key])
@@ -129,18 +129,18 @@ def test_a_dropped_block_takes_its_parts_along() -> None:
     assert pool.n_bytes == 30
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_parts_of_a_block_that_is_nowhere_else_go_with_it(on_disk: bool) -> None:
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_parts_of_a_block_that_is_nowhere_else_go_with_it(is_stored: bool) -> None:
     pool = BlockPool(max_bytes=50)
     nodes = chain([1], [2])
     filled(pool, nodes[:1])
-    pool.put(KVBlock(nodes[1], object(), 10, on_disk=on_disk))
+    pool.put(KVBlock(nodes[1], object(), 10, is_stored=is_stored))
     pool.put(KVBlock(state(nodes[1]), object(), 10))
     pool.put(KVBlock(window(nodes[1]), object(), 10, pins=1))
     filled(pool, chain([8], [9]))
     assert nodes[1].key not in pool
     left = [window(nodes[1])]
-    assert pool.checkpoints([nodes[1].key]) == ([state(nodes[1]), *left] if on_disk else left)
+    assert pool.checkpoints([nodes[1].key]) == ([state(nodes[1]), *left] if is_stored else left)
 
 
 def test_blocks_of_no_bytes() -> None:
@@ -170,14 +170,14 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     pool = BlockPool(max_bytes=20)
     keys = filled(pool, chain([1], [2]), pinned=True)
     (node,) = chain([9])
-    entry = KVBlock(node, object(), 10, on_disk=True)
+    entry = KVBlock(node, object(), 10, is_stored=True)
     assert pool.admit(entry) is None
     assert node.key not in pool and pool.n_bytes == 20
     pool.unpin(entries_of(pool, keys))
-    entry = KVBlock(node, object(), 10, on_disk=True)
+    entry = KVBlock(node, object(), 10, is_stored=True)
     assert pool.admit(entry) is entry
     assert entry.prefetched == 1 and pool.n_bytes == 20 and keys[1] not in pool
-    assert pool.admit(KVBlock(node, object(), 10, on_disk=True)) is entry
+    assert pool.admit(KVBlock(node, object(), 10, is_stored=True)) is entry
     assert entry.prefetched == 2
     pool.unpin([entry, entry], prefetch=True)
     assert entry.prefetched == 0
@@ -202,10 +202,13 @@ def test_what_a_restore_has_used_is_proven() -> None:
     pool = BlockPool(max_bytes=20)
     nodes = chain([1], [2])
     for node in nodes:
-        pool.put(KVBlock(node, object(), 10, read_s=0.5))
+        pool.put(KVBlock(node, object(), 10, tier="disk", read_s=0.5))
     pool.trust([nodes[0].key, b"not here"])
     found = [pool.get(node.key) for node in nodes]
-    assert [entry and entry.read_s for entry in found] == [None, 0.5]
+    assert [entry and (entry.tier, entry.read_s) for entry in found] == [
+        ("ram", 0.0),
+        ("disk", 0.5),
+    ]
 
 
 def test_a_chain_is_released_up_to_what_others_need() -> None:
@@ -214,9 +217,9 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     keys = filled(pool, first)
     assert pool.release(keys) == 0  # none of it is on disk
     for entry in entries_of(pool, keys):
-        entry.on_disk = True
+        entry.is_stored = True
     part = state(first[-1])
-    pool.put(KVBlock(part, object(), 10, on_disk=True))
+    pool.put(KVBlock(part, object(), 10, is_stored=True))
     (other,) = filled(pool, chain([4], parent=keys[0]))
     for prefetch in (False, True):
         pinned = pool.pin(keys[2:], prefetch=prefetch)

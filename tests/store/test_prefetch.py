@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, Prefetch, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path
 from mlx_lm_kvpersist.store.reading import Workers
@@ -38,7 +38,7 @@ def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Block]]]:
 
 
 def begin(store: BlockStore, nodes: list[Block]) -> Prefetch:
-    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     wait_until(lambda: ahead.finished, "reading ahead")
     return ahead
 
@@ -56,11 +56,11 @@ def fill(store: BlockStore, n_blocks: int = 10) -> None:
 def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: Any) -> None:
     store, nodes = stored
     ahead = begin(store, nodes[:3])
-    loaded = [store.load(node, ROOT) for node in nodes[:3]]
-    assert all(one.from_disk and one.before_s > 0 for one in loaded)
-    assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [True] * 3
+    loaded = [store.reader.load(node, ROOT) for node in nodes[:3]]
+    assert all(one.tier == "disk" and one.read_s > 0 for one in loaded)
+    assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["disk"] * 3
     store.pool.trust(node.key for node in nodes[:3])
-    assert [store.load(node, ROOT).from_disk for node in nodes[:3]] == [False] * 3
+    assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["ram"] * 3
     ahead.release()
 
 
@@ -83,7 +83,7 @@ def test_it_takes_half_of_the_budget_and_stays(stored: Any) -> None:
 
 def test_what_was_in_ram_stays_too(stored: Any) -> None:
     store, nodes = stored
-    assert store.load(nodes[0], ROOT)
+    assert store.reader.load(nodes[0], ROOT)
     ahead = begin(store, nodes[:1])
     fill(store, 20)
     assert in_ram(store, nodes) == 1
@@ -109,15 +109,15 @@ def test_a_release_while_it_reads_holds_nothing(
 ) -> None:
     store, nodes = stored
     reading, may_go_on = threading.Event(), threading.Event()
-    read = store._read
+    read = store.reader.read
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         reading.set()
         may_go_on.wait(10)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(store, "_read", slowly)
-    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    monkeypatch.setattr(store.reader, "read", slowly)
+    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     assert reading.wait(10)
     ahead.release()
     may_go_on.set()
@@ -155,15 +155,14 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
     kept = {node.key: block_path(store.folder, node.key).read_bytes() for node in nodes}
     for _ in range(30):
         store.pool.clear()
-        store._lost.clear()
         for node in nodes:
             path = block_path(store.folder, node.key)
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(kept[node.key])
         bad = rng.choice(nodes)
-        aheads = [store.prefetch([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
+        aheads = [store.reader.prefetch([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
         block_path(store.folder, bad.key).unlink(missing_ok=True)
-        loaded = list(store.load_all(nodes, ROOT))
+        loaded = list(store.reader.load_all(nodes, ROOT))
         for node, one in zip(nodes, loaded, strict=True):
             assert one is not None or node is bad
         for ahead in aheads:
@@ -178,14 +177,14 @@ def test_load_all_reads_little_beyond_what_is_taken(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, nodes = stored
-    read, n_read = store._read, []
+    read, n_read = store.reader.read, []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         n_read.append(1)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(store, "_read", counted)
-    coming = store.load_all(nodes, ROOT)
+    monkeypatch.setattr(store.reader, "read", counted)
+    coming = store.reader.load_all(nodes, ROOT)
     assert next(coming) is not None
     coming.close()
     store.close()
@@ -198,14 +197,16 @@ def test_what_another_prompt_has_read_stays_for_both(
     """The first may be served, and let go, before the second."""
     store, nodes = stored
     both_wait = threading.Event()
-    read = store._read
+    read = store.reader.read
 
     def later(*args: Any, **kwargs: Any) -> Any:
         both_wait.wait(10)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(store, "_read", later)
-    first, second = (store.prefetch([(n, BLOCK_BYTES) for n in nodes[:3]], ROOT) for _ in "12")
+    monkeypatch.setattr(store.reader, "read", later)
+    first, second = (
+        store.reader.prefetch([(n, BLOCK_BYTES) for n in nodes[:3]], ROOT) for _ in "12"
+    )
     both_wait.set()
     wait_until(lambda: second.finished, "reading ahead")
     first.release()
@@ -247,11 +248,11 @@ def test_a_file_of_a_newer_version_stays_where_it_is(
     """Two versions may share a folder for a moment: while one is upgraded."""
     store, nodes = stored
     monkeypatch.setattr("mlx_lm_kvpersist.store.files.FORMAT", 0)
-    assert store.load(nodes[0], ROOT) is None
+    assert store.reader.load(nodes[0], ROOT) is None
     store.drain()
     monkeypatch.undo()
     assert store.counters.blocks_quarantined == 0
-    assert store.load(nodes[0], ROOT) is not None
+    assert store.reader.load(nodes[0], ROOT) is not None
 
 
 def test_the_index_is_not_closed_under_a_reader(
@@ -259,21 +260,21 @@ def test_the_index_is_not_closed_under_a_reader(
 ) -> None:
     store, nodes = stored
     may_go_on = threading.Event()
-    read, begun = store._read, []
+    read, begun = store.reader.read, []
 
     def slowly(block: Block, *args: Any) -> Any:
         begun.append(block)
         may_go_on.wait(10)
         return read(block, *args)
 
-    monkeypatch.setattr(store, "_read", slowly)
-    ahead = store.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    monkeypatch.setattr(store.reader, "read", slowly)
+    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     wait_until(lambda: len(begun) > 0, "reading")
     store.close(0.1)
-    assert store.index.n_blocks() == len(nodes)
+    assert store.index.totals().n_blocks == len(nodes)
     may_go_on.set()
     wait_until(lambda: ahead.finished, "the end of reading")
     assert begun == nodes[:1]
     store.close()
     with pytest.raises(sqlite3.OperationalError, match="closed"):
-        store.index.n_blocks()
+        store.index.totals()

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.errors import StoreError, StoreFormatError
-from mlx_lm_kvpersist.match.block import Block, block_key, pack_ids
+from mlx_lm_kvpersist.block import Block, block_key, pack_ids
+from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
+from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.pool import KVBlock
+from mlx_lm_kvpersist.store.records import Gone
 
 from .conftest import ROOT, arrays_of, chain, save_turn
 
@@ -38,14 +38,14 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
     assert again.children(nodes[0].key) == [nodes[1]]
     assert [x.leaf for x in again.index.sessions() if x.name == "s"] == [nodes[1].key]
     for node in nodes:
-        loaded = again.load(node, ROOT)
-        assert loaded is not None and loaded.from_disk
+        loaded = again.reader.load(node, ROOT)
+        assert loaded is not None and loaded.tier == "disk"
         assert loaded.arrays.keys() == content[node.key].keys()
         for name, array in content[node.key].items():
             assert mx.array_equal(loaded.arrays[name], array)
         again.pool.trust([node.key])
-        hot = again.load(node, ROOT)
-        assert hot is not None and not hot.from_disk
+        hot = again.reader.load(node, ROOT)
+        assert hot is not None and hot.tier == "ram"
     again.close()
 
 
@@ -61,7 +61,7 @@ def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
     save_turn(store, first, "s")
     stamps = {node.key: block_path(store.folder, node.key).stat().st_mtime_ns for node in first}
     save_turn(store, chain([1], [2], [3]), "s")
-    assert store.index.n_blocks() == 3
+    assert store.index.totals().n_blocks == 3
     for key, stamp in stamps.items():
         assert block_path(store.folder, key).stat().st_mtime_ns == stamp
 
@@ -97,15 +97,16 @@ def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     save_turn(store, chain([4], [5], [6]), "used")
     store.touch([chain([1], [2], [3])[-1].key])
     store.drain()
-    one_block = store.index.n_bytes() // 6
+    one_block = store.index.totals().n_bytes // 6
     store.close()
     tight = DiskStore(store.folder, store.limits)
-    tight.limits = replace(tight.limits, max_disk_bytes=tight.used_bytes() - one_block * 2)
-    assert tight.make_room(0)
+    used = tight.files.used_bytes()
+    tight.eviction.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
+    assert tight.eviction.make_room(0)
     assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
     assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
     assert [session.name for session in tight.index.sessions()] == ["old"]
-    assert len(list((store.folder / "blocks").glob("*/*"))) == tight.index.n_blocks()
+    assert len(list((store.folder / "blocks").glob("*/*"))) == tight.index.totals().n_blocks
     tight.close()
 
 
@@ -117,9 +118,9 @@ def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert store.load(nodes[1], ROOT) is None
+    assert store.reader.load(nodes[1], ROOT) is None
     block_path(store.folder, nodes[0].key).unlink()
-    assert store.load(nodes[0], ROOT) is None
+    assert store.reader.load(nodes[0], ROOT) is None
     store.drain()
     assert nodes[0].key not in store.index and nodes[1].key not in store.index
 
@@ -131,7 +132,7 @@ def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
     may_go_on = threading.Event()
     store.submit(may_go_on.wait)
     try:
-        store.quarantine(nodes[1], "the canary differs")
+        store.lose(nodes[1], "the canary differs")
         assert nodes[1].key not in store and nodes[1].key not in store.pool
         assert store.children(nodes[0].key) == []
     finally:
@@ -140,9 +141,9 @@ def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
 
 def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
-    assert store.index.n_blocks() == 2
+    assert store.index.totals().n_blocks == 2
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
 
 
@@ -152,21 +153,12 @@ def test_a_failed_write_commits_nothing(
     nodes = chain([1], [2])
     (store.folder / "blocks").write_text("in the way")
     save_turn(store, nodes, "s")
-    assert store.index.n_blocks() == 0
+    assert store.index.totals().n_blocks == 0
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
     assert "cannot save a turn" in caplog.text
     # What could not be written is still served from RAM, and may go when RAM is needed.
     block = store.pool.get(nodes[0].key)
     assert block is not None and not block.pins
-
-
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    db = sqlite3.connect(path)
-    db.execute(f"PRAGMA user_version = {INDEX_FORMAT + 1}")
-    db.close()
-    with pytest.raises(StoreFormatError, match=f"format {INDEX_FORMAT + 1}"):
-        Index(path)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, limits: StoreLimits) -> None:
@@ -232,7 +224,7 @@ def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -
             ids = [*at.ids, *ids]
             at = next((node for node in nodes if node.key == at.parent), None)
         text, packed = SPELLINGS.decode(ids), pack_ids(ids)
-        by_text, by_ids = (store.hot_first(ROOT.key, prompt) for prompt in (text, packed))
+        by_text, by_ids = (store.ram_first(ROOT.key, prompt) for prompt in (text, packed))
         n_fewer += bool(by_text.complete)
         found = match_text(by_text, ROOT.key, text, SPELLINGS, prefer)
         assert found == match_text(store, ROOT.key, text, SPELLINGS, prefer)
@@ -253,23 +245,12 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     statements: list[str] = []
     store.index._db.set_trace_callback(statements.append)
     packed = pack_ids(range(1, 600))
-    source = store.hot_first(ROOT.key, packed)
+    source = store.ram_first(ROOT.key, packed)
     assert match_ids(source, ROOT.key, packed).n_tokens == 599
     # Three for the other children, one for what goes on from the last block.
     assert len(statements) <= 5
     store.pool.drop(nodes[300].key)
     assert match_ids(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
-
-
-def test_only_the_newest_pinned_turns_of_a_name_stay_pinned(store: BlockStore) -> None:
-    chains = [chain([n]) for n in range(1, 11)]
-    for nodes in chains:
-        save_turn(store, nodes, "system prompt", pinned=True)
-    save_turn(store, chains[5], "system prompt", pinned=True)  # pinned before
-    save_turn(store, chain([90]), "other", pinned=True)
-    by_leaf = {session.leaf: session.pinned for session in store.index.sessions()}
-    assert [by_leaf[nodes[-1].key] for nodes in chains] == [False] * 2 + [True] * 8
-    assert by_leaf[chain([90])[-1].key]
 
 
 def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
@@ -279,9 +260,9 @@ def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
     save_turn(store, nodes[:1])
     save = store.disk.save
 
-    def saving(*args: Any) -> Turn | None:
+    def saving(*args: Any) -> Commit | None:
         saved = save(*args)
-        store.quarantine(nodes[0], "a reader found damage")
+        store.lose(nodes[0], "a reader found damage")
         return saved
 
     monkeypatch.setattr(store.disk, "save", saving)
@@ -304,7 +285,7 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
         new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
         keys = tuple(node.key for node in nodes)
         leaf = Leaf(name, keys[-1], nodes[-1].stop, keys, replaced)
-        store.save_turn(Turn(ROOT, tuple(nodes), leaf), new)
+        store.commit(Commit(ROOT, tuple(nodes), leaf), new)
     may_go_on.set()
     store.drain()
     assert {session.name: session.leaf for session in store.index.sessions()} == {
@@ -327,9 +308,9 @@ def test_a_change_of_what_is_found_is_told(store: BlockStore, how: str) -> None:
     elif how == "gone":
         store.pool.clear()
         block_path(store.folder, nodes[0].key).unlink()
-        assert store.load(nodes[0], ROOT) is None
+        assert store.reader.load(nodes[0], ROOT) is None
     else:
-        store.quarantine(nodes[0], "damaged")
+        store.lose(nodes[0], "damaged")
     assert store.n_changes != before
 
 
@@ -339,30 +320,84 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     save_turn(store, nodes[:1])
     store.pool.clear()
     with closing(DiskStore(store.folder, store.limits)) as other:
-        other.forget(nodes[0].key)
+        other.files.forget(nodes[0].key)
     new = [(nodes[1], arrays_of(nodes[1]))]
-    store.save_turn(Turn(ROOT, tuple(nodes)), new)
+    store.commit(Commit(ROOT, tuple(nodes)), new)
     store.drain()
     assert store.counters.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_what_a_turn_builds_on_makes_no_room_for_it(store: BlockStore, is_own: bool) -> None:
+@contextmanager
+def waiting_writer(store: BlockStore) -> Iterator[None]:
+    """Let commits wait; in the end they are written."""
+    may_go = threading.Event()
+    store.submit(lambda: may_go.wait(60))
+    try:
+        yield
+    finally:
+        may_go.set()
+        store.drain()
+
+
+def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path: Path) -> None:
+    """One server whose disk is small, and whose RAM is full of what others wait for."""
+    store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 4 << 20))
+    prefetched = chain(*([n] for n in range(10, 19)))
+    for n_blocks in (5, 9):
+        save_turn(store, prefetched[:n_blocks])
+    first, second = chain(*([n] for n in range(6))), chain([20])
+    save_turn(store, first[:5])
+    for node in reversed(first[:5]):
+        store.disk.files.forget(node.key, Gone.EVICTED)
+    assert store.index.totals().n_blocks == 9 and len(store.pool) == 14
+    store.pool.pin([node.key for node in prefetched], prefetch=True)
+    with waiting_writer(store):
+        store.commit(Commit(ROOT, tuple(first)), [(first[5], arrays_of(first[5]))])
+        store.commit(Commit(ROOT, tuple(second)), [(second[0], arrays_of(second[0]))])
+    assert store.counters.turns_not_saved == 0
+    assert all(node.key in store.index for node in (*first, *second))
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["evicted", "damaged", "by another process"])
+def test_why_a_turn_could_not_be_saved_is_said(
+    store: BlockStore, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    head, tail = chain([1], [2])
+    save_turn(store, [head])
+    store.pool.clear()
+    if how == "evicted":
+        store.disk.files.forget(head.key, Gone.EVICTED)
+    elif how == "damaged":
+        store.lose(head, "a test")
+    else:
+        with closing(DiskStore(store.folder, store.limits)) as other:
+            other.files.forget(head.key)
+    store.commit(Commit(ROOT, (head, tail)), [(tail, arrays_of(tail))])
+    store.drain()
+    (said,) = (record.getMessage() for record in caplog.records if "not saved" in record.msg)
+    assert str(head) in said and ("another process" in said) is (how == "by another process")
+
+
+@pytest.mark.parametrize("is_full_precision", [True, False])
+def test_what_a_turn_builds_on_makes_no_room_for_it(
+    store: BlockStore, is_full_precision: bool
+) -> None:
     """Nor what those build on that still wait, though nothing else was used less."""
     ids = [list(range(first, first + 12)) for first in (10, 30, 50)]
     old, other = chain(ids[0]), chain(ids[1])
-    new = chain(ids[0], ids[2])[1:] if is_own else chain(ids[2])
+    new = chain(ids[0], ids[2])[1:] if is_full_precision else chain(ids[2])
     save_turn(store, old)
     save_turn(store, other)
     store.close()
     one_block = block_path(store.folder, old[0].key).stat().st_size
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        room = disk.reserve_bytes + one_block // 2
-        disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() + room)
+        room = disk.eviction.reserve_bytes + one_block // 2
+        disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() + room)
         content = arrays_of(new[0])
-        turn = Turn(ROOT, (*old, *new) if is_own else tuple(new))
-        keep = () if is_own else (old[0].key,)
+        turn = Commit(ROOT, (*old, *new) if is_full_precision else tuple(new))
+        keep = () if is_full_precision else (old[0].key,)
         assert disk.save(turn, {new[0].key: content}.get, keep) is not None
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
@@ -374,7 +409,7 @@ def test_blocks_of_a_pinned_session_make_no_room(store: BlockStore) -> None:
     store.close()
     with closing(DiskStore(store.folder, store.limits)) as disk:
         (session,) = (one for one in disk.index.sessions() if one.name == "pinned")
-        disk.set_pinned(session, True)
-        disk.limits = replace(disk.limits, max_disk_bytes=1000)
-        assert not disk.make_room(0)
+        disk.files.set_pinned(session, True)
+        disk.eviction.limits = replace(disk.limits, max_disk_bytes=1000)
+        assert not disk.eviction.make_room(0)
         assert [block.key in disk.index for block in (*pinned, *other)] == [True, True, False]

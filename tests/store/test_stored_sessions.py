@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.match.block import Block
+from mlx_lm_kvpersist.block import Block, Record
+from mlx_lm_kvpersist.errors import RequestRefused, StoreError
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.pool import KVBlock
@@ -27,10 +27,10 @@ def store(tmp_path: Path) -> Iterator[BlockStore]:
     store.close()
 
 
-def add(store: BlockStore, session_id: str, blocks: list[Block], used: float = 1.0) -> None:
+def add(store: BlockStore, session_id: str, blocks: Sequence[Record], used: float = 1.0) -> None:
     """Add a session to the index, as if its blocks of 10 bytes had files."""
     store.index.add_blocks(ROOT, [(block, 10) for block in blocks if block.key not in store.index])
-    leaf = next(block for block in reversed(blocks) if not block.is_checkpoint)
+    leaf = next(block for block in reversed(blocks) if isinstance(block, Block))
     store.index.put_session(
         Session(session_id, ROOT.key, None, leaf.key, leaf.stop, False, 1.0, used)
     )
@@ -58,11 +58,11 @@ def test_the_tree_branches_where_sessions_do(store: BlockStore) -> None:
     depths = [node["depth"] for node in answer["tree"]]
     assert depths in ([0, 1, 1, 0], [0, 0, 1, 1])
     sizes = {one["id"]: (one["blocks"], one["bytes"]) for one in answer["sessions"]}
-    assert {one["tier"] for one in answer["sessions"]} == {"warm"}
+    assert {one["tier"] for one in answer["sessions"]} == {"disk"}
     for block in trunk:
         store.pool.put(KVBlock(block, None, 1))
     tiers = {one["id"]: one["tier"] for one in StoredSessions(store).describe()["sessions"]}
-    assert tiers["trunk"] == "hot" and tiers["longer"] == "warm"
+    assert tiers["trunk"] == "ram" and tiers["longer"] == "disk"
     assert sizes["longer"] == (4, 50) and sizes["twin"] == (3, 30) and sizes["apart"] == (1, 10)
 
 
@@ -83,9 +83,23 @@ def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> No
     assert sessions.describe()["sessions"][0]["pinned"]
 
 
+def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) -> None:
+    add(store, "moves", chain([1]))
+    add(store, "goes", chain([2]))
+    moves, goes = (store.index.session(each) for each in ("moves", "goes"))
+    assert moves is not None and goes is not None
+    add(store, "moves", chain([1], [3]))
+    store.index.remove_session("goes")
+    pinned = store.disk.files.set_pinned(moves, True)
+    assert pinned == store.index.session("moves")
+    assert pinned.pinned and pinned.leaf == chain([1], [3])[-1].key
+    with pytest.raises(StoreError, match="removed meanwhile"):
+        store.disk.files.set_pinned(goes, True)
+
+
 def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockStore) -> None:
     add(store, "lost", chain([1], [2]))
-    store.disk.forget(chain([1])[0].key)
+    store.disk.files.forget(chain([1])[0].key)
     sessions = StoredSessions(store)
     sessions.evict("lost")
     assert sessions.delete("lost")[0].id == "lost"
@@ -109,7 +123,7 @@ def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: Block
     store.drain()
     (session,) = store.index.sessions()
     StoredSessions(store).delete(session.id)
-    assert [record["session"] for record in store.index.requests()] == ["stays"]
+    assert [record["session"] for record in store.index.state.requests()] == ["stays"]
     assert not any(node.key in store.pool for node in nodes)
 
 

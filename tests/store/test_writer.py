@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.match.block import Root
+from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.store import eviction
 from mlx_lm_kvpersist.store import writer as writer_module
-from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits, Turn
-from mlx_lm_kvpersist.store.budget import WriteMeter
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.lock import Staging, StoreLock
+from mlx_lm_kvpersist.store.records import StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
 from tests.support import wait_until
@@ -47,7 +47,7 @@ def submit(
     key: bytes | None = None,
 ) -> None:
     sizes = {key or uuid.uuid4().bytes: n_bytes}
-    writer.submit_turn(Turn(ROOT, ()), save=save, abandon=abandon, sizes=sizes)
+    writer.submit_commit(Commit(ROOT, ()), save=save, abandon=abandon, sizes=sizes)
 
 
 def resting(writer: Writer, worked_s: float = FOR_EVER_S) -> threading.Event:
@@ -107,13 +107,33 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
         may_go_on.wait(10)
 
     store._writer.rest = rest  # type: ignore[method-assign]
-    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     wait_until(lambda: len(rests) == 1, "the first rest")
-    assert store.index.n_blocks() == 0
+    assert store.index.totals().n_blocks == 0
     may_go_on.set()
     store.drain()
     assert len(rests) == 3 and all(worked_s > 0 for worked_s in rests)
-    assert store.index.n_blocks() == 3
+    assert store.index.totals().n_blocks == 3
+
+
+def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
+    store: BlockStore,
+) -> None:
+    begin, is_saved, may_go_on = threading.Event(), threading.Event(), threading.Event()
+    store.submit(begin.wait)
+    store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"old!"),)), [])
+    store.submit(is_saved.set)
+    store.submit(may_go_on.wait)
+    store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"new!"),)), [])
+    try:
+        assert store.reply_ids(ROOT.key, b"digest") == b"new!"
+        begin.set()
+        assert is_saved.wait(10)
+        assert store.reply_ids(ROOT.key, b"digest") == b"new!"
+    finally:
+        may_go_on.set()
+    store.drain()
+    assert store.reply_ids(ROOT.key, b"digest") == b"new!"
 
 
 # What waits: how much, and how long.
@@ -196,7 +216,7 @@ def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> Non
             leaf = Leaf(f"c{number}", keys[-1], nodes[-1].stop, keys)
             with generation_thread:
                 new = [(node, arrays_of(node)) for node in nodes if node.key not in store]
-                store.save_turn(Turn(ROOT, tuple(nodes), leaf), new)
+                store.commit(Commit(ROOT, tuple(nodes), leaf), new)
                 peaks.append(store.pool.n_bytes)
             chains[number] = list(keys)
             time.sleep(pause_s)
@@ -227,7 +247,7 @@ def test_a10_what_is_not_written_at_the_end_is_counted(
     store._writer.submit(partial(hangs.wait, 30))
     for number in range(3):
         nodes = chain([number])
-        store.save_turn(Turn(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
+        store.commit(Commit(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
     started = time.monotonic()
     store.close(0.3)
     assert time.monotonic() - started < 5
@@ -250,7 +270,7 @@ def resting_store(store: BlockStore) -> Iterator[BlockStore]:
 
 def keep(store: BlockStore, n_blocks: int) -> None:
     nodes = chain(*([n] for n in range(n_blocks)))
-    store.save_turn(Turn(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
+    store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
 
 
 def test_a11_another_process_waits_little_for_a_writer_that_rests(
@@ -259,7 +279,7 @@ def test_a11_another_process_waits_little_for_a_writer_that_rests(
     started = time.monotonic()
     keep(resting_store, 20)
     waits: list[float] = []
-    while resting_store.index.n_blocks() == 0:
+    while resting_store.index.totals().n_blocks == 0:
         asked = time.monotonic()
         with StoreLock(resting_store.folder / "lock").held():
             waits.append(time.monotonic() - asked)
@@ -273,17 +293,17 @@ def test_a11_another_process_may_sweep_and_make_room_meanwhile(
     resting_store: BlockStore, limits: StoreLimits
 ) -> None:
     other = DiskStore(resting_store.folder, limits)
-    before = other.used_bytes()
+    before = other.files.used_bytes()
     keep(resting_store, 10)
-    wait_until(lambda: other.used_bytes() > before + 600_000, "the announcement of 10 blocks")
+    wait_until(lambda: other.files.used_bytes() > before + 600_000, "the announcement of 10 blocks")
     n_changes = 0
-    while other.index.n_blocks() == 0:
-        assert other.sweep() == 0
-        assert other.make_room(100_000) and not other.make_room(1 << 22)
+    while other.index.totals().n_blocks == 0:
+        assert other.files.sweep() == 0
+        assert other.eviction.make_room(100_000) and not other.eviction.make_room(1 << 22)
         n_changes += 1
     assert n_changes > 1
     resting_store.drain()
-    assert other.index.n_blocks() == 10 and other.sweep() == 0
+    assert other.index.totals().n_blocks == 10 and other.files.sweep() == 0
     assert find_problems(other.folder, other.index) == []
     assert not list((other.folder / "writing").iterdir())
     other.close()
@@ -297,10 +317,10 @@ def test_a11_what_goes_while_a_turn_is_written_is_written_again(
     other = DiskStore(resting_store.folder, limits)
     keep(resting_store, 10)
     wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
-    other.forget(first)
+    other.files.forget(first)
     resting_store.drain()
     assert resting_store.counters.turns_not_saved == 0
-    assert other.index.n_blocks() == 10 and other.sweep() == 0
+    assert other.index.totals().n_blocks == 10 and other.files.sweep() == 0
     other.close()
 
 
@@ -309,37 +329,11 @@ def test_a11_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> No
     (store.folder / "writing").mkdir()
     for name in ("0badcafe.lock", f"0badcafe-{'ab' * 16}.safetensors"):
         (store.folder / "writing" / name).write_bytes(b"1000")
-    assert store.disk.sweep() == 2
+    assert store.disk.files.sweep() == 2
     assert not list((store.folder / "writing").iterdir())
 
 
 # Budgets.
-
-
-def test_d_bytes_of_an_hour_ago_are_given_back() -> None:
-    now = 0.0
-    meter = WriteMeter(lambda: now)
-    meter.add(100)
-    now = 1800.0
-    meter.add(30)
-    assert meter.last_hour_bytes() == 130
-    now = 3601.0
-    assert (meter.last_hour_bytes(), meter.total_bytes) == (30, 130)
-    now = 5401.0
-    assert meter.last_hour_bytes() == 0
-
-
-def test_d_turns_are_saved_again_an_hour_later(tmp_path: Path, limits: StoreLimits) -> None:
-    now = 0.0
-    store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=100_000))
-    store.disk.written = WriteMeter(lambda: now)
-    save_turn(store, chain([1]))
-    save_turn(store, chain([2]))
-    assert (store.counters.turns_saved, store.counters.turns_not_saved) == (1, 1)
-    now = 3601.0
-    save_turn(store, chain([3]))
-    assert store.counters.turns_saved == 2
-    store.close()
 
 
 def whole_bytes(folder: Path) -> int:
@@ -353,7 +347,7 @@ def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
         root = Root("fingerprint", "4b64", namespace="n" * n_chars)
         store = BlockStore(tmp_path / f"store{n_chars}", limits)
         nodes = chain(*([n] for n in range(25)), parent=root.key)
-        store.save_turn(Turn(root, tuple(nodes)), [(node, {}) for node in nodes])
+        store.commit(Commit(root, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
         assert store.counters.turns_saved == n_saved
         assert whole_bytes(store.folder) <= limits.max_disk_bytes
@@ -368,19 +362,19 @@ def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
         nodes = [
             replace(node, text="€" * 1000) for node in chain(*([start + n] for n in range(200)))
         ]
-        store.save_turn(Turn(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
+        store.commit(Commit(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
         assert whole_bytes(store.folder) <= limits.max_disk_bytes
     store.close()
 
 
 def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
-    space = store.disk.space()
+    space = store.disk.eviction.space()
     assert (space.folder, space.max_bytes) == (store.folder, limits.max_disk_bytes)
-    assert space.used_bytes == store.disk.used_bytes() and "min-free" not in str(space)
-    store.disk.limits = replace(limits, min_free_bytes=1 << 60)
-    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.space())
-    assert "\n" not in str(store.disk.space())
+    assert space.used_bytes == store.disk.files.used_bytes() and "min-free" not in str(space)
+    store.disk.eviction.limits = replace(limits, min_free_bytes=1 << 60)
+    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.eviction.space())
+    assert "\n" not in str(store.disk.eviction.space())
 
 
 @pytest.mark.parametrize("floor", [False, True])
@@ -389,21 +383,21 @@ def test_a14_what_another_process_announced_counts(
 ) -> None:
     """One process announced a turn and wrote nothing yet; the other leaves it its room."""
     save_turn(store, chain([1], [2]), "old")
-    used = store.disk.used_bytes()
+    used = store.disk.files.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
     if floor:
         monkeypatch.setattr(eviction, "free_bytes", lambda folder: 12 << 20)
         limits = replace(store.limits, min_free_bytes=1 << 20)
     other = DiskStore(store.folder, limits)
     try:
-        assert other.make_room(2 << 20) and len(store.index.keys()) == 2
+        assert other.eviction.make_room(2 << 20) and len(store.index.keys()) == 2
         with closing(Staging(store.folder)) as staging:
             with store.disk.lock.held():
                 staging.announce(10 << 20 if floor else 7 << 20)
-            other.make_room(2 << 20)
+            other.eviction.make_room(2 << 20)
             assert store.index.keys() == set()
             staging.close()
-            assert other.used_bytes() <= used
+            assert other.files.used_bytes() <= used
     finally:
         other.close()
 
@@ -415,7 +409,7 @@ def test_a10_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
     for name, sizes in turns.items():
-        writer.submit_turn(Turn(ROOT, ()), lambda: None, partial(left_out.append, name), sizes)
+        writer.submit_commit(Commit(ROOT, ()), lambda: None, partial(left_out.append, name), sizes)
     may_go_on.set()
     writer.drain()
     assert left_out == ["first"]

@@ -1,4 +1,4 @@
-"""Conversations without a model: render, respell, match, and remember what a test replies."""
+"""Conversations without a model: render, retokenize, match, and remember what a test replies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from mlx_lm.server import process_message_content
 
+from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.match.block import Root, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_ids, match_text, splice
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.replies import remember, respell
+from mlx_lm_kvpersist.request.replies import remember, retokenize
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.match.tree_in_memory import ROOT, MemoryTree
 
@@ -83,7 +83,7 @@ class Chat:
         """Send messages and have the model produce the ids `reply`, its end token too."""
         rendered = self.render(messages)
         prompt = Prompt(rendered, [rendered], ["user"])
-        ids = respell(prompt, messages, self.root, self._store, self.loaded).ids
+        ids = list(retokenize(prompt, messages, self.root, self._store, self.loaded).ids)
         text = self.tokens.decode(ids)
         match = match_text(self._tree, ROOT, text, self.tokens)
         spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None

@@ -19,14 +19,15 @@ import pytest
 
 import mlx_lm_kvpersist
 from mlx_lm_kvpersist.host import manager
-from mlx_lm_kvpersist.host.patch import PATCH_SET
-from mlx_lm_kvpersist.host.patches import PATCHES
+from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 REPOSITORY = Path(mlx_lm_kvpersist.__file__).parent.parent
 PTH = REPOSITORY / "mlx_lm_kvpersist.pth"
 ENTRY_POINTS = """\
 [mlx_lm.server.plugins]
 echo = tests.host.plugins:Echo
+editing = tests.host.plugins:Editing
 failing = tests.host.plugins:Failing
 kvpersist = mlx_lm_kvpersist.plugin:KVPersistPlugin
 misspelt = tests.host.plugins:Misspelt

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
-from mlx_lm_kvpersist.host import versions
+from mlx_lm_kvpersist.host.patching import versions
 
 from .server_process import ServerProcess
 
@@ -40,6 +40,14 @@ def reads_lists_of_calls() -> bool:
     """Tell whether mlx-lm's parser for Mistral reads `[TOOL_CALLS] [{"name": ...}]`.
 
     That of 0.31.3 reads `[TOOL_CALLS]name[ARGS]{...}` only. The client gets no call of a list.
+    """
+    return not _IS_BEFORE_0_32
+
+
+def answers_wrong_fields() -> bool:
+    """Tell whether a field of a wrong type is an error with a status.
+
+    0.31.3 closes the connection, and with a stop word that is a number it serves nothing more.
     """
     return not _IS_BEFORE_0_32
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.host.versions import parse
+from mlx_lm_kvpersist.host.patching.versions import parse
 from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
 from tests.support import server_process as ports_module
 
@@ -77,7 +77,7 @@ def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: Star
 
 
 @pytest.mark.parametrize("plugin", [False, True])
-def test_d_another_servers_port_is_not_taken_for_its_own(
+def test_another_servers_port_is_not_taken_for_its_own(
     server: ServerProcess, tiny_model: Path, start_server: StartServer, plugin: bool
 ) -> None:
     start = start_server.with_plugin if plugin else start_server
@@ -87,7 +87,7 @@ def test_d_another_servers_port_is_not_taken_for_its_own(
     assert server.healthy(), "the other was left alone"
 
 
-def test_d_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
+def test_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
     server: ServerProcess, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """free_port() says a port that another process takes before the server can."""
@@ -99,7 +99,7 @@ def test_d_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
         assert own.pid != server.pid and server.healthy()
 
 
-def test_d_a_server_that_has_ended_is_not_healthy_because_another_is(
+def test_a_server_that_has_ended_is_not_healthy_because_another_is(
     server: ServerProcess, tiny_model: Path
 ) -> None:
     own = ServerProcess(tiny_model)

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.precision import KVPrecision, PrecisionRequest
-from mlx_lm_kvpersist.cache.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 from mlx_lm_kvpersist.config import DEFAULT_MAX_DISK_BYTES, KV_BITS
 from mlx_lm_kvpersist.units import show_bytes
 from models_check.configs import CONFIGS

@@ -44,7 +44,9 @@ DYNAMIC = {
     ("api/agents.py", "refusal"),
     ("cli/asking.py", "why"),
     ("cli/spec.py", "str(error)"),
-    ("host/http_server.py", "str(error)"),
+    ("host/dialects/translated_output.py", "str(error)"),
+    ("host/http/server.py", "_UNSAID[status_code]"),
+    ("host/http/server.py", "message"),
     ("store/disk.py", "str(error)"),
 }
 """What is raised with words from elsewhere: stock's own, or those of `why_refused`."""

@@ -5,25 +5,24 @@ _REPORT = "A defect. The log has the traceback; please report it."
 _DAMAGED = "The disk, or another program, changed a file. If it happens again, check the disk."
 
 NOTES: dict[str, str] = {
-    "kvpersist: nothing is warmed: …": "`--kvpersist-warm` could not ask its own server. The end "
-    "of the line says why; `sessions warm` tries again.",
-    "kvpersist: … is damaged, precision is measured again: …": _MEASURED,
-    "kvpersist: … is not used, it is measured again: …": "The file cannot be read, or a newer "
-    "version wrote it. " + _MEASURED,
-    "kvpersist: … is measured again at the next start: …": "The result could not be written: is "
-    "the folder writable, and is there space?",
-    "kvpersist: … is damaged, it is measured again: …": _MEASURED,
+    "kvpersist: … is not warmed: …": "A file of `--kvpersist-warm`. The end of the line says why; "
+    "`mlx-lm-kvpersist warm` tries again.",
+    "kvpersist: the persisted precision is damaged, it is measured again: …": _MEASURED,
+    "an interrupted reply could not be saved": "The next prompt of its conversation computes it "
+    "again. Most often for want of memory.",
     "a request failed": "It ended with an error, most often for want of memory: a smaller "
     "`--kvpersist-ram`, `--decode-concurrency` or context helps. The server goes on.",
+    "a connection failed": "One request had no answer. " + _REPORT,
     "a reply failed": "One request ended with status 500. The traceback says why.",
     "… … failed": "A route ended with status 500. " + _REPORT,
-    "header …: … cannot be sent": "A plugin's header is not printable ASCII, and is left out.",
-    "hook take_request of … answered …; ignored": "For authors of plugins: what the hook returned "
-    "cannot be served. The next plugin is asked.",
+    "plugin … in hook … …; ignored": "For its author: the server cannot use the plugin's answer, "
+    "or the plugin changed what it was given. The server goes on without it.",
+    "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "
+    "goes on without it.",
     "the generation thread ended": "The process ends with status 1; a service starts it again. "
     + _REPORT,
-    "a plugin's prefetch failed; the request enters without it": _REPORT,
     "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,
+    "kvpersist: the prompt could not be restored": "The prompt was computed. " + _REPORT,
     "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
     "kvpersist: served as stock does, nothing is kept: …": "The end of the line says why: see "
     '"A model is not kept" below.',
@@ -40,19 +39,21 @@ NOTES: dict[str, str] = {
     "… turns (…) could not be written within … s; they are computed again when they are needed": (
         "The server ended while the disk was slow."
     ),
-    "a turn is not saved: another process removed a block that it needs": "Two servers share a "
-    "store that is too small for both: a larger `--kvpersist-disk`.",
+    "a turn is not saved: …, which it needs, …": "The end of the line says why. The turn stays in "
+    "RAM; the next turn of its conversation is saved whole.",
+    "the store … is being changed by …; turns stay in memory until that has ended": "Nothing to "
+    "do, if the process is one of yours: new turns are written when it has ended.",
     "cannot …: …; serving goes on from memory": "The disk is full, not writable, or a budget is "
     "used up. Turns are kept in RAM only. It is said once, until a write succeeds.",
-    "the store … was removed; it is made anew": "Somebody deleted the folder under a running "
-    "server. What is in RAM stays usable.",
+    "the index of … was removed or replaced; it is opened anew": "Somebody deleted the folder "
+    "under a running server, or `store rebuild` replaced a damaged index. What is in "
+    "RAM stays usable.",
     "the index of the store is damaged (…); it is rebuilt": "From the files; sessions without a "
     f"name or pin lose their entry. {_DAMAGED}",
     "… is not kept aside: …": "A damaged file was deleted instead of moved to quarantine.",
     "others may look into the store … (mode …): chmod 700 it": "The folder was there with these "
     "rights before; they are not changed for you.",
-    "… is no longer on disk": "Something deleted a file of the store. Its tokens are computed "
-    "again.",
+    "… is no longer on …": "Something deleted a file of the store. Its tokens are computed again.",
     "prefetching failed; the rest is read when it is needed": _REPORT,
     "… cannot be read now: …": "Too many open files, no permission, no memory, or a failing disk. "
     "Its tokens are computed again, and the file is tried again.",

@@ -18,7 +18,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "min-free",
         "max-writes-per-hour",
         "fsync",
-        "pin-system",
         "warm",
     ),
     "Precision": (
@@ -31,7 +30,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "What is reused": (
         "session-header",
         "normalise",
-        "min-reuse",
         "verify",
     ),
     "Serving": ("max-stall-ms", "attention"),

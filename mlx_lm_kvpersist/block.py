@@ -1,0 +1,150 @@
+"""Blocks and their keys: a hash chain, so that a key stands for a whole prefix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+
+KEY_BYTES = 16
+"""128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """What a tree of blocks is for. Nothing is shared between roots.
+
+    `fingerprint` tells models apart, `layout` the forms of their KV (`ModelCacheSpec.layout`),
+    `namespace` tenants, and `session` (with isolation) single sessions. `with_text` says whether
+    the blocks' text is stored, too. `model` is for people to read.
+    """
+
+    fingerprint: str
+    layout: str
+    namespace: str = ""
+    session: str = ""
+    with_text: bool = True
+    model: str = field(default="", compare=False)
+
+    @cached_property
+    def key(self) -> bytes:
+        """The key above the tree's first blocks."""
+        digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
+        text = "text" if self.with_text else "ids"
+        for part in (self.fingerprint, self.layout, self.namespace, self.session, text):
+            encoded = part.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+        return digest.digest()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    @lru_cache(maxsize=64)  # the files of a store have the same one
+    def from_json(cls, text: str) -> Root:
+        """Read `to_json`. Raises ValueError or TypeError when it is something else."""
+        return cls(**json.loads(text))
+
+
+def block_key(parent: bytes, ids: bytes) -> bytes:
+    """Return the key of the block that holds `ids` (packed, see `pack_ids`) below `parent`."""
+    return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
+
+
+def checkpoint_key(block: bytes, kind: str, n_tokens: int) -> bytes:
+    """Return the key of a checkpoint of this kind, over the last `n_tokens` of `block`.
+
+    Both ends have a fixed length, so different checkpoints never hash the same bytes. Raises
+    OverflowError beyond int32.
+    """
+    content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
+    return blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-ckpt-1").digest()
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Return token ids as little-endian int32."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Return the token ids of `pack_ids`."""
+    ids = array("i")
+    ids.frombytes(packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of up to 256 tokens.
+
+    `parent` is the key of the block before it, or of the root. `start` is the number of tokens
+    before it, `packed_ids` its token ids as little-endian int32, `text` the characters that become
+    complete in it, and `pending` the bytes of an incomplete character at its end.
+    """
+
+    key: bytes
+    parent: bytes
+    start: int = 0
+    packed_ids: bytes = b""
+    text: str = ""
+    pending: bytes = b""
+    n_tokens: int = field(init=False, repr=False, compare=False)
+    stop: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        n_tokens = len(self.packed_ids) // 4
+        vars(self).update(n_tokens=n_tokens, stop=self.start + n_tokens)
+
+    @cached_property
+    def is_genuine(self) -> bool:
+        """Whether it is what its key was made of."""
+        return block_key(self.parent, self.packed_ids) == self.key
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return unpack_ids(self.packed_ids)
+
+    def __str__(self) -> str:
+        return f"block {self.key.hex()}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What windows or recurrent layers hold at the end of the block with the key `block`.
+
+    It has a file of its own, which may be evicted before the block is. `kind` says what it holds:
+    "state", of recurrent layers, or "window-512", the KV of layers that see 512 tokens. `n_tokens`
+    are the last tokens of the block that it covers, 0 for a state.
+    """
+
+    key: bytes
+    block: bytes
+    kind: str
+    n_tokens: int
+
+    @classmethod
+    def at(cls, block: bytes, kind: str, n_tokens: int) -> Checkpoint:
+        """Return the checkpoint at the end of a block. Raises OverflowError beyond int32."""
+        return cls(checkpoint_key(block, kind, n_tokens), block, kind, n_tokens)
+
+    @cached_property
+    def is_genuine(self) -> bool:
+        """Whether it is what its key was made of."""
+        return checkpoint_key(self.block, self.kind, self.n_tokens) == self.key
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.key.hex()}"
+
+
+Record = Block | Checkpoint
+"""What has a file of its own."""

@@ -1,0 +1,1 @@
+"""Caches as immutable blocks: cut, joined again, and checked by the canary."""

@@ -1,0 +1,177 @@
+"""The canary: compute the last tokens of restored caches again, and see whether they agree.
+
+It runs once when a model is loaded, before a request has to wait for it, and over each restore
+from disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ...errors import ModelNotSupported
+from ..geometry.kinds import Fields, kind_of
+from ..geometry.probe import position_limit
+from ..geometry.slots import cached_positions, slots_of
+from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
+from ..live import packed as pk
+from ..live.packed import headroom
+from .cut_join import (
+    BLOCK_TOKENS,
+    Piece,
+    Pieces,
+    concatenated,
+    copy_state,
+    join,
+    split_blocks,
+    split_windows,
+)
+
+logger = logging.getLogger(__name__)
+
+CANARY_TOKENS = 8
+CANARY_TOLERANCE = 0.25
+"""Most that recomputed KV may differ from stored KV, as a share of its norm.
+
+Arithmetic noise moves a few values to the next of 16 steps: some percent. KV of other tokens, other
+positions or another model differs by about its whole norm.
+"""
+
+_IDS = tuple(i % 16 + 1 for i in range(24))
+_CUT = 16
+
+_LONG_TOKENS = 8192
+_LONG_BYTES = 512 << 20
+"""A long restore takes at most this much memory while it is warmed up."""
+
+
+def canary_difference(
+    model: Any, spec: ModelCacheSpec, caches: Sequence[Any], ids: Sequence[int]
+) -> float:
+    """Run the last tokens of restored caches again; return how far their KV differs, 0 for equal.
+
+    The caches hold the tokens `ids`. The result is the largest, over slots, keys and values, of
+    the median over tokens of |new - old| / |old|. Afterwards the caches hold the stored values
+    again, so a reply does not depend on the canary. The result is 0 if the caches cannot step back:
+    states never can, windows cannot once they have dropped tokens.
+    """
+    if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
+        return 0.0
+    n_tokens = min(CANARY_TOKENS, len(ids))
+    start, stop = len(ids) - n_tokens, len(ids)
+    slots = slots_of(caches)
+    used = [slots[number] for group in spec.groups for number in group.slots]
+    stored = [_stacked(group, slots, start, stop) for group in spec.groups]
+    mx.eval(stored)  # before the buffers change
+    for slot in used:
+        slot.trim(n_tokens)
+    model(mx.array([list(ids[start:])]), cache=list(caches))
+    differences = []
+    for group, old in zip(spec.groups, stored, strict=True):
+        new = _stacked(group, slots, start, stop)
+        for side, *both in zip(group.sides.values(), old, new, strict=True):
+            was, now = (
+                (fields[0] if side is None else pk.dequantize(fields, side)).astype(mx.float32)
+                for fields in both
+            )
+            error = mx.square(now - was).sum(axis=(1, 3))
+            size = mx.square(was).sum(axis=(1, 3))
+            ratio = mx.sort(mx.sqrt(error / (size + 1e-12)), axis=1)
+            differences.append(ratio[:, n_tokens // 2])
+    worst = float(mx.max(mx.concatenate(differences)))
+    for group, old in zip(spec.groups, stored, strict=True):
+        for place, number in enumerate(group.slots):
+            for held, fields in zip((slots[number].keys, slots[number].values), old, strict=True):
+                for buffer, values in zip(pk.arrays_of(held), fields, strict=True):
+                    buffer[:, :, start:stop] = values[place : place + 1]
+    mx.eval([(slot.keys, slot.values) for slot in used])
+    return worst
+
+
+def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
+    """Return a group's keys and its values of tokens [start, stop), each [slots, H, n, D], lazy.
+
+    All slots together: one by one would take a thousand operations.
+    """
+    caches = [slots[number] for number in group.slots]
+    by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]
+    return [
+        tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
+        for part in zip(*by_slot, strict=True)
+    ]
+
+
+def warm_up(model: Any, spec: ModelCacheSpec) -> None:
+    """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
+
+    A GPU's kernels are compiled, or loaded, when they are first used. The kernel of attention
+    depends on the number of keys, so the canary also runs over a long cache of zeros. If caches can
+    step back, the short canary also shows whether the model goes on from restored caches as it did
+    from those that it filled.
+
+    Raises:
+        ModelNotSupported: it does not, or it fails; it may keep state outside its caches.
+    """
+    try:
+        difference = _difference(model, spec)
+    except Exception as error:
+        raise ModelNotSupported(f"its caches cannot be cut and joined: {error!r}") from error
+    if not difference <= CANARY_TOLERANCE:
+        raise ModelNotSupported(
+            f"its keys and values after a restore differ by {difference:.0%}: "
+            "it keeps state outside its caches"
+        )
+    try:
+        _warm_up_long(model, spec)
+    except Exception as error:
+        logger.debug("the first long restore will be slower: %r", error)
+    mx.clear_cache()
+
+
+def _difference(model: Any, spec: ModelCacheSpec) -> float:
+    """Return the canary's result for a few tokens that were cut and joined, 0 without a canary."""
+    n_tokens = len(_IDS)
+    caches = spec.make_cache()
+    mx.eval(model(mx.array([_IDS]), cache=caches))
+    blocks, windows, state = [], {}, {}
+    if spec.full:
+        blocks = _pieces(split_blocks(spec, caches, [(0, _CUT), (_CUT, n_tokens)]))
+    slots = slots_of(caches)
+    for window, groups in spec.sliding.items():
+        first = max(cached_positions(slots[slot])[0] for group in groups for slot in group.slots)
+        span = max(first, n_tokens - window), n_tokens
+        windows[window] = _pieces(split_windows(spec, window, caches, [span]))
+    if spec.recurrent:
+        state = copy_state(spec, caches)
+    pieces = Pieces(n_tokens, blocks, windows, state)
+    restored = join(spec, pieces, headroom(1), whole=False)
+    return canary_difference(model, spec, restored, _IDS)
+
+
+def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
+    """Join blocks of zeros from RAM and run the canary over them, as after a long prompt's restore.
+
+    A model with windows or states has no canary at this length.
+    """
+    n_tokens = min(
+        _LONG_TOKENS,
+        _LONG_BYTES // max(1, spec.bytes_per_token),
+        position_limit(model) or _LONG_TOKENS,
+    )
+    n_blocks = n_tokens // BLOCK_TOKENS
+    if n_blocks == 0 or not spec.any_prefix:
+        return
+    zeros = {
+        name: mx.zeros(form, dtype) for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
+    }
+    mx.eval(zeros)
+    pieces = Pieces(n_blocks * BLOCK_TOKENS, [Piece(zeros, 0, BLOCK_TOKENS)] * n_blocks)
+    restored = join(spec, pieces, headroom(1))
+    canary_difference(model, spec, restored, [1] * pieces.n_tokens)
+
+
+def _pieces(cut: list[dict[str, mx.array]]) -> list[Piece]:
+    return [Piece(arrays, 0, next(iter(arrays.values())).shape[2]) for arrays in cut]

@@ -1,0 +1,392 @@
+"""Cut caches into immutable blocks, windows and states, and join these into caches again.
+
+A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
+slots stacked: "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
+[L, H, T, Dk / group size] in the model's dtype, and the same for "0.v". Keys, or values, in full
+precision are one array, "0.k" or "0.v" [L, H, T, D]. A window holds a block's last tokens of the
+sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
+end of a block: "2.0" [L, ...] is the first array of group 2.
+
+Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
+whole: the number of operations then depends on the number of layers, and no longer on the number
+of blocks times layers. Generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+
+from ..geometry.kinds import kind_of
+from ..geometry.slots import cached_positions, slots_of, states_of
+from ..geometry.spec import (
+    ArrayForm,
+    LayerGroup,
+    ModelCacheSpec,
+    arrays_fit,
+    forms_bytes,
+    state_arrays,
+    token_arrays,
+)
+
+BLOCK_TOKENS = 256
+
+Arrays = Mapping[str, mx.array]
+
+_STRETCH_BLOCKS = 16
+"""Number of blocks that are cut together on a GPU: their arrays exist twice for a moment."""
+
+_WINDOW_BYTES = 64 << 20
+"""Bytes to evaluate together: enough to keep a device busy, little beside its memory."""
+
+_PIECES_AT_ONCE = 16
+"""Number of pieces that are placed together on a GPU: their arrays exist twice for a moment."""
+
+_SPARE_SHARE = 16
+"""Joining whole may take 1/16 of the cache's bytes on top of the cache itself."""
+
+
+def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
+    """Return how many tokens all caches have seen; None if no cache counts them.
+
+    Raises:
+        ValueError: a cache holds something, but the model left it empty when it was probed; or
+            caches disagree in a model with windows or states.
+    """
+    slots = slots_of(caches)
+    used = {number for group in spec.groups for number in group.slots}
+    for number, slot in enumerate(slots):
+        if number not in used and not slot.empty():
+            raise ValueError(f"cache {number}, which the model did not use, holds something")
+    groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
+    counts = {cached_positions(slots[number])[1] for group in groups for number in group.slots}
+    if len(counts) > 1 and not spec.any_prefix:
+        raise ValueError(f"caches of one sequence have seen {sorted(counts)} tokens")
+    return min(counts, default=None)
+
+
+def split_blocks(
+    spec: ModelCacheSpec, caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
+) -> list[dict[str, mx.array]]:
+    """Return one block per token range [start, stop), as evaluated arrays of their own.
+
+    Raises:
+        ValueError: the ranges overlap, are empty, out of order, longer than a block, or go beyond
+            what a cache holds; or there are not as many caches as the model has.
+    """
+    return _split(spec, spec.full, caches, ranges)
+
+
+def split_windows(
+    spec: ModelCacheSpec, window: int, caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
+) -> list[dict[str, mx.array]]:
+    """Return the keys and values of the groups with this window, as `split_blocks` does."""
+    return _split(spec, spec.sliding[window], caches, ranges)
+
+
+def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.array]:
+    """Return the recurrent groups' states, as evaluated arrays of their own.
+
+    Raises:
+        ValueError: they have other shapes or dtypes than when the model was probed.
+    """
+    slots = slots_of(caches)
+    state: dict[str, mx.array] = {}
+    for group in spec.recurrent:
+        for number, form in enumerate(group.states):
+            arrays = [states_of(slots[slot])[number] for slot in group.slots]
+            if any((array is None) != (form is None) for array in arrays):
+                raise ValueError(f"group {group.name} has array {number} in some layers only")
+            if form is not None:
+                state[f"{group.name}.{number}"] = concatenated(arrays, axis=0)
+    mx.eval(state)
+    if misfit := arrays_fit(state_arrays(spec.recurrent), state):
+        raise ValueError(f"the model's states differ from those it was probed with: {misfit}")
+    return state
+
+
+def n_bytes(arrays: Arrays) -> int:
+    """Bytes of arrays by name."""
+    return sum(int(array.nbytes) for array in arrays.values())
+
+
+def _split(
+    spec: ModelCacheSpec,
+    groups: Sequence[LayerGroup],
+    caches: Sequence[Any],
+    ranges: Sequence[tuple[int, int]],
+) -> list[dict[str, mx.array]]:
+    for start, stop in ranges:
+        if not 0 <= start < stop <= start + BLOCK_TOKENS:
+            raise ValueError(f"tokens {start} to {stop} are not a block")
+    for (_, stop), (start, _) in zip(ranges, islice(ranges, 1, None), strict=False):
+        if start < stop:
+            raise ValueError(f"a block from token {start} overlaps the one up to token {stop}")
+    if len(caches) != len(spec.template):
+        raise ValueError(f"{len(caches)} caches for {len(spec.template)} layers")
+    if not ranges:
+        return []
+    if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
+        # Stacking makes a second copy for a moment, so the conversation is cut in stretches.
+        head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
+        return [*_split(spec, groups, caches, head), *_split(spec, groups, caches, tail)]
+    slots = slots_of(caches)
+    first = ranges[0][0]
+    cuts = sorted({cut for span in ranges for cut in span} - {first})
+    # Piece i ends at cuts[i] and begins at the cut before it.
+    piece_ending_at = {cut: i for i, cut in enumerate(cuts)}
+    at = [cut - first for cut in cuts[:-1]]
+    whole: dict[str, list[mx.array]] = {}
+    for group in groups:
+        for slot in group.slots:
+            both = kind_of(slots[slot]).tokens(slots[slot], first, cuts[-1])
+            for part, fields in zip(("k", "v"), both, strict=True):
+                for name, array in zip(group.array_names[part], fields, strict=True):
+                    whole.setdefault(name, []).append(array)
+    if prefers_few_copies():
+        whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
+    pieces: Any = {
+        name: [mx.split(x, at, axis=2) for x in arrays] for name, arrays in whole.items()
+    }
+    blocks: list[dict[str, mx.array]] = []
+    waiting_bytes = 0
+    for _, stop in ranges:
+        piece = piece_ending_at[stop]
+        block = {
+            name: concatenated([array[piece] for array in arrays], axis=0)
+            for name, arrays in pieces.items()
+        }
+        blocks.append(block)
+        waiting_bytes += n_bytes(block)
+        if waiting_bytes >= _WINDOW_BYTES or stop == cuts[-1]:
+            mx.eval(blocks)
+            waiting_bytes = 0
+    return blocks
+
+
+def prefers_few_copies() -> bool:
+    """Whether two copies in few large pieces are quicker than one copy in many small pieces.
+
+    Blocks times slots are ten thousand small copies for a long conversation. A GPU spends more
+    time on starting them than on copying; a CPU does not.
+    """
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def copied(array: mx.array) -> mx.array:
+    """Return a lazy copy in memory of its own; a slice shares the memory of its whole."""
+    return mx.take(array, mx.arange(array.shape[0]), axis=0)
+
+
+def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
+    """Concatenate into memory of its own, also a single array, which mx.concatenate returns."""
+    return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, stop) of the arrays of a block or a window, counted from their first."""
+
+    arrays: Arrays
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts of a prompt cache of `n_tokens`.
+
+    `blocks` hold its tokens from the first on, `windows` its last tokens by window, and `state` the
+    states of the recurrent groups after the last token. Kinds without groups are empty.
+    """
+
+    n_tokens: int
+    blocks: Sequence[Piece] = ()
+    windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
+    state: Arrays = field(default_factory=dict)
+
+
+class Joiner:
+    """A prompt cache of `n_tokens` that is being filled.
+
+    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` says, by
+    window, how many of the last tokens will be added. Pieces must fit the spec (`arrays_fit`) and
+    come in the order of their tokens. `whole` keeps them until `finish`, for pieces that are in RAM
+    anyway.
+    """
+
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        n_tokens: int,
+        headroom: int,
+        windows: Mapping[int, int],
+        *,
+        whole: bool,
+    ) -> None:
+        self._spec = spec
+        self._n_tokens = n_tokens
+        self._whole = whole
+        self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
+        self._buffers: dict[int | None, _Buffers] = {}
+        n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
+        for window, n_cached in windows.items():
+            n_held[window] = n_cached
+        for at, n_cached in n_held.items():
+            groups = spec.full if at is None else spec.sliding[at]
+            room = headroom if at is None else 0
+            forms = list(token_arrays(groups, n_cached + room))
+            arrays = {
+                name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
+                for name, (n_slots, *rest), dtype in forms
+            }
+            self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
+        self._state: Arrays = {}
+
+    def make_room(self) -> Iterator[None]:
+        """Make one buffer before each yield; otherwise the first piece makes them all at once."""
+        for buffers in self._buffers.values():
+            for arrays in buffers.arrays.values():
+                for place in range(len(arrays)):
+                    mx.eval(arrays[place])
+                    yield
+
+    def add(self, piece: Piece, window: int | None = None) -> None:
+        """Add the next tokens of the full groups, or of those with a window.
+
+        Raises:
+            ValueError: the piece's range is empty or goes beyond its arrays, or there is no room
+                for its tokens.
+        """
+        buffers = self._buffers[window]
+        for name in buffers.arrays:
+            n_there = piece.arrays[name].shape[2]
+            if not 0 <= piece.start < piece.stop <= n_there:
+                raise ValueError(f"tokens {piece.start} to {piece.stop} of a block of {n_there}")
+        buffers.n_added += piece.stop - piece.start
+        if buffers.n_added > buffers.n_tokens:
+            raise ValueError(f"{buffers.n_added} tokens where there should be {buffers.n_tokens}")
+        buffers.waiting.append(piece)
+        if not self._whole and len(buffers.waiting) >= self._n_at_once:
+            buffers.place()
+
+    def add_state(self, state: Arrays) -> None:
+        """Add the states of the recurrent groups after the last token."""
+        self._state = state
+
+    def finish(self) -> list[Any]:
+        """Return the prompt cache, evaluated.
+
+        Raises:
+            ValueError: tokens are missing.
+        """
+        caches = self._spec.make_cache()
+        slots = slots_of(caches)
+        for buffers in self._buffers.values():
+            if buffers.n_added != buffers.n_tokens:
+                raise ValueError(
+                    f"{buffers.n_added} tokens where there should be {buffers.n_tokens}"
+                )
+            if buffers.waiting:
+                buffers.join() if self._whole else buffers.place()
+            start = self._n_tokens - buffers.n_tokens
+            for group in buffers.groups if buffers.n_tokens else ():
+                for place, slot in enumerate(group.slots):
+                    keys, values = (
+                        tuple(buffers.arrays[name][place] for name in names)
+                        for names in group.array_names.values()
+                    )
+                    cache = slots[slot]
+                    kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
+        for group in self._spec.recurrent if self._state else ():
+            for number, form in enumerate(group.states):
+                if form is not None:
+                    rows = mx.split(self._state[f"{group.name}.{number}"], len(group.slots))
+                    for slot, row in zip(group.slots, rows, strict=True):
+                        states_of(slots[slot])[number] = row
+                    mx.eval(rows)
+        return caches
+
+
+def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
+    """Return a prompt cache that holds what the pieces do (see `Joiner`)."""
+    windows = {
+        window: sum(piece.stop - piece.start for piece in parts)
+        for window, parts in pieces.windows.items()
+    }
+    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=whole)
+    for piece in pieces.blocks:
+        joiner.add(piece)
+    for window, parts in pieces.windows.items():
+        for piece in parts:
+            joiner.add(piece, window)
+    joiner.add_state(pieces.state)
+    return joiner.finish()
+
+
+@dataclass
+class _Buffers:
+    """The buffers of some groups' slots, by array name, filled from token 0 on.
+
+    `arrays` [1, H, S, ...], one for each slot, have the `forms` of `n_tokens` and `headroom`.
+    `waiting` are the pieces that were added and not yet copied.
+    """
+
+    groups: Sequence[LayerGroup]
+    n_tokens: int
+    headroom: int
+    forms: Sequence[ArrayForm]
+    arrays: dict[str, list[mx.array]]
+    waiting: list[Piece] = field(default_factory=list)
+    n_added: int = 0
+
+    def place(self) -> None:
+        """Copy the waiting pieces behind those that were placed before."""
+        pieces, self.waiting = self.waiting, []
+        start = self.n_added - sum(piece.stop - piece.start for piece in pieces)
+        for name, buffers in self.arrays.items():
+            stacked = mx.concatenate(
+                [piece.arrays[name][:, :, piece.start : piece.stop] for piece in pieces], axis=2
+            )
+            for place, buffer in enumerate(buffers):
+                part = stacked[place : place + 1]
+                if part.shape == buffer.shape:  # MLX would share the piece's memory here
+                    buffers[place] = copied(part)
+                else:
+                    buffer[:, :, start : self.n_added] = part
+        mx.eval(self.arrays)
+
+    def join(self) -> None:
+        """Make every buffer of all pieces at once, those with the most bytes first.
+
+        Starting a copy costs more than copying. So slots are joined while they are stacked, as many
+        as memory allows, with one copy per piece and array, and are then taken apart.
+        """
+        pieces, self.waiting = self.waiting, []
+        total = forms_bytes(self.forms)
+        left = total + total // _SPARE_SHARE
+        only = mx.array([0])
+        for form in sorted(self.forms, key=lambda form: forms_bytes([form]), reverse=True):
+            name, (n_slots, n_heads, _, dim), dtype = form
+            buffers = self.arrays[name]
+            slot_bytes = max(1, forms_bytes([form]) // n_slots)  # some caches have no values
+            while (first := len(buffers)) < n_slots:
+                n_at_once = min(max(1, left // (2 * slot_bytes)), n_slots - first)
+                parts = [piece.arrays[name] for piece in pieces]
+                if n_at_once < n_slots:
+                    parts = [part[first : first + n_at_once] for part in parts]
+                for i, piece in enumerate(pieces):
+                    if piece.stop - piece.start < parts[i].shape[2]:
+                        parts[i] = parts[i][:, :, piece.start : piece.stop]
+                spare = mx.zeros((n_at_once, n_heads, self.headroom, dim), dtype)
+                stacked = mx.concatenate([*parts, spare], axis=2)
+                # Taking a slot copies it; a slice would share the memory of the whole stack.
+                made = [mx.take(slot, only, axis=0) for slot in mx.split(stacked, n_at_once)]
+                mx.eval(made)
+                buffers += made
+                left -= slot_bytes * len(made)
+                del stacked, made  # before the next are stacked

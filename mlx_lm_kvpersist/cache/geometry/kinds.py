@@ -1,0 +1,146 @@
+"""The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
+
+To support another class, add it to `KINDS`. This module alone knows the internals of mlx-lm's
+caches. A CacheList is taken apart, so only its leaves have a kind. Generation thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from ..live import packed as pk
+from ..live.quantized import SequenceQuantizedKVCache
+
+Fields = tuple[mx.array, ...]
+"""Keys or values of one slot: one array, or weights, scales and biases, each [1, H, T, ...]."""
+
+
+class GroupKind(Enum):
+    """Which prefixes a group's caches can be restored to."""
+
+    FULL = "full"
+    """Any prefix: the cache holds every token."""
+    SLIDING = "sliding"
+    """A prefix whose last window of tokens is stored."""
+    RECURRENT = "recurrent"
+    """A prefix at whose end the state was copied."""
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What the plugin knows of a cache class; the defaults are those of KVCache.
+
+    Without `states` a cache holds keys and values [1, H, S, ...], also quantized, of the positions
+    from `first` on; `in_order` puts an array of them in the order of positions. `window` is how
+    many of its last tokens a sliding cache needs to continue. `filled` sets the counters of a
+    cache that got positions [start, stop) and no others. With `states` the cache holds a list of
+    arrays, each with one row. `refusal` says why a cache is not supported.
+    """
+
+    group: GroupKind
+    word: str
+    first: Callable[[Any], int] = lambda cache: 0
+    in_order: Callable[[Any, mx.array], mx.array] = lambda cache, x: x
+    window: Callable[[Any], int] | None = None
+    filled: Callable[[Any, int, int], None] = lambda cache, start, stop: None
+    states: Callable[[Any], list[mx.array | None]] | None = None
+    refusal: Callable[[Any], str] = lambda cache: ""
+
+    def positions(self, cache: Any) -> tuple[int, int]:
+        """Return the positions [start, stop) whose keys and values a cache holds.
+
+        In a ring extracted from a batch, positions before its window may be padding.
+        """
+        return (0, 0) if cache.keys is None else (self.first(cache), int(cache.offset))
+
+    def tokens(self, cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
+        """Return keys and values of positions [start, stop) in order, as lazy views.
+
+        Raises:
+            ValueError: the cache does not hold them all.
+        """
+        first, end = self.positions(cache)
+        if not first <= start <= stop <= end:
+            raise ValueError(f"positions {start} to {stop} of a cache that holds {first} to {end}")
+        at = slice(start - first, stop - first)
+        keys, values = (
+            tuple(self.in_order(cache, x)[:, :, at] for x in pk.arrays_of(held))
+            for held in (cache.keys, cache.values)
+        )
+        return keys, values
+
+    def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
+        """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
+
+        The arrays become its own. Those of a full cache may have spare room; those of a sliding
+        cache hold exactly these positions.
+        """
+        cache.keys, cache.values = pk.held_of(keys), pk.held_of(values)
+        cache.offset = stop
+        self.filled(cache, start, stop)
+
+
+def _first_of_ring(cache: Any) -> int:
+    # A ring that still grows has room for more tokens than it has seen.
+    return max(0, int(cache.offset) - int(cache.keys.shape[2]))
+
+
+def _ring_filled(cache: Any, start: int, stop: int) -> None:
+    cache._idx = stop - start
+
+
+def _chunk_filled(cache: Any, start: int, stop: int) -> None:
+    cache.start_position = start
+
+
+def _refused_ring(cache: Any) -> str:
+    lost = f"it never drops its first {cache.keep} tokens, which mlx-lm loses in a batch"
+    return lost if cache.keep else ""
+
+
+KINDS: dict[type, CacheKind] = {
+    SequenceQuantizedKVCache: CacheKind(GroupKind.FULL, "full"),
+    KVCache: CacheKind(GroupKind.FULL, "full"),
+    RotatingKVCache: CacheKind(
+        GroupKind.SLIDING,
+        "sliding",
+        first=_first_of_ring,
+        in_order=lambda cache, x: cache._temporal_order(x),
+        window=lambda cache: int(cache.max_size),
+        filled=_ring_filled,
+        refusal=_refused_ring,
+    ),
+    ChunkedKVCache: CacheKind(
+        GroupKind.SLIDING,
+        "chunked",
+        first=lambda cache: int(cache.start_position),
+        window=lambda cache: int(cache.chunk_size),
+        filled=_chunk_filled,
+    ),
+    ArraysCache: CacheKind(GroupKind.RECURRENT, "recurrent", states=lambda cache: cache.cache),
+}
+"""The classes that can be stored and restored."""
+
+COMPOSITE = CacheList
+"""Stored by its parts."""
+
+BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
+"""The classes of a batch, by what they are merged from and extracted to."""
+
+REFUSED = {
+    "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
+    "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
+}
+"""Classes that no known model makes, and why they are not supported."""
+
+
+def kind_of(cache: Any) -> CacheKind:
+    """Return the kind of a cache, which may be of a subclass."""
+    kind = KINDS.get(type(cache))
+    return kind or next(KINDS[cls] for cls in type(cache).__mro__ if cls in KINDS)

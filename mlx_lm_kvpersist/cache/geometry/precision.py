@@ -1,0 +1,263 @@
+"""The precision of keys and values: how it is asked for, how it is named, how people read it.
+
+Nothing here needs mlx.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+GROUP_SIZES = (64, 32, 128)
+"""The group sizes that MLX has kernels for, in the order in which they are tried."""
+
+FULL_BITS = 16
+"""Stands for full precision: the dtype that the model computes in."""
+
+_BITS = (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How keys, or values, are quantized: MLX affine, `bits` per number.
+
+    `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
+    before, because a channel far larger than the others would leave these few of the steps.
+    `FULL_BITS` leaves the numbers as they are.
+
+    Raises:
+        ValueError: MLX has no kernel for these bits or this group size, or numbers in full
+            precision would be rotated.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    rotated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in (*_BITS, FULL_BITS):
+            raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
+        if self.is_full_precision and self.rotated:
+            raise ValueError("full precision is not rotated")
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(
+                f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
+            )
+
+    @cached_property  # asked at every step of every layer
+    def is_full_precision(self) -> bool:
+        """Whether numbers stay in full precision: one array instead of three."""
+        return self.bits == FULL_BITS
+
+    def __str__(self) -> str:
+        return f"{self.bits}{'r' if self.rotated else ''}"
+
+    def fits(self, dim: int) -> bool:
+        """Return whether arrays with a last dimension of `dim` can have this form."""
+        return self.is_full_precision or (dim > 0 and dim % self.group_size == 0)
+
+
+@dataclass(frozen=True)
+class KVPrecision:
+    """How the keys and the values of a layer are quantized; both in groups of the same size.
+
+    One of them may stay in full precision. A layer that is not quantized has no KVPrecision.
+
+    Raises:
+        ValueError: the group sizes differ, or both are in full precision.
+    """
+
+    keys: Quantization = Quantization()
+    values: Quantization = Quantization()
+
+    def __post_init__(self) -> None:
+        if self.keys.group_size != self.values.group_size:
+            raise ValueError("keys and values have different group sizes")
+        if self.keys.is_full_precision and self.values.is_full_precision:
+            raise ValueError("neither keys nor values are quantized")
+
+    @classmethod
+    def of(
+        cls,
+        key_bits: int = 4,
+        group_size: int = 64,
+        value_bits: int | None = None,
+        *,
+        rotated: tuple[bool, bool] = (False, False),
+    ) -> KVPrecision:
+        """Return a precision; without `value_bits` values have the bits of keys.
+
+        `rotated` is for keys and for values; full precision is never rotated.
+        """
+        keys, values = (
+            Quantization(bits, group_size, turned and bits != FULL_BITS)
+            for bits, turned in zip((key_bits, value_bits or key_bits), rotated, strict=True)
+        )
+        return cls(keys, values)
+
+    @cached_property
+    def group_size(self) -> int:
+        return self.keys.group_size
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether both keys and values are quantized."""
+        return not (self.keys.is_full_precision or self.values.is_full_precision)
+
+    def __str__(self) -> str:
+        bits = str(self.keys)
+        if self.values != self.keys:
+            bits = f"k{self.keys}v{self.values}"
+        return f"{bits}b{self.group_size}"
+
+
+def parse_precision(name: str) -> KVPrecision | None:
+    """Return the precision of this name; None for "full". Raises ValueError for anything else."""
+    if name == "full":
+        return None
+    match = re.fullmatch(r"(?:k(\d+)(r?)v(\d+)(r?)|(\d)(r?))b(\d+)", name)
+    if match is None:
+        raise ValueError(f"{name!r} is not the name of a precision")
+    key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
+    return KVPrecision(
+        Quantization(int(key_bits or bits), int(size), bool(keys_turned or turned)),
+        Quantization(int(value_bits or bits), int(size), bool(values_turned or turned)),
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """The requested bits of keys and of values; `FULL_BITS` requests full precision.
+
+    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it. `rotated`
+    says whether keys, and whether values, are rotated.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    group_size: int | None = None
+    rotated: tuple[bool, bool] = (False, False)
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Whether full precision is requested of both."""
+        return self.key_bits == self.value_bits == FULL_BITS
+
+    def candidates(self) -> list[KVPrecision]:
+        """Return the precisions to try, in order; none for full precision."""
+        if self.is_full_precision:
+            return []
+        sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
+        return [
+            KVPrecision.of(self.key_bits, size, self.value_bits, rotated=self.rotated)
+            for size in sizes
+        ]
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """What the command line asks for.
+
+    `bits` of keys and of values; None: as few as keep the mean divergence from full precision below
+    `target_nats`. Measuring may take `measure_s` seconds. `rotate` "auto" rotates keys, or values,
+    if that brings them nearer to full precision.
+    """
+
+    bits: tuple[int, int] | None = None
+    group_size: int | None = None
+    rotate: Literal["auto", "on", "off"] = "auto"
+    target_nats: float = 0.01
+    measure_s: float = 60.0
+
+    @property
+    def is_full_precision(self) -> bool:
+        """Whether full precision is requested."""
+        return self.bits == (FULL_BITS, FULL_BITS)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the model decides."""
+        return not self.is_full_precision and (self.bits is None or self.rotate == "auto")
+
+    def choice(self) -> PrecisionChoice:
+        """Return the choice of one precision for all layers, rotated unless that is off."""
+        rotated = self.rotate != "off"
+        key_bits, value_bits = self.bits or (4, 4)
+        return PrecisionChoice(key_bits, value_bits, self.group_size, (rotated, rotated))
+
+    def __str__(self) -> str:
+        bits = f"{self.target_nats:g} nats" if self.bits is None else "{} {}".format(*self.bits)
+        return f"{bits}, group {self.group_size or 'auto'}, rotate {self.rotate}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over the tokens of a text, and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The precision of each slot of the full groups, by its place in the prompt cache.
+
+    `divergence`, in nats, was measured for all layers together; None if there was no time for that.
+    """
+
+    precisions: Mapping[int, KVPrecision | None]
+    divergence: Estimate | None = None
+    measured_on: str = ""
+    """The day, as YYYY-MM-DD."""
+    cut_at_s: float | None = None
+    """The time that did not suffice to measure every layer alone; None if it did."""
+
+
+def parse_layout(layout: str) -> Iterator[KVPrecision | None]:
+    """Yield the precision of each part of a `ModelCacheSpec.layout` that names one.
+
+    Raises ValueError if it names anything but precisions, windows and states.
+    """
+    for part in layout.split(","):
+        if part != "state" and not re.fullmatch(r"w\d+", part):
+            yield parse_precision(part.partition("*")[0])
+
+
+def bits_in_words(precisions: Sequence[KVPrecision | None]) -> str:
+    """Return such as "keys 4 to 6 bits, values 4"; None stands for full precision."""
+    quantized = [one for one in precisions if one is not None]
+    if not quantized:
+        return "full precision"
+    sides, unit = [], " bits"
+    for side in ("keys", "values"):
+        bits = sorted({getattr(one, side).bits for one in quantized})
+        words = ["in full precision"] if FULL_BITS in bits else []
+        few = bits[: len(bits) - len(words)]
+        if few:
+            words.insert(0, " to ".join(map(str, dict.fromkeys((few[0], few[-1])))) + unit)
+            unit = ""
+        sides.append(f"{side} {' or '.join(words)}")
+    return ", ".join(sides)
+
+
+def rotation_in_words(precisions: Sequence[KVPrecision | None]) -> str:
+    """Return "rotated", "partly rotated" or ""."""
+    sides = [side for one in precisions if one is not None for side in (one.keys, one.values)]
+    turned = {side.rotated for side in sides if not side.is_full_precision}
+    return {True: "rotated", False: "partly rotated"}[turned == {True}] if True in turned else ""
+
+
+def layout_in_words(layout: str) -> str:
+    """Return a layout for people: "keys 4 to 6 bits, values 4, rotated"; as it is if unknown."""
+    try:
+        precisions = list(parse_layout(layout))
+    except ValueError:
+        return layout
+    if not precisions:
+        return "windows and states alone"
+    some_full = "some layers in full precision" if None in precisions and any(precisions) else ""
+    parts = (bits_in_words(precisions), rotation_in_words(precisions), some_full)
+    return ", ".join(filter(None, parts))

@@ -1,0 +1,283 @@
+"""The geometry of a model's prompt cache, and what its slots hold.
+
+A prompt cache is a list with one cache per layer. A CacheList is flattened; only its leaf caches
+count. These, in order, are the slots. Generation thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+
+from ..live.quantized import AttentionPlan
+from .kinds import GroupKind
+from .precision import KVPrecision, PrecisionChoice, Quantization
+
+_FIELDS = ("weights", "scales", "biases")
+"""The arrays of quantized keys or values; in full precision they are one array."""
+
+ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
+"""Name, shape and dtype of an array in a file."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Keys, or values, of a slot: `n_heads` heads of `dim` numbers; `dtype` is like "bfloat16"."""
+
+    n_heads: int
+    dim: int
+    dtype: str
+
+    @cached_property
+    def mx_dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = getattr(mx, self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Slots of one kind and geometry, stored with their arrays stacked.
+
+    `name` is the group's number as text and `cache` the class that the model makes. `slots` are
+    places in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
+    its `states` have the shape (without the row) and dtype of each array, None for one that the
+    model leaves empty. A sliding group has a `window`. `why` says why a group is not quantized.
+    """
+
+    name: str
+    kind: GroupKind
+    cache: str
+    slots: tuple[int, ...]
+    keys: TensorShape | None = None
+    values: TensorShape | None = None
+    precision: KVPrecision | None = None
+    why: str = ""
+    window: int | None = None
+    states: tuple[tuple[tuple[int, ...], str] | None, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all slots; 0 for a recurrent group."""
+        return forms_bytes(token_arrays([self], 1))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots, for any number of tokens."""
+        return forms_bytes(state_arrays([self]))
+
+    @property
+    def full_precision_bytes(self) -> int:
+        """Bytes of one token in all slots in full precision."""
+        return replace(self, precision=None).bytes_per_token
+
+    @cached_property
+    def array_names(self) -> dict[str, list[str]]:
+        """The names of the arrays of the keys ("k") and values ("v") of this group."""
+        names = {}
+        for part, side in self.sides.items():
+            fields = [f".{field}" for field in _FIELDS] if side else [""]
+            names[part] = [f"{self.name}.{part}{field}" for field in fields]
+        return names
+
+    @cached_property
+    def sides(self) -> dict[str, Quantization | None]:
+        """How keys ("k") and values ("v") are quantized; None for full precision."""
+        if self.precision is None:
+            return {"k": None, "v": None}
+        both = {"k": self.precision.keys, "v": self.precision.values}
+        return {part: None if side.is_full_precision else side for part, side in both.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the group as JSON values."""
+        described: dict[str, Any] = {
+            "name": self.name,
+            "kind": self.kind.value,
+            "cache": self.cache,
+            "slots": list(self.slots),
+            "bits": str(self.precision) if self.precision else None,
+            "why_not_quantized": self.why or None,
+            "bytes_per_token": self.bytes_per_token,
+        }
+        for name, shape in (("keys", self.keys), ("values", self.values)):
+            if shape is not None:
+                described[name] = asdict(shape)
+        if self.window is not None:
+            described["window"] = self.window
+        if self.states:
+            described["state_bytes"] = self.state_bytes
+        return described
+
+
+class Batching(Enum):
+    """What sequences of unequal length can share with correct results. Prompts never do."""
+
+    REPLIES = "replies"
+    """The steps in which their replies are decoded."""
+    NONE = "nothing"
+    """The model mixes rows up, fails, or its caches cannot be merged."""
+
+
+@dataclass(frozen=True)
+class ModelCacheSpec:
+    """The layer groups of a model, and how its live caches are made.
+
+    `template` is an empty prompt cache of the live classes. `plans` has, by the name of a quantized
+    group, its attention plan; layers without a plan dequantize.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    template: Sequence[Any] = field(repr=False, compare=False)
+    batching: Batching = Batching.REPLIES
+    plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def probe(
+        cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
+    ) -> ModelCacheSpec:
+        """Find a model's spec by running it: see `probe_spec`."""
+        from .probe import probe_spec  # probe imports this module
+
+        return probe_spec(model, choice or PrecisionChoice(), evaluate=evaluate)
+
+    @cached_property
+    def full(self) -> tuple[LayerGroup, ...]:
+        """Groups that hold every token; block files have these."""
+        return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
+
+    @cached_property
+    def slots_of_full(self) -> frozenset[int]:
+        """The slots of the full groups."""
+        return frozenset(slot for group in self.full for slot in group.slots)
+
+    @cached_property
+    def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
+        """Sliding groups by their window, in tokens."""
+        windows = sorted({group.window for group in self.groups if group.window is not None})
+        return {
+            window: tuple(group for group in self.groups if group.window == window)
+            for window in windows
+        }
+
+    @cached_property
+    def recurrent(self) -> tuple[LayerGroup, ...]:
+        """Groups whose state is copied at checkpoints."""
+        return tuple(group for group in self.groups if group.kind is GroupKind.RECURRENT)
+
+    @cached_property
+    def any_prefix(self) -> bool:
+        """Whether a prefix of any length can be restored: all groups are full."""
+        return not self.sliding and not self.recurrent
+
+    @cached_property
+    def layout(self) -> str:
+        """One word for how this model's KV is stored; different layouts have different words.
+
+        It lists the precisions of layers in order, with their number if they differ:
+        "4rb64*12,8rb64*2".
+        """
+        pairs = [
+            (slot, str(group.precision or "full")) for group in self.full for slot in group.slots
+        ]
+        runs = [(form, len(list(run))) for form, run in groupby(form for _, form in sorted(pairs))]
+        parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
+        windows = [f"w{window}" for window in self.sliding]
+        return ",".join([*parts, *windows, *["state"] * bool(self.recurrent)])
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in the full groups, live and on disk."""
+        return sum(group.bytes_per_token for group in self.full)
+
+    @cached_property
+    def bits_per_number(self) -> float:
+        """Mean bits of a number in the full groups' keys and values, with scales and biases."""
+        shapes = ((g.slots, shape) for g in self.full for shape in (g.keys, g.values) if shape)
+        n_numbers = sum(len(slots) * shape.n_heads * shape.dim for slots, shape in shapes)
+        return 8 * self.bytes_per_token / n_numbers
+
+    @cached_property
+    def bytes_per_checkpoint(self) -> int:
+        """Most bytes that a restore needs beside the full groups: windows and states."""
+        windows = sum(
+            window * group.bytes_per_token
+            for window, groups in self.sliding.items()
+            for group in groups
+        )
+        return windows + sum(group.state_bytes for group in self.recurrent)
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty prompt cache; replaces the model's `make_cache`."""
+        shared = [*self.plans.values(), *(group.precision for group in self.groups)]
+        return copy.deepcopy(list(self.template), {id(one): one for one in shared})
+
+    def describe(self) -> dict[str, Any]:
+        """Return the spec as JSON values; equal specs give equal descriptions."""
+        return {
+            "layout": self.layout,
+            "n_layers": len(self.template),
+            "bytes_per_token": self.bytes_per_token,
+            "bytes_per_checkpoint": self.bytes_per_checkpoint,
+            "batching": self.batching.value,
+            "groups": [group.describe() for group in self.groups],
+        }
+
+
+def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
+    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
+    for group in groups:
+        for (part, quantization), shape in zip(
+            group.sides.items(), (group.keys, group.values), strict=True
+        ):
+            if shape is None:
+                continue
+            name, *others = group.array_names[part]
+            lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
+            if quantization is None:
+                yield name, (*lead, shape.dim), dtype
+                continue
+            yield name, (*lead, shape.dim * quantization.bits // 32), mx.uint32
+            for other in others:
+                yield other, (*lead, shape.dim // quantization.group_size), dtype
+
+
+def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:
+    """Yield the arrays of recurrent groups' states, [slots, ...]."""
+    for group in groups:
+        for number, state in enumerate(group.states):
+            if state is not None:
+                shape, dtype = state
+                yield f"{group.name}.{number}", (len(group.slots), *shape), getattr(mx, dtype)
+
+
+def arrays_fit(forms: Iterable[ArrayForm], arrays: Mapping[str, mx.array]) -> str | None:
+    """Return how `arrays` differ from the expected `forms`, or None."""
+    expected = {name: (shape, dtype) for name, shape, dtype in forms}
+    if missing := sorted(expected.keys() - arrays.keys()):
+        return f"no array {missing[0]}"
+    if extra := sorted(arrays.keys() - expected.keys()):
+        return f"unknown array {extra[0]}"
+    for name, (shape, dtype) in expected.items():
+        found = arrays[name]
+        if tuple(found.shape) != shape:
+            return f"{name} has shape {tuple(found.shape)}, expected {shape}"
+        if found.dtype != dtype:
+            return f"{name} is {dtype_name(found.dtype)}, expected {dtype_name(dtype)}"
+    return None
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return a dtype's name in mlx.core: "float32"."""
+    return str(dtype).rpartition(".")[2]
+
+
+def forms_bytes(forms: Iterable[ArrayForm]) -> int:
+    """Bytes of arrays of these forms."""
+    return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)

@@ -1,0 +1,327 @@
+"""Attention over packed keys and values of any shape: three strategies with the same result.
+
+`dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
+dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
+`tiled` dequantizes a few heads at a time, or a part of the keys if one head alone is too long, so
+that what is dequantized together stays below a limit.
+
+Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
+head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the dtype of the queries. A
+mask is None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
+[B, Hq, N, S], boolean (True: visible) or added to the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import mlx.core as mx
+
+from ..geometry.precision import Quantization
+from . import packed as pk
+from .packed import Packed
+
+Strategy = Literal["dequantize", "packed", "tiled"]
+STRATEGIES: tuple[Strategy, ...] = ("dequantize", "packed", "tiled")
+Mask = mx.array | str | None
+
+MAX_DEQUANTIZED_BYTES = 256 << 20
+"""Most bytes of dequantized keys and values, or of scores, at one time if there is a choice."""
+
+NEAR_BYTES = 16 << 20
+"""Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
+
+
+class PackedKV(tuple[mx.array, mx.array, mx.array]):
+    """Packed keys, or values, of one layer on their way from the cache to attention.
+
+    As a tuple: weights, scales and biases of the cached tokens, as lazy views. `buffers` are the
+    cache's own, with spare room behind the first `n_tokens`. `strategy` says how to attend to them,
+    `tile_bytes` in tiles of which size.
+    """
+
+    quantization: Quantization
+    buffers: Packed
+    n_tokens: int
+    strategy: Strategy
+    tile_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        buffers: Packed,
+        quantization: Quantization,
+        n_tokens: int,
+        strategy: Strategy = "packed",
+        tile_bytes: int = MAX_DEQUANTIZED_BYTES,
+    ) -> PackedKV:
+        """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
+        made = cls(pk.view(buffers, 0, n_tokens))
+        made.quantization, made.buffers, made.n_tokens = quantization, buffers, n_tokens
+        made.strategy, made.tile_bytes = strategy, tile_bytes
+        return made
+
+    def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
+        """Return the attention of `queries` over these keys and `values`.
+
+        Rotated keys meet rotated queries, and what rotated values add up to is rotated back. The
+        products of rows do not change if both are multiplied by one orthonormal matrix.
+        """
+        if self.quantization.rotated:
+            queries = pk.rotate(queries)
+        if self.strategy == "tiled":
+            out = tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
+        else:
+            attention = packed_attention if self.strategy == "packed" else dequantized_attention
+            out = attention(queries, self, values, scale, mask)
+        return pk.rotate_back(out) if values.quantization.rotated else out
+
+    def dequantized(
+        self, rows: slice, heads: slice, tokens: slice, after: mx.array | None
+    ) -> mx.array:
+        """Dequantize a part in the dtype of the scales, but not before `after` is computed.
+
+        If rotated, it stays so.
+        """
+        weights, *others = (x[rows, heads, tokens] for x in self)
+        if after is not None:
+            # Without this MLX may dequantize all tiles first and then use them.
+            (weights,) = mx.depends([weights], [after])
+        return pk.dequantize((weights, *others), self.quantization)
+
+
+def dequantized_attention(
+    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
+) -> mx.array:
+    """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
+    every = slice(None)
+    return mx.fast.scaled_dot_product_attention(
+        queries,
+        keys.dequantized(every, every, every, None).astype(queries.dtype),
+        values.dequantized(every, every, every, None).astype(queries.dtype),
+        scale=scale,
+        mask=mask,
+    )
+
+
+def packed_attention(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    max_score_bytes: int = MAX_DEQUANTIZED_BYTES,
+) -> mx.array:
+    """Attend without dequantizing; the result of a query that sees no key is finite.
+
+    The query heads of one key head are rows of one product, so nothing is broadcast. Queries are
+    cut into blocks whose scores take at most `max_score_bytes`.
+    """
+    n_rows, n_heads, n_queries, k_dim = queries.shape
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
+    # whole, and masks hide the spare room; otherwise the tokens are copied.
+    all_keys: Packed = keys
+    all_values: Packed = values
+    capacity = keys.buffers[0].shape[2]
+    if (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity:
+        all_keys, all_values = keys.buffers, values.buffers
+    # This copies only arrays that are slices.
+    all_keys, all_values = pk.each(mx.contiguous, all_keys), pk.each(mx.contiguous, all_values)
+    capacity = all_keys[0].shape[2]
+    scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
+    step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
+    parts: list[mx.array] = []
+    for at in _slices(n_queries, step):
+        block = scaled[:, :, :, at]
+        if parts:
+            block = mx.depends([block], [parts[-1]])[0]
+        n_repeats, n = block.shape[2:4]
+        scores = mx.quantized_matmul(
+            block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim),
+            *all_keys,
+            transpose=True,
+            group_size=keys.quantization.group_size,
+            bits=keys.quantization.bits,
+        )
+        scores = scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity)
+        scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        out = mx.quantized_matmul(
+            weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity),
+            *all_values,
+            transpose=False,
+            group_size=values.quantization.group_size,
+            bits=values.quantization.bits,
+        )
+        parts.append(out.reshape(n_rows, n_heads, n, -1))
+    return mx.concatenate(parts, axis=2).astype(queries.dtype)
+
+
+def tiled_attention(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    scale: float,
+    mask: Mask,
+    tile_bytes: int = MAX_DEQUANTIZED_BYTES,
+) -> mx.array:
+    """Attend tile by tile, with at most `tile_bytes` of keys and values dequantized together.
+
+    Heads are independent, so tiles of whole heads, or whole rows, run the fused kernel. If one
+    head's keys and values are larger than a tile, they are cut, and the parts of the softmax are
+    combined as in https://arxiv.org/abs/1805.02867 (running maximum and sum).
+    """
+    n_rows, n_heads = queries.shape[:2]
+    n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    n_repeats = n_heads // n_kv_heads
+    head_bytes = n_keys * _token_bytes(keys, values, queries.dtype)
+    n_at_once = tile_bytes // max(head_bytes, 1)
+    every = slice(None)
+    last: mx.array | None = None
+    rows_out: list[mx.array] = []
+    for rows in _slices(n_rows, max(1, n_at_once // n_kv_heads)):
+        heads_out: list[mx.array] = []
+        for heads in _slices(n_kv_heads, max(1, min(n_at_once, n_kv_heads))):
+            query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
+            block = queries[rows, query_heads]
+            seen = _part_of(mask, rows, query_heads)
+            if n_at_once:
+                last = mx.fast.scaled_dot_product_attention(
+                    block,
+                    keys.dequantized(rows, heads, every, last).astype(queries.dtype),
+                    values.dequantized(rows, heads, every, last).astype(queries.dtype),
+                    scale=scale,
+                    mask=seen,
+                )
+            else:
+                last = _one_head(block, keys, values, (rows, heads), scale, seen, tile_bytes, last)
+            heads_out.append(last)
+        rows_out.append(mx.concatenate(heads_out, axis=1))
+    return mx.concatenate(rows_out, axis=0)
+
+
+def _one_head(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    where: tuple[slice, slice],
+    scale: float,
+    mask: Mask,
+    tile_bytes: int,
+    after: mx.array | None,
+) -> mx.array:
+    """Attend over the key head of the row `where`, a tile of keys at a time.
+
+    Queries are cut too, so that the scores of a tile, in float32, take at most `tile_bytes`.
+    """
+    _, n_repeats, n_queries, _ = queries.shape
+    n_keys, dtype = keys.n_tokens, queries.dtype
+    scaled = (queries * scale)[:, None]
+    n_tile = max(1, tile_bytes // _token_bytes(keys, values, dtype))
+    n_block = max(1, tile_bytes // (4 * n_repeats * n_tile))
+    blocks = list(_slices(n_queries, n_block))
+    running: list[_Running | None] = [None] * len(blocks)
+    for tokens in _slices(n_keys, n_tile):
+        tile_keys = keys.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
+        tile_values = values.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
+        for i, at in enumerate(blocks):
+            block = scaled[:, :, :, at]
+            if after is not None:
+                block = mx.depends([block], [after])[0]
+            scores = (block @ tile_keys.swapaxes(-1, -2)).astype(mx.float32)
+            scores = _hidden(scores, mask, n_queries, n_keys, at, tokens)
+            running[i] = state = _Running.after(running[i], scores, tile_values)
+            after = state.out
+    done = [state.out / state.total for state in running if state is not None]
+    return mx.concatenate(done, axis=3)[:, 0].astype(dtype)
+
+
+class _Running:
+    """A softmax over the keys so far: highest score, sum of weights, weighted sum of values."""
+
+    def __init__(self, highest: mx.array, total: mx.array, out: mx.array) -> None:
+        self.highest, self.total, self.out = highest, total, out
+
+    @classmethod
+    def after(cls, before: _Running | None, scores: mx.array, values: mx.array) -> _Running:
+        """Return the state with the keys of `scores` [..., N, T] and `values` [..., T, D] added."""
+        highest = scores.max(axis=-1, keepdims=True)
+        if before is not None:
+            highest = mx.maximum(before.highest, highest)
+        weights = mx.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True)
+        out = (weights.astype(values.dtype) @ values).astype(mx.float32)
+        if before is not None:
+            shrunk = mx.exp(before.highest - highest)
+            total = before.total * shrunk + total
+            out = before.out * shrunk + out
+        # Without this the weights of all tiles stay until the sums are computed, after the last.
+        (out,) = mx.depends([out], [total])
+        return cls(highest, total, out)
+
+
+def _hidden(
+    scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice, keys: slice
+) -> mx.array:
+    """Return `scores` [B, Hkv, Hq / Hkv, n, t] with the lowest number for hidden keys.
+
+    `queries` and `keys` say which of all queries and keys the scores are for. Keys behind the last
+    token are hidden from every query.
+    """
+    if isinstance(mask, str) and mask != "causal":
+        raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
+    lowest = mx.finfo(scores.dtype).min
+    at = mx.arange(keys.start, keys.stop)
+    if isinstance(mask, str):
+        first = n_keys - n_queries
+        if keys.stop - 1 <= first + queries.start:
+            return scores
+        own = mx.arange(first + queries.start, first + queries.stop)
+        return mx.where(at <= own[:, None], scores, lowest)
+    if mask is not None:
+        rows, heads, *rest = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
+        last = min(keys.stop, n_keys)
+        part = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
+        part = _cut(part, 4, slice(keys.start, last))
+        if keys.stop > last and part.shape[4] > 1:
+            part = mx.pad(part, [(0, 0)] * 4 + [(0, keys.stop - last)])
+        if part.dtype == mx.bool_:
+            scores = mx.where(part, scores, lowest)
+        else:
+            # -inf everywhere would end in NaN.
+            scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
+    if keys.stop > n_keys:
+        scores = mx.where(at < n_keys, scores, lowest)
+    return scores
+
+
+def _cut(x: mx.array, axis: int, part: slice) -> mx.array:
+    """Return a part of an axis; one of length 1 stands for any length."""
+    if x.shape[axis] == 1:
+        return x
+    place = (*(slice(None),) * axis, part)
+    return x[place]
+
+
+def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:
+    """Return the mask of some rows and query heads."""
+    if not isinstance(mask, mx.array):
+        return mask
+    while mask.ndim < 4:
+        mask = mask[None]
+    return _cut(_cut(mask, 0, rows), 1, heads)
+
+
+def _slices(n: int, step: int) -> Iterator[slice]:
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _token_bytes(keys: PackedKV, values: PackedKV, dtype: mx.Dtype) -> int:
+    """Bytes of one token's dequantized key and value of one head."""
+    n_numbers = sum(x[1].shape[3] * x.quantization.group_size for x in (keys, values))
+    size: int = n_numbers * dtype.size
+    return size

@@ -1,0 +1,311 @@
+"""The KV caches of several sequences that run as one batch, quantized and in full precision.
+
+The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
+the left. Unlike there, the padding is also known to Python. So no step waits for the device to
+learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
+takes several times as long as against "causal").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache
+
+from ..geometry.precision import KVPrecision
+from . import packed as pk
+from .quantized import AttentionPlan, Buffers, PackedCache, SequenceQuantizedKVCache
+
+KeysAndValues = tuple[Any, Any]
+"""Arrays, or `Packed`, of some rows [B, H, n, ...]."""
+
+
+class _PaddedBatch(Buffers):
+    """B sequences in buffers [B, H, S, ...]: all rows end at `_idx`, each begins at its padding.
+
+    `left_padding` and `offset` (tokens cached, for rotary embeddings) are int32 arrays [B],
+    replaced and never written to; always offset = _idx - left_padding.
+    """
+
+    left_padding: mx.array
+    offset: mx.array
+    _padding: list[int]
+    _idx: int
+    _right_padding: list[int] | None = None
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Return the mask for the next N tokens, S = _idx + N tokens in all.
+
+        None (N = 1) or "causal" where all rows are equally long and no window cuts anything off,
+        else, and with `return_array`, a boolean array [B, 1, N, S]. Right padding needs no mask:
+        it comes after every real token of its row until `finalize` moves it.
+        """
+        windowed = window_size is not None and self._idx + N > window_size
+        if not (return_array or windowed or any(self._padding)):
+            return None if N == 1 else "causal"
+        mask: mx.array = create_causal_mask(
+            N, offset=self._idx, window_size=window_size, left_padding=self.left_padding
+        )
+        return mask
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce how the next tokens are padded; `lengths` is implied by the padding.
+
+        Nothing but `update_and_fetch` may come between this and `finalize`.
+
+        Raises:
+            ValueError: left padding for a batch that has tokens already.
+        """
+        if left_padding is not None:
+            if self.keys is not None:
+                raise ValueError("left padding can only be added to an empty batch")
+            added = _ints(left_padding)
+            self._place([a + b for a, b in zip(self._padding, added, strict=True)], self._idx)
+        if right_padding is not None and max(right_padding) > 0:
+            self._right_padding = _ints(right_padding)
+
+    def finalize(self) -> None:
+        """Move the announced right padding to the left of each row."""
+        right, self._right_padding = self._right_padding, None
+        if right is None or self.keys is None:
+            return
+        padding = [a + b for a, b in zip(self._padding, right, strict=True)]
+        # All rows may be padded by now; then they move left instead and the batch gets shorter.
+        surplus = min(padding)
+        shifts = mx.array([n - surplus for n in right], mx.int32)[:, None, None, None]
+
+        def roll(x: mx.array) -> mx.array:
+            source = (mx.arange(x.shape[2])[None, None, :, None] - shifts) % x.shape[2]
+            return mx.take_along_axis(x, source, axis=2)
+
+        self.keys, self.values = pk.each(roll, self.keys), pk.each(roll, self.values)
+        self._place([n - surplus for n in padding], self._idx - surplus)
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
+        keep = _ints(batch_indices)
+        padding = [self._padding[i] for i in keep]
+        surplus = min(padding, default=0)
+        if keep == list(range(len(self._padding))) and not surplus:
+            return
+        if not keep:
+            self.keys = self.values = None
+            self._place([], 0)
+            return
+        if self.keys is not None:
+            rows = mx.array(keep, mx.int32)
+            # take copies, also a single row: a slice would keep the whole batch in memory.
+            self.keys, self.values = (
+                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), held)
+                for held in (self.keys, self.values)
+            )
+        self._place([n - surplus for n in padding], self._idx - surplus)
+
+    def extend(self, other: Any) -> None:
+        """Add the rows of `other`, a batch of this class, behind our own. Either may be empty."""
+        if not self._padding:
+            if other.keys is not None:
+                self.keys, self.values = pk.share(other.keys), pk.share(other.values)
+            self._place(list(other._padding), other._idx)
+            return
+        idx, n_rows = max(self._idx, other._idx), len(self._padding)
+        parts = [
+            (first, (pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx)))
+            for first, side in ((0, self), (n_rows, other))
+            if side.keys is not None
+        ]
+        padding = [n + idx - self._idx for n in self._padding]
+        self._place([*padding, *(n + idx - other._idx for n in other._padding)], idx)
+        self._copy(parts)
+
+    def _row(self, idx: int) -> KeysAndValues | None:
+        """Return lazy views of one row without its padding, or None where it is empty.
+
+        A single row without padding keeps the room behind it. Drop the views soon: a live view
+        makes the next update copy everything.
+        """
+        padding = self._padding[idx]
+        if self.keys is None or padding >= self._idx:
+            return None
+        if self._padding == [0]:
+            return pk.share(self.keys), pk.share(self.values)
+        row, at = slice(idx, idx + 1), slice(padding, self._idx)
+        keys, values = (pk.each(lambda x: x[row, :, at], held) for held in (self.keys, self.values))
+        return keys, values
+
+    def size(self) -> int:
+        """Return the number of tokens of the longest row, padding included."""
+        return self._idx
+
+    def _fill(self, rows: Sequence[tuple[KeysAndValues, int] | None]) -> None:
+        """Take the keys and values of each sequence and their number of tokens; None if empty.
+
+        A single sequence's buffers are adopted, with the room behind its tokens.
+        """
+        lengths = [0 if row is None else row[1] for row in rows]
+        self._place([max(lengths) - n for n in lengths], max(lengths))
+        if len(rows) == 1 and rows[0] is not None:
+            self.keys, self.values = map(pk.share, rows[0][0])
+            return
+        parts = [
+            (i, (pk.view(row[0][0], 0, row[1]), pk.view(row[0][1], 0, row[1])))
+            for i, row in enumerate(rows)
+            if row is not None
+        ]
+        self._copy(parts)
+
+    def _copy(self, parts: Sequence[tuple[int, KeysAndValues]]) -> None:
+        """Make new buffers; copy into them, from a first row on, keys and values that end alike."""
+        if not parts:
+            return
+        n_rows, idx = len(self._padding), self._idx
+
+        def copied(*arrays: mx.array) -> mx.array:
+            _, n_heads, _, dim = arrays[0].shape
+            buffer = mx.zeros((n_rows, n_heads, idx + pk.headroom(1), dim), arrays[0].dtype)
+            for (first, _), x in zip(parts, arrays, strict=True):
+                buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
+            return buffer
+
+        self.keys = pk.each(copied, *(keys for _, (keys, _) in parts))
+        self.values = pk.each(copied, *(values for _, (_, values) in parts))
+
+    def _place(self, padding: list[int], idx: int) -> None:
+        """Set where each row begins and where all end."""
+        self._padding = padding
+        self.left_padding = mx.array(padding, mx.int32)
+        self._end_at(idx)
+
+    def _end_at(self, n_tokens: int) -> None:
+        self._idx = n_tokens
+        self.offset = mx.array([n_tokens - n for n in self._padding], mx.int32)
+
+
+class FullPrecisionBatchKVCache(_PaddedBatch):
+    """Takes the place of mlx-lm's BatchKVCache, for layers that are not quantized."""
+
+    def __init__(self, left_padding: Sequence[int]) -> None:
+        self._place(_ints(left_padding), 0)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
+        """Return one batch for the caches of several sequences; a single one is not copied.
+
+        Raises:
+            TypeError: a cache is of another class than KVCache.
+        """
+        for cache in caches:
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
+        batch = cls([])
+        batch._fill(
+            [((c.keys, c.values), c.offset) if c.keys is not None else None for c in caches]
+        )
+        return batch
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""
+        start = self._idx
+        self.keys = pk.append(self.keys, start, keys)
+        self.values = pk.append(self.values, start, values)
+        self._end_at(start + keys.shape[2])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all keys and values, padding included."""
+        return pk.view(self.keys, 0, self._idx), pk.view(self.values, 0, self._idx)
+
+    def extract(self, idx: int) -> KVCache:
+        """Return row `idx` as a cache of its own (see `_row`)."""
+        cache = KVCache()
+        if (row := self._row(idx)) is not None:
+            cache.keys, cache.values = row
+            cache.offset = self._idx - self._padding[idx]
+        return cache
+
+
+class BatchQuantizedKVCache(PackedCache, _PaddedBatch):
+    """Quantized keys and values of one layer for B sequences."""
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        precision: KVPrecision,
+        plan: AttentionPlan | None = None,
+    ) -> None:
+        self.precision = precision
+        self.plan = plan
+        self._place(_ints(left_padding), 0)
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
+        """Return one batch for the caches of several sequences, in their order.
+
+        A single filled cache is adopted, not copied. The batch takes the first plan that one has.
+
+        Raises:
+            TypeError: a cache is of another class.
+            ValueError: there are no caches, or they differ in precision.
+        """
+        if not caches:
+            raise ValueError("nothing to merge")
+        for cache in caches:
+            if not isinstance(cache, SequenceQuantizedKVCache):
+                raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
+            if cache.precision != caches[0].precision:
+                expected = caches[0].precision
+                raise ValueError(f"cannot merge a cache of {cache.precision} into {expected}")
+        plan = next((cache.plan for cache in caches if cache.plan is not None), None)
+        batch = cls([], caches[0].precision, plan)
+        batch._fill([((c.keys, c.values), c.offset) if c.offset else None for c in caches])
+        return batch
+
+    def extend(self, other: Any) -> None:
+        """Add the rows of `other` behind our own. Either batch may be empty.
+
+        Raises:
+            TypeError: `other` is of another class.
+            ValueError: `other` has another precision.
+        """
+        if not isinstance(other, BatchQuantizedKVCache):
+            raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
+        if other.precision != self.precision:
+            raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
+        self.plan = self.plan or other.plan
+        super().extend(other)
+
+    def extract(self, idx: int) -> SequenceQuantizedKVCache:
+        """Return row `idx` as a cache of its own (see `_row`)."""
+        row = self._row(idx)
+        if row is None:
+            return SequenceQuantizedKVCache(self.precision, self.plan)
+        n_tokens = self._idx - self._padding[idx]
+        return SequenceQuantizedKVCache.from_packed(self.precision, *row, n_tokens, self.plan)
+
+
+def batch_of(caches: Sequence[Any], *, full_precision: bool) -> Any | None:
+    """Return a batch of ours for one layer's caches of several sequences, None for other classes.
+
+    full_precision: whether plain KVCaches become one, too.
+    """
+    if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
+        return BatchQuantizedKVCache.merge(caches)
+    if full_precision and all(type(cache) is KVCache for cache in caches):
+        return FullPrecisionBatchKVCache.merge(caches)
+    return None
+
+
+def _ints(values: Sequence[int] | mx.array) -> list[int]:
+    items: Any = values.tolist() if isinstance(values, mx.array) else values
+    return [int(n) for n in items]

@@ -1,0 +1,160 @@
+"""Arithmetic on quantized keys and values: rotate, quantize, append, read.
+
+A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
+[B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
+dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding.
+Keys or values in full precision are one array. `hold` makes one of the two forms; the other
+functions take both.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
+import mlx.core as mx
+
+from ..geometry.precision import Quantization
+
+Packed = tuple[mx.array, mx.array, mx.array]
+Held = TypeVar("Held", mx.array, Packed)
+
+
+def each(function: Callable[..., mx.array], held: Held, *others: Held) -> Held:
+    """Apply `function` to the array, or to each of the three arrays."""
+    if isinstance(held, mx.array):
+        return function(held, *others)
+    weights, scales, biases = map(function, held, *others)
+    return weights, scales, biases
+
+
+def headroom(n_new: int) -> int:
+    """Return how many tokens to allocate beyond `n_new` that did not fit.
+
+    Decoding, and the last 768 tokens of a prompt, then find room for many steps. Each chunk of a
+    long prompt makes new buffers, as in mlx-lm's KVCache: room for the next chunk would stay empty
+    behind the last one, in every sequence of a batch.
+    """
+    return min(max(n_new + 256, 512), 1024)
+
+
+@lru_cache(maxsize=32)
+def rotation(dim: int, dtype: mx.Dtype) -> mx.array:
+    """Return the orthonormal matrix [dim, dim] that keys and values are multiplied by.
+
+    It is a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28), else the product of
+    one and of a cosine transform of the odd rest. It spreads a large channel over all of them:
+    https://arxiv.org/abs/2404.00456
+    """
+    power = dim & -dim
+    odd = dim // power
+    if odd == 1 or (odd in (3, 5, 7) and power >= 4):
+        matrix = mx.hadamard_transform(mx.eye(dim))
+    else:  # MLX 0.32 crashes on these
+        at = mx.arange(odd)
+        cosines = mx.cos(math.pi / odd * (at[:, None] + 0.5) * at)
+        cosines = cosines / mx.sqrt(mx.square(cosines).sum(axis=0))
+        matrix = mx.kron(cosines, mx.hadamard_transform(mx.eye(power)))
+    matrix = matrix.astype(dtype)
+    mx.eval(matrix)  # any thread may use it
+    return matrix
+
+
+def rotate(x: mx.array) -> mx.array:
+    """Return `x` [..., D] rotated."""
+    return x @ rotation(x.shape[-1], x.dtype)
+
+
+def rotate_back(x: mx.array) -> mx.array:
+    """Return the array that `rotate` made `x` [..., D] of."""
+    return x @ rotation(x.shape[-1], x.dtype).T
+
+
+def quantize(x: mx.array, quantization: Quantization) -> Packed:
+    """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
+    if quantization.rotated:
+        x = rotate(x)
+    weights, scales, biases = mx.quantize(
+        x, group_size=quantization.group_size, bits=quantization.bits
+    )
+    return weights, scales, biases
+
+
+def hold(x: mx.array, quantization: Quantization) -> Packed | mx.array:
+    """Return `x` [B, H, T, D] as a cache holds it: packed, or as it is."""
+    return x if quantization.is_full_precision else quantize(x, quantization)
+
+
+def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
+    """Return the array, or the three arrays, as a tuple."""
+    return (held,) if isinstance(held, mx.array) else held
+
+
+def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
+    """Return the form that `arrays_of` made this tuple of."""
+    if len(arrays) == 1:
+        return arrays[0]
+    weights, scales, biases = arrays
+    return weights, scales, biases
+
+
+def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
+    """Return all tokens [B, H, T, D] in the dtype of the scales; if rotated, they stay so."""
+    weights, scales, biases = packed
+    return mx.dequantize(
+        weights, scales, biases, group_size=quantization.group_size, bits=quantization.bits
+    )
+
+
+def read(held: Packed | mx.array, quantization: Quantization) -> mx.array:
+    """Return all tokens [B, H, T, D] as they came, but for rounding, in the dtype of the scales."""
+    if isinstance(held, mx.array):
+        return held
+    x = dequantize(held, quantization)
+    return rotate_back(x) if quantization.rotated else x
+
+
+def view(held: Held, start: int, stop: int) -> Held:
+    """Return tokens [start, stop) as lazy views; a later write to `held` does not change them."""
+    return each(
+        lambda x: copy.copy(x) if (start, stop) == (0, x.shape[2]) else x[:, :, start:stop], held
+    )
+
+
+def share(held: Held) -> Held:
+    """Return the same buffers as new arrays; a write to one does not change the other."""
+    return each(copy.copy, held)
+
+
+def append(held: Held | None, start: int, new: Held) -> Held:
+    """Write `new` behind the first `start` tokens of `held` and return the result.
+
+    Buffers are written in place while they have room and nothing else refers to them; otherwise
+    they are copied into buffers with `headroom` to spare. Tokens from `start` on are lost.
+    """
+    if held is None:
+        return each(lambda x: _grown([x]), new)
+
+    def appended(buffer: mx.array, x: mx.array) -> mx.array:
+        stop = start + x.shape[2]
+        if stop <= buffer.shape[2]:
+            buffer[:, :, start:stop] = x
+            return buffer
+        # astype: concatenate would promote, and scales of a wider dtype widen the activations.
+        return _grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
+
+    return each(appended, held, new)
+
+
+def _grown(parts: list[mx.array]) -> mx.array:
+    n_rows, n_heads, n_new, dim = parts[-1].shape
+    room = mx.zeros((n_rows, n_heads, headroom(n_new), dim), parts[-1].dtype)
+    return mx.concatenate([*parts, room], axis=2)
+
+
+def n_bytes(held: Packed | mx.array | None) -> int:
+    """Bytes of the buffers, spare room included."""
+    return 0 if held is None else sum(int(x.nbytes) for x in arrays_of(held))

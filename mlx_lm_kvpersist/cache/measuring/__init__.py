@@ -1,0 +1,1 @@
+"""What is measured when a model is loaded: precision, attention plans, prefill memory."""

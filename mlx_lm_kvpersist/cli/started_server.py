@@ -1,0 +1,214 @@
+"""`mlx_lm.server` in a subprocess, for commands that measure it or kill it, and its replies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from ..errors import KVPersistError
+
+_HOST = "127.0.0.1"
+_START_S = 300.0
+"""Loading a model, and measuring it for a minute."""
+_REPLY_S = 300.0
+_LEAST_TOKENS = 16
+_QUIET_S = 0.5
+"""A store without a change for this time counts as written."""
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A streamed reply: its text, the time to its first token, and what was not computed again.
+
+    The first token may be one of the reasoning. A reply that shows no token took `ttft_s` in all.
+    `outcome` is the header X-KVPersist, "" without the plugin. `decode_s` is the time from the
+    first of its `completion_tokens` to the last.
+    """
+
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+    completion_tokens: int
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How many tokens a second came after the first; None for less than 16 tokens."""
+        if self.completion_tokens < _LEAST_TOKENS or not self.decode_s:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
+
+    def said(self, field: str) -> str:
+        """Return a field of the outcome; "" where it has none."""
+        fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
+        return fields.get(field, "")
+
+
+def wait_until_written(store: Path, timeout_s: float = 10.0) -> None:
+    """Wait until the writer thread has finished: kill -9 loses unwritten turns."""
+    deadline = time.monotonic() + timeout_s
+    seen, since = _files(store), time.monotonic()
+    while time.monotonic() < min(since + _QUIET_S, deadline):
+        time.sleep(0.05)
+        if (now := _files(store)) != seen:
+            seen, since = now, time.monotonic()
+
+
+def _files(store: Path) -> set[tuple[str, int]]:
+    found = set()
+    for path in store.rglob("*"):
+        try:
+            found.add((str(path), path.stat().st_size))
+        except FileNotFoundError:  # a temporary file, renamed since
+            continue
+    return found
+
+
+class StartedServer:
+    """The stock server with further `options`, for a `with` block; its log is appended to a file.
+
+    Raises:
+        KVPersistError: it does not start, or does not answer; the message ends with its log.
+    """
+
+    def __init__(self, model: str, *options: str, log_path: Path) -> None:
+        self._command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, *options]
+        self._log_path = log_path
+        self.start()
+
+    def __enter__(self) -> StartedServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://{_HOST}:{self._port}"
+
+    def kill9(self) -> None:
+        """End the server with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def start(self) -> None:
+        """Run the command, on a free port, and wait until the server has generated a token."""
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            self._port = probe.getsockname()[1]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, "--host", _HOST, "--port", str(self._port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        try:
+            self._wait_for_model()
+        except BaseException:
+            self.kill9()
+            raise
+
+    def _wait_for_model(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self._failure("it did not start")
+            time.sleep(0.05)
+        with self._post("/v1/completions", {"prompt": "a", "max_tokens": 1}) as response:
+            response.read()
+
+    def _is_healthy(self) -> bool:
+        connection = HTTPConnection(_HOST, self._port, timeout=2.0)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
+        """Stream the reply to a conversation, chosen greedily."""
+        body = {
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        usage: dict[str, Any] = {}
+        text, ttft_s, last_s = "", 0.0, 0.0
+        start = time.perf_counter()
+        headers = {"X-Session-ID": session} if session else {}
+        with self._post("/v1/chat/completions", body, headers) as response:
+            for line in response:
+                kind, _, content = line.decode().strip().partition(": ")
+                if kind != "data":
+                    continue
+                if content == "[DONE]":
+                    break
+                chunk = json.loads(content)
+                if "error" in chunk:
+                    raise self._failure(f"a reply ended early: {chunk['error']}")
+                usage = chunk.get("usage") or usage
+                if chunk["choices"]:
+                    last_s = time.perf_counter() - start
+                for delta in (choice["delta"] for choice in chunk["choices"]):
+                    text += delta.get("content") or ""
+                    # Some models begin with reasoning, or say nothing else within `max_tokens`.
+                    if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
+                        ttft_s = ttft_s or time.perf_counter() - start
+            else:
+                raise self._failure("a reply ended early")
+            outcome = response.getheader("X-KVPersist", "")
+        ttft_s = ttft_s or time.perf_counter() - start
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        n_prompt, n_reply = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        decode_s = max(0.0, last_s - ttft_s)
+        return Reply(text, ttft_s, n_prompt, cached, outcome, n_reply, decode_s)
+
+    @contextmanager
+    def _post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> Iterator[HTTPResponse]:
+        connection = HTTPConnection(_HOST, self._port, timeout=_REPLY_S)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            connection.request("POST", path, json.dumps(body), sent)
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    answer = response.read().decode(errors="replace")
+                    raise self._failure(f"{path} answered {response.status}: {answer}")
+                yield response
+        except (OSError, HTTPException) as error:
+            raise self._failure(f"{path} was not answered: {error!r}") from error
+        finally:
+            connection.close()
+
+    def _failure(self, problem: str) -> KVPersistError:
+        log = self._log_path.read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(log.splitlines()[-60:])
+        return KVPersistError(
+            f"the server failed: {problem}\n--- {' '.join(self._command)}\n{tail}"
+        )

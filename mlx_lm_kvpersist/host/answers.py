@@ -1,0 +1,193 @@
+"""What plugins answer to hooks, and the checks of it. Each answer is checked where it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from ..errors import PluginFault
+from .prompt import Prompt
+from .scheduling.pace import Pace
+
+
+@dataclass(frozen=True)
+class PrefillLimits:
+    """How prompts are computed: one at a time, in chunks, beside the replies that run.
+
+    `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
+    `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
+    `max_unused_bytes` is how much freed memory MLX may keep for the next chunk. `pace` learns from
+    every chunk; a plugin may keep it and ask it, too.
+    """
+
+    max_stall_s: float
+    most_tokens: Callable[[int], int]
+    max_unused_bytes: int = 1 << 30
+    pace: Pace = field(default_factory=Pace)
+
+
+@dataclass(frozen=True)
+class ModelSupport:
+    """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
+
+    `make_caches()` returns one cache per layer for a new sequence. `merge(caches)` returns one
+    batch cache for one layer's caches of several sequences, or None: then the first of them merges
+    them, as in stock. `batches` says whether sequences may be served together at all. Without
+    `limits` prompts are computed as in stock.
+    """
+
+    make_caches: Callable[[], Sequence[Any]]
+    merge: Callable[[Sequence[Any]], Any] = lambda caches: None
+    batches: bool = True
+    limits: PrefillLimits | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt that enters: what the model reads, and caches that hold its beginning.
+
+    `caches`, one per layer, hold the first `n_cached` tokens, at least one less than all; None
+    stands for empty caches.
+    """
+
+    prompt: Prompt
+    caches: Sequence[Any] | None = None
+    n_cached: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path that a plugin answers.
+
+    `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread.
+    `path` is compared with the request's path without its query. A part of it in braces, such as
+    `{id}`, is any part that is not empty; a path without braces goes before one with them.
+    """
+
+    method: str
+    path: str
+    handle: Callable[[Any], None]
+
+    def matches(self, method: str, path: str) -> bool:
+        own, parts = self.path.split("/"), path.split("/")
+        if method != self.method or "{" not in self.path or len(own) != len(parts):
+            return False
+        pairs = zip(own, parts, strict=True)
+        return all(bool(part) if one.startswith("{") else part == one for one, part in pairs)
+
+
+class TakenRequest:
+    """A plugin's answer to `take_request`: what it does for this request. To be inherited from.
+
+    All but `prompt` on the generation thread.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        """The prompt that would be fed if the request entered now; tokens are counted by it."""
+
+    def advance(self) -> bool:
+        """Tell whether the request can enter; work of some ms may be done for that first.
+
+        Called between steps while other requests are served, until it returns True.
+        """
+        return True
+
+    def enter(self) -> Prepared | None:
+        """Return the prompt to feed and the caches of its beginning; None leaves it to stock."""
+        return Prepared(self.prompt)
+
+    def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
+        """Save the caches of the first `tokens` of the prompt, and of its reply.
+
+        cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or
+        "user" at the end of that part of the prompt, "assistant" at the end of the reply, or
+        where its client left.
+        """
+
+
+def check_support(answer: Any) -> None:
+    expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
+    expect(callable(answer.make_caches), answer.make_caches, "make_caches to be a function")
+    expect(callable(answer.merge), answer.merge, "merge to be a function")
+    limits = answer.limits
+    if limits is not None:
+        expect(isinstance(limits, PrefillLimits), limits, "limits to be PrefillLimits or None")
+        stall_s = limits.max_stall_s
+        is_time = isinstance(stall_s, int | float) and 0 < stall_s < math.inf
+        expect(is_time, stall_s, "max_stall_s to be seconds above 0")
+        most = limits.most_tokens(0)
+        expect(isinstance(most, int) and most > 0, most, "most_tokens(0) to be at least 1")
+        unused = limits.max_unused_bytes
+        expect(isinstance(unused, int) and unused >= 0, unused, "max_unused_bytes to be 0 or more")
+
+
+def check_caches(caches: Any, n_layers: int) -> None:
+    expect(isinstance(caches, list | tuple), caches, "make_caches to return a list")
+    expect(len(caches) == n_layers, f"{len(caches)} caches", f"one for each of {n_layers} layers")
+
+
+def check_batch(merged: Any) -> None:
+    is_batch = all(hasattr(merged, name) for name in ("extend", "extract", "filter"))
+    expect(is_batch, merged, "merge to return a batch cache with extend, extract and filter")
+
+
+def check_taken(answer: Any) -> None:
+    expect(isinstance(answer, TakenRequest), answer, "a TakenRequest")
+    expect(isinstance(answer.prompt, Prompt), answer.prompt, "its prompt to be a Prompt")
+
+
+def check_prepared(answer: Any) -> None:
+    expect(isinstance(answer, Prepared), answer, "enter to return a Prepared or None")
+    prompt = answer.prompt
+    expect(isinstance(prompt, Prompt), prompt, "a Prompt")
+    has_types = len(prompt.segments) == len(prompt.segment_types) and all(prompt.segments)
+    expect(bool(has_types and prompt.ids), prompt, "segments with a type and ids each")
+    joined = tuple(chain.from_iterable(prompt.segments))
+    expect(joined == prompt.ids, prompt, "segments that are the prompt's ids cut up")
+    expect(set(map(type, joined)) == {int}, prompt, "ids to be integers")
+    n_cached, n_ids = answer.n_cached, len(joined)
+    expect(0 <= n_cached < n_ids, f"{n_cached} cached of {n_ids} tokens", "one left to compute")
+    is_right = (n_cached > 0) == bool(answer.caches)
+    expect(is_right, f"{n_cached} cached tokens", "caches where tokens are cached, else None")
+
+
+def check_headers(answer: Any) -> None:
+    expect(isinstance(answer, list | tuple), answer, "a list of pairs of name and value")
+    for header in answer:
+        is_pair = isinstance(header, list | tuple) and len(header) == 2
+        is_text = is_pair and all(isinstance(text, str) for text in header)
+        # Anything else could add another header.
+        is_plain = is_text and all(text.isascii() and text.isprintable() for text in header)
+        is_named = is_plain and bool(header[0]) and not set(header[0]) & set(" :")
+        expect(bool(is_named), header, "a name and a value in printable ASCII")
+
+
+def check_routes(answer: Any) -> None:
+    expect(isinstance(answer, list | tuple), answer, "a list of Route")
+    for route in answer:
+        expect(isinstance(route, Route), route, "a Route")
+        is_right = isinstance(route.method, str) and route.method.isupper()
+        expect(is_right, route, "a method in capital letters")
+        is_right = isinstance(route.path, str) and route.path.startswith("/")
+        expect(is_right, route, "a path that begins with /")
+        expect(callable(route.handle), route, "handle to be a function")
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "model_loaded": check_support,
+    "take_request": check_taken,
+    "response_headers": check_headers,
+    "routes": check_routes,
+}
+"""By hook: raises PluginFault for an answer that the server cannot use. None is no answer."""
+
+
+def expect(is_right: bool, found: Any, expected: str) -> None:
+    """Raise PluginFault unless an answer is right."""
+    if not is_right:
+        text = found if isinstance(found, str) else repr(found)
+        raise PluginFault(f"answered {text[:200]}, expected {expected}")

@@ -1,0 +1,139 @@
+"""Images and files in messages: a line of text takes the place of what the model cannot read.
+
+A client sends the whole conversation with each turn. So an attachment is refused only in the
+question that brings it. Everywhere else its line is the same on each turn, and so is the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..errors import RequestRefused
+
+IMAGE_KINDS = ("image_url", "input_image", "image")
+PART_KINDS = (
+    *("text", *IMAGE_KINDS, "file", "input_file", "document", "container_upload"),
+    *("audio", "audio_url", "input_audio", "video", "video_url", "input_video"),
+)
+"""The types of a message's parts that clients send. Only text and images can be read."""
+_MEDIA_TYPE = re.compile(r"data:([\w.+-]+/[\w.+-]+)")
+
+Message = dict[str, Any]
+Part = dict[str, Any]
+
+
+def renders_images(tokenizer: Any, processor: Any) -> bool:
+    """Tell whether a chat template writes the token for which a model's processor puts an image."""
+    if processor is None:
+        return False
+    for kind in IMAGE_KINDS:
+        image = {"type": kind, kind: "data:,"}
+        try:
+            messages = [{"role": "user", "content": [image]}]
+            if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
+                return True
+        except Exception:  # no template, or one that expects a text
+            continue
+    return False
+
+
+def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
+    """Return messages with text only, and with images if the model reads them.
+
+    messages: as `check_messages` lets them pass.
+
+    Raises:
+        RequestRefused: the question has what the model cannot read.
+    """
+    question = _question(messages)
+    fitted: list[Message] = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            unread = [part for part in content if not _is_read(part, reads_images)]
+            if unread and i == question:
+                raise RequestRefused(
+                    f"the newest message has {_name(unread[0])}, expected text"
+                    f"{' or images' * reads_images}: this model reads nothing else; "
+                    "send the message without it"
+                )
+            parts = [_readable_part(content, j, reads_images) for j in range(len(content))]
+            message = {**message, "content": parts}
+        fitted.append(message)
+    return _images_moved(fitted) if reads_images else fitted
+
+
+def _images_moved(messages: list[Message]) -> list[Message]:
+    """Put the images of tools' results into the user's message after them.
+
+    Chat templates look for images there.
+    """
+    moved: list[Message] = []
+    images: list[Part] = []
+    for message in messages:
+        content, role = message.get("content"), message.get("role")
+        if role == "tool" and isinstance(content, list):
+            images += (part for part in content if part["type"] != "text")
+            message = {**message, "content": [part for part in content if part["type"] == "text"]}
+        elif images and role != "tool":
+            if role == "user":
+                rest = content if isinstance(content, list) else [_text(content or "")]
+                message = {**message, "content": images + rest}
+            else:
+                moved.append({"role": "user", "content": images})
+            images = []
+        moved.append(message)
+    return [*moved, {"role": "user", "content": images}] if images else moved
+
+
+def _question(messages: list[Message]) -> int | None:
+    """Return the index of the last message if a user asks with it.
+
+    After a tool's result it belongs to that result. It was not asked, and comes again.
+    """
+    question = None
+    for i in reversed(range(len(messages))):
+        role = messages[i].get("role")
+        if role == "user" and question is None:
+            question = i
+        elif role == "assistant":
+            break
+        elif role not in ("user", "system", "developer"):
+            return None
+    return question
+
+
+def _is_read(part: Part, reads_images: bool) -> bool:
+    if part["type"] in IMAGE_KINDS:
+        return reads_images and isinstance(_source(part).get("url"), str)
+    return bool(part["type"] == "text")
+
+
+def _readable_part(parts: list[Part], i: int, reads_images: bool) -> Part:
+    """Return a part, or the line that takes its place. A template joins texts with nothing."""
+    if _is_read(parts[i], reads_images):
+        return parts[i]
+    readable = "text and images" if reads_images else "text"
+    line = f"[{_name(parts[i])}, not shown: this model reads {readable} only]"
+    return _text("\n" * (i > 0) + line + "\n" * (i + 1 < len(parts)))
+
+
+def _text(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def _source(part: Part) -> dict[str, Any]:
+    """Return where a part has its content, as `url` or `file_data`, and perhaps a `filename`."""
+    given = part.get("image_url", part.get("image", part.get("file")))
+    return given if isinstance(given, dict) else {"url": given}
+
+
+def _name(part: Part) -> str:
+    """Return what a part is to a reader, such as "report.pdf, application/pdf"."""
+    kind, source = part["type"], _source(part)
+    found = _MEDIA_TYPE.match(str(source.get("url") or source.get("file_data")))
+    what: str = found[1] if found else "image" if kind in IMAGE_KINDS else kind
+    filename = source.get("filename")
+    is_named = isinstance(filename, str) and filename and filename.isprintable()
+    return f"{filename}, {what}" if is_named else what

@@ -1,0 +1,1 @@
+"""Other APIs over stock's chat completions."""

@@ -1,0 +1,1 @@
+"""The server's HTTP side, and the checks of requests."""

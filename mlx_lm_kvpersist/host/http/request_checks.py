@@ -1,0 +1,203 @@
+"""Refuses requests that would end stock's generation thread or leave a client without an answer.
+
+Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
+can serve are left to stock.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+
+from ...errors import RequestRefused
+from ...fields import require, require_text
+from ..attachments import IMAGE_KINDS, PART_KINDS
+
+MAX_BODY_BYTES = 256 << 20
+_MAX_SLICE = 2**31
+_MLX_INTEGERS = 2**63
+_DISCARD_S = 10.0
+_NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def check_body_length(length: str | None) -> int:
+    """Return a Content-Length; refuse one that is no number, negative, or too large."""
+    try:
+        n_bytes = int(length if length is not None else 0)
+    except ValueError:
+        found = repr((length or "")[:20])
+        raise RequestRefused(f"Content-Length is {found}, expected a number of bytes") from None
+    if n_bytes < 0:
+        raise RequestRefused(f"Content-Length is {n_bytes}, expected 0 or more")
+    if n_bytes > MAX_BODY_BYTES:
+        most = f"{MAX_BODY_BYTES >> 20} MiB"
+        raise RequestRefused(f"the body has {n_bytes:,} bytes, expected at most {most}", 413)
+    return n_bytes
+
+
+def read_json(handler: Any) -> dict[str, Any]:
+    """Read a JSON object from a request's body; raises RequestRefused for anything else."""
+    length = handler.headers.get("Content-Length")
+    if length is None:
+        raise RequestRefused("the header Content-Length is missing, expected the body's size", 411)
+    n_bytes = check_body_length(length)
+    parts = []
+    until_s = time.monotonic() + handler.timeout
+    n_left = n_bytes
+    try:
+        while n_left:
+            part = handler.rfile.read1(min(n_left, 1 << 20))
+            if not part:
+                raise RequestRefused(
+                    f"the body ended after {n_bytes - n_left:,} of {n_bytes:,} bytes"
+                )
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            parts.append(part)
+            n_left -= len(part)
+    except TimeoutError:
+        raise RequestRefused(
+            f"{n_left:,} of the body's {n_bytes:,} bytes did not come within "
+            f"{handler.timeout:.0f} seconds",
+            408,
+        ) from None
+    try:
+        body = json.loads(b"".join(parts).decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestRefused("the body is no JSON object")
+    return body
+
+
+def discard_body(handler: Any) -> None:
+    """Read what a refused client still sends, for a few seconds.
+
+    It sends all before it reads the answer, and a connection that is closed before is reset.
+    """
+    until_s = time.monotonic() + _DISCARD_S
+    try:
+        handler.wfile.flush()
+        handler.connection.shutdown(socket.SHUT_WR)
+        handler.connection.settimeout(1.0)
+        while time.monotonic() < until_s and handler.rfile.read1(1 << 20):
+            pass
+    except OSError:
+        pass  # it has gone
+
+
+def check_bias(bias: Any) -> None:
+    """Refuse a logit_bias for which stock's conversion raises an error that it does not catch."""
+    if isinstance(bias, dict):
+        is_right = all(isinstance(n, str | int | float) and _fits_float(n) for n in bias.values())
+        require(is_right, "logit_bias", bias, "numbers for token ids")
+
+
+def check_parameters(body: Mapping[str, Any], given: Any) -> None:
+    """Refuse parameters that stock's own checks let pass. HTTP thread, after these.
+
+    given: has the parameters as attributes, with the server's defaults in them.
+    """
+    for name in _NUMBERS:
+        number = getattr(given, name)
+        require(_fits_float(number), name, number, "a number below 8e307")
+        if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
+            setattr(given, name, float(number))  # MLX takes no such integer, and stock dies of it
+    # 0.32.0 lets 0 pass, and its generation thread ends.
+    require(given.max_tokens >= 1, "max_tokens", given.max_tokens, "at least 1")
+    for kind in ("repetition", "presence", "frequency"):
+        size = getattr(given, name := f"{kind}_context_size")
+        require(size <= _MAX_SLICE, name, size, f"at most {_MAX_SLICE:,}")
+    is_seed = given.seed is None or 0 <= given.seed < 2**64
+    require(is_seed, "seed", given.seed, "an integer from 0 to 2**64 - 1")
+    top = given.top_logprobs
+    require(top is not True, "top_logprobs", top, "an integer")
+    if given.temperature != 0:  # else mlx-lm asks no sampler
+        require(given.top_k is not True, "top_k", given.top_k, "an integer")
+        require(given.min_p == given.min_p, "min_p", given.min_p, "a number from 0 to 1")
+        is_right = not given.xtc_probability > 0 or given.xtc_threshold <= 0.5
+        require(is_right, "xtc_threshold", given.xtc_threshold, "a number from 0 to 0.5")
+    options = body.get("stream_options") if given.stream else None  # read in a stream only
+    require(options is None or isinstance(options, dict), "stream_options", options, "an object")
+    stop = body.get("stop")
+    is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
+    require(is_right, "stop", stop, "text, or a list of texts")
+    for i, word in enumerate([stop] if isinstance(stop, str) else stop or ()):
+        require_text(f"stop[{i}]", word)
+
+
+def check_model(name: str, own: str | None, loaded: str | None) -> None:
+    """Refuse a model that is not there: stock drops the loaded one before it notices. HTTP thread.
+
+    own: the model of the command line, if any. loaded: the one that is loaded now.
+    """
+    if name in (own, loaded) or (Path(name) / "config.json").is_file():
+        return
+    try:
+        hf_hub_download(name, "config.json")
+    except Exception as error:
+        here = f"this server has {own}; ask for default_model" if own else "see GET /v1/models"
+        raise RequestRefused(f"there is no model {name}; {here}", 404, "model_not_found") from error
+
+
+def check_chat(body: Mapping[str, Any]) -> None:
+    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
+    kwargs = body.get("chat_template_kwargs") or {}  # stock heeds none that is false
+    require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
+    check_messages(body.get("messages"))
+
+
+def check_messages(messages: Any) -> None:
+    """Refuse messages of a form that stock cannot render. Any thread."""
+    require(isinstance(messages, list), "messages", messages, "a list of messages")
+    for i, message in enumerate(messages):
+        require(isinstance(message, dict), f"messages[{i}]", message, "an object")
+        content = message.get("content")
+        if isinstance(content, str):
+            require_text(f"messages[{i}].content", content)
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            name = f"messages[{i}].content[{j}]"
+            require(isinstance(part, dict), name, part, "an object")
+            kind = part.get("type")
+            is_known = isinstance(kind, str) and kind in PART_KINDS
+            require(is_known, f"{name}.type", kind, "text, image_url or file")
+            if isinstance(part.get("text"), str):
+                require_text(f"{name}.text", part["text"])
+            if kind in IMAGE_KINDS:
+                url = part.get("image_url", part.get("image"))
+                url = url.get("url") if isinstance(url, dict) else url
+                require(isinstance(url, str | None), f"{name}.image_url", url, "a URL")
+
+
+def check_ids(args: Any, n_logits: int) -> None:
+    """Refuse token ids and counts beyond a model's vocabulary. Generation thread.
+
+    args: stock's GenerationArguments. n_logits: how many tokens the model can choose from.
+    Negative ids count from the end, as stock has it.
+    """
+    top_k = args.sampling.top_k if args.sampling.temperature != 0 else 0
+    limit = f"{n_logits:,}, the size of this model's vocabulary"
+    for token in args.logits.logit_bias or ():
+        if not -n_logits <= token < n_logits:
+            raise RequestRefused(f"logit_bias names token {token}, expected ids below {limit}")
+    require(top_k < n_logits, "top_k", top_k, f"0 (off) or less than {limit}")
+    top = args.top_logprobs
+    require(top <= n_logits, "top_logprobs", top, f"at most {limit}")
+
+
+def check_prompt_ids(ids: Any) -> None:
+    """Refuse a prompt that is not a list of at least one token id. Generation thread."""
+    if not isinstance(ids, list) or (ids and not isinstance(ids[0], int)):
+        raise RequestRefused(f"the prompt became a {type(ids).__name__}, expected a list of ids")
+    if not ids:
+        raise RequestRefused("the prompt has no tokens, expected at least one")
+
+
+def _fits_float(number: Any) -> bool:
+    return not isinstance(number, int) or abs(number) < 1 << 1023

@@ -1,0 +1,424 @@
+"""Probes of the patches: each drives the server's own code and checks the result.
+
+A probe runs before the server listens, with a plugin manager of its own, so that no real plugin
+sees its made-up models and requests. It raises PatchNotEffective on an unpatched server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import logging
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from ...errors import PatchNotEffective
+from .. import manager
+from ..answers import ModelSupport, PrefillLimits, Prepared, Route, TakenRequest
+from ..hookspecs import hookimpl
+from ..prompt import ClientRequest, Prompt
+from ..scheduling.model_provider import PluginCaches
+from ..taken import TakenTokens, take_request
+
+_UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
+_OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
+_ZEROS = ("num_draft_tokens", "temp", "top_k", "min_p")
+_TEXTS = {"model": "probe", "chat_template": "", "chat_template_args": {}, "allowed_origins": ["*"]}
+ARGS = Namespace(**dict.fromkeys(_UNSET), **dict.fromkeys(_OFF, False), **_TEXTS)
+vars(ARGS).update(dict.fromkeys(_ZEROS, 0), max_tokens=4, top_p=1.0, prompt_cache_size=10)
+"""What the server's objects read of its options, on every supported version."""
+
+GENERATION_ARGS = SimpleNamespace(model="probe", seed=None, top_logprobs=0)
+GENERATION_ARGS.logits = SimpleNamespace(logit_bias=None)
+GENERATION_ARGS.sampling = SimpleNamespace(top_k=0)
+"""The arguments of a request that are read before it enters."""
+
+
+class ProbeCache:
+    """A cache that mlx-lm treats as one that can be batched; `by`: who merged it."""
+
+    nbytes = 0
+    state = ()
+
+    def __init__(self, by: str = "") -> None:
+        self.by = by
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def merge(self, caches: Sequence[Any]) -> ProbeCache:
+        return ProbeCache("merged by the cache")
+
+    def extend(self, other: ProbeCache) -> None:
+        """Take the rows of a batch that is empty."""
+
+    extract = filter = extend
+
+
+def remembered(hook: str) -> Callable[[ProbePlugin], None]:
+    """Return an implementation of a hook that only records that it was asked."""
+
+    @hookimpl
+    def implementation(self: ProbePlugin) -> None:
+        self.asked.append(hook)
+
+    return implementation
+
+
+class ProbeRequest(TakenRequest):
+    """Feeds one token more than the prompt has; waits unless it is "p"."""
+
+    def __init__(self, plugin: ProbePlugin, request: ClientRequest, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.plugin, self.waits = plugin, request.prompt != "p"
+
+    def advance(self) -> bool:
+        return self.plugin.fetched or not self.waits
+
+    def enter(self) -> Prepared:
+        ids = self.prompt.ids
+        longer = Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
+        return Prepared(longer, [ProbeCache()], len(ids))
+
+    def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
+        self.plugin.asked.append(f"insert {list(tokens)} {cache_type}")
+
+
+class ProbePlugin:
+    """Answers every hook, and records which were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.fetched = False
+
+    @hookimpl
+    def add_options(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--probe-option", type=int)
+
+    configure, self_test = remembered("configure"), remembered("self_test")
+    shutdown = remembered("shutdown")
+
+    @hookimpl
+    def model_loaded(self) -> ModelSupport:
+        self.asked.append("model_loaded")
+        return ModelSupport(
+            lambda: [ProbeCache(), ProbeCache()],
+            lambda caches: ProbeCache(f"{len(caches)} merged by the plugin"),
+            limits=PrefillLimits(1.0, lambda position: 2),
+        )
+
+    @hookimpl
+    def request_received(self, headers: Message, body: dict[str, Any]) -> None:
+        self.asked.append(f"request_received {body['prompt']} {headers['X-Probe']}")
+
+    @hookimpl
+    def prepare_messages(self, messages: list[dict[str, Any]]) -> None:
+        messages[0]["content"] += "!"
+
+    @hookimpl
+    def serving_changed(self, serving: bool) -> None:
+        self.asked.append(f"serving_changed {serving}")
+
+    @hookimpl
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> ProbeRequest:
+        self.asked.append(f"take_request {request.kind} {request.prompt}")
+        return ProbeRequest(self, request, prompt)
+
+    @hookimpl
+    def response_headers(self) -> list[tuple[str, str]]:
+        return [("X-Probe-Reply", "yes")]
+
+    @hookimpl
+    def reply_sent(self, content: str) -> None:
+        self.asked.append(f"reply_sent {content}")
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/probe", lambda handler: handler.send_error(418))]
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[ProbePlugin]:
+    """Ask a ProbePlugin, and nobody else, inside the block; keep the host quiet meanwhile."""
+    plugin = ProbePlugin()
+    plugins = manager.make_manager()
+    plugins.register(plugin, name="probe")
+    logging_was_disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            manager.using(plugins),
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield plugin
+    finally:
+        logging.disable(logging_was_disabled)
+
+
+def expect(what: str, found: Any, expected: Any) -> None:
+    """Raise PatchNotEffective unless the probe saw what it expected."""
+    if found != expected:
+        raise PatchNotEffective(f"{what}: found {found!r}, expected {expected!r}")
+
+
+def options_reach_plugins(server: ModuleType) -> None:
+    """A parser made as `main` makes its own takes --plugin and a plugin's option."""
+    with probing():
+        parser = server.argparse.ArgumentParser(description="probe")
+        parser.add_argument("--stock", type=int)
+        given = "--stock 1 --plugin a --plugin=b --probe-option 2"
+        args, unknown = parser.parse_known_args(given.split())
+    expect("unknown options", unknown, [])
+    expect("options", (args.stock, args.plugin, args.probe_option), (1, ["a", "b"], 2))
+
+
+def loaded_models_make_plugin_caches(server: ModuleType) -> None:
+    """A provider made as `main` makes its own, given a model, tells plugins and asks for caches."""
+
+    def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
+        model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
+        return (model, tokenizer, {}) if return_config else (model, tokenizer)
+
+    with probing() as plugin, mock.patch.object(server, "load", load):
+        provider = server.ModelProvider(ARGS)
+        provider.load_default()
+        caches = server.make_prompt_cache(provider.model)
+    expect("hooks asked", plugin.asked, ["model_loaded"])
+    found = ([type(cache) for cache in caches], provider.is_batchable)
+    expect("caches of the model, and batching", found, ([ProbeCache, ProbeCache], True))
+
+
+class ProbeModel:
+    """The part of a model that makes its caches: stock makes two that cannot be batched."""
+
+    layers = (None, None)
+
+    def __init__(self) -> None:
+        self.computed: list[list[list[int]]] = []
+
+    def make_cache(self) -> list[object]:
+        return [object(), object()]
+
+    def __call__(self, ids: Any, cache: Any) -> None:
+        self.computed.append(ids.tolist())
+
+
+def encode(text: str) -> list[int]:
+    """Stand for a tokenizer's method."""
+    return [ord(char) for char in text if char.islower() or char == "!"]
+
+
+TOKENIZER = SimpleNamespace(has_chat_template=False, encode=encode)
+PROVIDER = SimpleNamespace(
+    cli_args=ARGS, tokenizer=TOKENIZER, processor=None, reads_images=False, is_batchable=True
+)
+PROVIDER.max_context = None
+
+
+def requests_pass_plugins(server: ModuleType) -> None:
+    """Plugins take requests, and a request that waits for its prefetch lets another pass."""
+    with (
+        probing() as plugin,
+        mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
+    ):
+        generator = server.ResponseGenerator(PROVIDER, None)  # as `run` makes its own
+        generator.join()
+        chat = [{"role": "user", "content": "x"}]
+        request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
+        taken = generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
+        for text in "wap":
+            request = server.CompletionRequest("text", text, [], None, None)
+            generator.requests.put((Queue(), request, GENERATION_ARGS))
+        served = [generator._next_request(0.1), generator._next_request()]
+        stayed = generator._next_request()
+        plugin.fetched = True
+        served.append(generator._next_request())
+        idle = generator._next_request(0.0)
+    ids, segments, types, *_ = taken
+    prompt = [ord("x"), ord("!")]
+    expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
+    expect("type of a slice of the ids", type(ids[:1]), TakenTokens)
+    expect("plugin that took the request", ids[:].taken.plugin, "probe")
+    order = [queued[1].prompt for queued in served if queued is not None]
+    expect("requests in the order of being served", order, ["w", "p", "a"])
+    expect("requests while one waits, and after all", (stayed, idle), (None, None))
+    asked = ["take_request chat ", "serving_changed True", "take_request text a"]
+    asked += ["take_request text p", "serving_changed False"]
+    expect("hooks asked", plugin.asked, asked)
+
+
+def prompt_cache_asks_plugins(server: ModuleType) -> None:
+    """The cache that `run` makes gives out what a plugin took, and lets it insert."""
+    made: list[Any] = []
+    with (
+        probing() as plugin,
+        mock.patch.object(server, "ResponseGenerator", lambda provider, cache: made.append(cache)),
+        mock.patch.object(server, "_run_http_server", lambda *args, **kwargs: None),
+    ):
+        request = SimpleNamespace(request_type="text", prompt="p", messages=[])
+        taken = take_request(request, Prompt([1], [[1]], ["user"]))
+        assert taken is not None
+        taken.enter()
+        inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
+        (cache,) = made
+        found, rest = cache.fetch_nearest_cache("model", TakenTokens([1, 2], taken))
+        cache.insert_cache("model", TakenTokens([1], taken), [ProbeCache()], cache_type="user")
+    expect("fetched", ([type(c) for c in found or []], rest), ([ProbeCache], [2]))
+    expect("hooks asked", plugin.asked, ["take_request text p", "insert [1] user"])
+    expect("sequences kept by stock", len(cache), 0)
+
+
+def batches_merge_through_plugins(server: ModuleType) -> None:
+    """A batch generator made as the server makes its own lets a plugin merge two sequences.
+
+    Of two prompts it computes the shorter one first, and alone.
+    """
+    core = importlib.import_module("mlx.core")
+    with probing() as plugin:
+        model: Any = ProbeModel()
+        model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
+        generator = server.BatchGenerator(
+            model,
+            completion_batch_size=2,
+            prefill_batch_size=4,
+            prefill_step_size=8,
+            stream=core.default_stream(core.default_device()),
+        )
+        caches = [[ProbeCache()], [ProbeCache()]]
+        try:
+            generator.insert_segments(segments=[[[1, 2]], [[3, 4]]], caches=list(caches))
+            batch = generator._make_batch(2)
+            merged = [getattr(cache, "by", cache) for cache in batch.prompt_cache]
+            expect("batch cache", merged, ["2 merged by the plugin"])
+            generator._currently_processing.clear()
+            generator.insert_segments(segments=[[[5, 6, 7, 8]], [[3, 4]]], caches=list(caches))
+            responses, _ = generator.next()
+        finally:
+            generator.close()
+    expect("tokens computed by the first step", model.computed, [[[3]]])
+    expect("what it says of them", [one.progress for one in responses], [(1, 2)])
+
+
+def packed_keys_attend_themselves(base: ModuleType) -> None:
+    """The function that models call lets packed keys attend, and calls stock's for plain tuples."""
+    core = importlib.import_module("mlx.core")
+    queries = core.ones((1, 2, 1, 32))
+    packed = core.quantize(core.ones((1, 1, 3, 32)), group_size=32, bits=4)
+    cache = SimpleNamespace(bits=4, group_size=32)
+
+    def attended(keys: Any) -> Any:
+        return base.scaled_dot_product_attention(
+            queries, keys, packed, cache=cache, scale=0.5, mask="causal"
+        )
+
+    expect("shape of stock's attention", tuple(attended(tuple(packed)).shape), (1, 2, 1, 32))
+    given = attended(ProbeKeys(packed))
+    expect("attention of keys that bring their own", type(given), tuple)
+    expect("what it was given", given == (queries, packed, 0.5, "causal"), True)
+
+
+class ProbeKeys(tuple[Any, ...]):
+    """Packed keys that bring an attention of their own: it returns what it is given."""
+
+    def attend(self, *given: Any) -> tuple[Any, ...]:
+        return given
+
+
+def http_reaches_plugins(server: ModuleType) -> None:
+    """A server started as `run` starts it answers a completion and a plugin's path."""
+    body = json.dumps({"prompt": "ping"}).encode()
+    completion = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
+    with probing() as plugin:
+        reply = answer(server, completion)
+        health = answer(server, b"GET /health HTTP/1.1\r\n\r\n")
+        route = answer(server, b"GET /probe?a=b HTTP/1.1\r\n\r\n")
+    head, _, payload = reply.partition("\r\n\r\n")
+    expect("header of the reply", "\r\nX-Probe-Reply: yes" in head, True)
+    expect("reply", json.loads(payload)["choices"][0]["text"], "pong")
+    expect("hooks asked", plugin.asked, ["request_received ping 1", "reply_sent pong"])
+    expect("header of another reply", "X-Probe-Reply" in health, False)
+    expect("status of a plugin's path", " 418 " in route.partition("\r\n")[0], True)
+
+
+def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
+    """Return what the server writes to one connection, without a socket or a model."""
+    connection = ProbeConnection(request)
+
+    class OneConnection:
+        """Stands for http.server's class: handles one connection instead of listening."""
+
+        def __init__(self, address: Any, make_handler: Any) -> None:
+            self.make_handler = make_handler
+
+        def serve_forever(self) -> None:
+            self.make_handler(connection, ("127.0.0.1", 0), self)
+
+    # From 0.32.0 a state machine over text, before that a state in every response.
+    states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
+    context = SimpleNamespace(prompt=[1], prompt_cache_count=0, text_sm=states, tool_parser=None)
+    context.has_tool_calling = context.has_thinking = False
+    context.initial_state, context.stop = "normal", lambda: None
+    response = SimpleNamespace(text="pong", token=1, logprob=0.0, finish_reason="length")
+    response.top_tokens, response.state, response.match = (), "normal", None
+    generator = SimpleNamespace(cli_args=ARGS, is_healthy=True, stop_and_join=lambda: None)
+    generator.generate = lambda *args, **kwargs: (context, iter([response]))
+    vars(generator).update(of_generator)
+    server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
+    return connection.written.getvalue().decode()
+
+
+class ProbeConnection:
+    """The part of a socket that http.server uses."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.written = io.BytesIO()
+
+    def makefile(self, mode: str, buffering: int = -1) -> io.BytesIO:
+        return io.BytesIO(self.request)
+
+    def settimeout(self, timeout_s: float) -> None: ...
+
+    def sendall(self, data: bytes) -> None:
+        self.written.write(data)
+
+
+def run_starts_and_stops_plugins(server: ModuleType) -> None:
+    """`run`, called as `main` calls it, asks configure, self_test and shutdown around stock's."""
+    with probing() as plugin:
+
+        def serve(*args: Any, **kwargs: Any) -> None:
+            plugin.asked.append("serve")
+
+        with (
+            mock.patch.object(server, "ResponseGenerator", lambda *args: None),
+            mock.patch.object(server, "_run_http_server", serve),
+        ):
+            server.run("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))
+    expect("order", plugin.asked, ["configure", "self_test", "serve", "shutdown"])
+
+
+def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
+    """A host array takes over a GPU's buffer after `clear_cache`, as stock's prompts make it do."""
+    numbers = mlx.random.normal((1 << 16,))
+    mlx.eval(numbers)
+    mlx.clear_cache()
+    del numbers  # its buffer goes to the cache, from where the next array of its size takes it
+    try:
+        mlx.array([0.5] * (1 << 16))
+    except RuntimeError as error:
+        raise PatchNotEffective(f"a host array cannot take a GPU's buffer: {error}") from error

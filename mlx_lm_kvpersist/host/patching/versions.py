@@ -1,0 +1,121 @@
+"""Which versions of mlx-lm and mlx work together, as measured; see docs/compatibility.md.
+
+A version older than the measured ones is refused, because such pairs hang or do not start. A newer
+one is tried: every patch checks the host before it is applied, and is tested afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from ...errors import UnsupportedVersion
+
+Version = tuple[int, int, int]
+
+# begin bounds, written by `python -m patches_check --matrix write`
+FLOOR: Version = (0, 31, 3)
+CEILING: Version = (0, 33, 0)
+"""The first mlx-lm that is refused."""
+NEWEST_MLX: Version = (0, 32, 4)
+# end bounds
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A version of mlx-lm, and the first and last mlx that it was seen to serve with."""
+
+    mlx_lm: Version
+    oldest_mlx: Version
+    newest_mlx: Version = NEWEST_MLX
+
+    def __str__(self) -> str:
+        lm, oldest, newest = map(text, (self.mlx_lm, self.oldest_mlx, self.newest_mlx))
+        return f"mlx-lm {lm} with mlx {oldest} to {newest}"
+
+
+# begin pairs, written by `python -m patches_check --matrix write`
+PAIRS = (
+    Pair((0, 31, 3), oldest_mlx=(0, 31, 2)),
+    Pair((0, 32, 0), oldest_mlx=(0, 31, 2)),
+    Pair((0, 32, 1), oldest_mlx=(0, 32, 0)),
+    Pair((0, 32, 2), oldest_mlx=(0, 32, 2)),
+)
+# end pairs
+
+
+def check() -> None:
+    """Raise UnsupportedVersion unless the installed mlx-lm and mlx can serve together."""
+    check_pair(installed("mlx-lm"), installed("mlx"))
+
+
+def check_pair(mlx_lm: str, mlx: str) -> None:
+    """Raise UnsupportedVersion for an mlx-lm out of range, or an mlx too old for it."""
+    found_lm, found_mlx = parse(mlx_lm), parse(mlx)
+    if not FLOOR <= found_lm < CEILING:
+        raise UnsupportedVersion(
+            f"found mlx-lm {mlx_lm}, supported are {text(FLOOR)} up to, not including, "
+            f"{text(CEILING)}; install one: pip install 'mlx-lm>={text(FLOOR)},<{text(CEILING)}'"
+        )
+    # An mlx-lm newer than all of these needs at least the mlx that the newest one needs.
+    pair = [pair for pair in PAIRS if pair.mlx_lm <= found_lm][-1]
+    if found_mlx < pair.oldest_mlx:
+        raise UnsupportedVersion(
+            f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(pair.oldest_mlx)} or "
+            f"newer: the pair does not serve; install one: "
+            f"pip install 'mlx>={text(pair.oldest_mlx)}'"
+        )
+
+
+def found_and_known() -> str:
+    """Return the versions that are installed and those that are known to work, in one line."""
+    try:
+        found = f"mlx-lm {installed('mlx-lm')} with mlx {installed('mlx')}"
+    except UnsupportedVersion as error:
+        found = str(error)
+    return f"found {found}; known to work: {', '.join(map(str, PAIRS))}"
+
+
+def is_known(mlx_lm: str, mlx: str) -> bool:
+    """Tell whether this pair was measured; a version with a suffix (.dev1, rc1, +abc) was not."""
+    return all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in (mlx_lm, mlx)) and any(
+        pair.mlx_lm == parse(mlx_lm) and pair.oldest_mlx <= parse(mlx) <= pair.newest_mlx
+        for pair in PAIRS
+    )
+
+
+def is_measured() -> bool:
+    """Tell whether the installed pair was measured.
+
+    Both must be releases from a package index: a git snapshot can carry the number of a release.
+    """
+    try:
+        pair = installed("mlx-lm"), installed("mlx")
+    except UnsupportedVersion:
+        return False
+    return is_known(*pair) and not any(
+        metadata.distribution(name).read_text("direct_url.json") for name in ("mlx-lm", "mlx")
+    )
+
+
+def installed(distribution: str) -> str:
+    """Return an installed version; raises UnsupportedVersion where there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        raise UnsupportedVersion(
+            f"{distribution} is not installed in this environment; "
+            f"install it: pip install {distribution}"
+        ) from None
+
+
+def parse(version: str) -> Version:
+    """Return the first three numbers of a version; whatever follows them is ignored."""
+    major, minor, patch = [*map(int, re.findall(r"\d+", version)), 0, 0, 0][:3]
+    return major, minor, patch
+
+
+def text(version: Version) -> str:
+    """Return a version as text, such as "0.32.1"."""
+    return ".".join(str(n) for n in version)

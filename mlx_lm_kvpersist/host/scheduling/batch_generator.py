@@ -1,0 +1,345 @@
+"""The server's batch generator: which prompt is computed next, and how much of it at once.
+
+Stock computes up to eight prompts as one padded batch, 2,048 tokens of each at a time, and all
+replies wait meanwhile. Here every prompt is computed by itself, in chunks. A chunk beside replies
+takes no longer than the plugin allows. If several prompts wait, the one with the least left goes
+first, but the oldest one gets every fourth chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ...errors import ClientGone
+from ..answers import PrefillLimits
+from ..prompt import PREFILL, REPLY
+from ..taken import TakenTokens
+from .model_provider import PluginCaches
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import BatchGenerator as Stock
+else:
+    Stock = object
+
+CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+"""Sizes of chunks: few, because devices compile or tune kernels for each."""
+
+ROUND = 64
+"""Long chunks end at multiples of this."""
+
+IDLE_CHUNK_S = 0.3
+"""How long a chunk may take while no replies run. A prompt that arrives meanwhile waits for it."""
+
+IDLE_CHUNK = 512
+"""The shortest chunk while no replies run: shorter ones are slower on any device."""
+
+MOST_PASSED_OVER = 3
+"""After this many chunks of other prompts, the oldest prompt runs."""
+
+CLEAR_EVERY = 512
+"""Steps of the replies after which freed memory is given back, as in stock."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Prefill:
+    """A prompt that is being computed: a batch of stock's with one row.
+
+    `tokens` are the ids that its caches hold; `segments` those that are left, as stock cut them:
+    the last segment is one id.
+    """
+
+    uid: int
+    batch: Any
+    tokens: list[int]
+    segments: list[list[int]]
+    n_new: int
+    """Ids that were to be computed when it began."""
+    n_done: int = 0
+    passed_over: int = 0
+
+    @property
+    def n_left(self) -> int:
+        return self.n_new - self.n_done
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether only the last token is left, with which its reply begins."""
+        return len(self.segments) == 1
+
+
+class PluginBatchGenerator(Stock):  # type: ignore[misc]
+    """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
+
+    To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
+    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter while
+    the batch is made. `_make_batch` itself stays stock's.
+    """
+
+    _generation_batch: Any
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        caches = getattr(model, "make_cache", None)
+        self._caches = caches if isinstance(caches, PluginCaches) else None
+        self._limits: PrefillLimits | None = self._caches.limits if self._caches else None
+        self._prefills: list[Prefill] = []
+        self._waited_s = 0.0
+        """How long the last chunk waited for the device to end a step of the replies."""
+        self._n_steps = 0
+
+    def _make_batch(self, n: int) -> Any:
+        if self._caches is not None:
+            queue = self._unprocessed_sequences
+            adapted = [MergeAdapter(cache, self._caches) for cache in queue[0][3]]
+            queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
+        return super()._make_batch(n)
+
+    # One step.
+
+    def _next(self) -> tuple[list[Any], list[Any]]:
+        """Make one step of the replies, then compute one chunk of one prompt.
+
+        Returns stock's responses for prompts and for replies. A prompt's response says how far it
+        is, and whether a segment has ended: then stock asks for its caches, and saves them.
+        """
+        if self._limits is None:
+            stock: tuple[list[Any], list[Any]] = super()._next()
+            return stock
+        ended: list[Any] = []
+        generated, step_s = self._decode(ended)
+        self._drop_stopped(ended)
+        self._admit(ended)
+        for prefill in [one for one in self._prefills if one.is_ready]:
+            self._guarded(prefill, lambda one: self._begin_reply(one, ended), ended)
+        if self._prefills:
+            self._guarded(
+                self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)), ended
+            )
+        return ended, generated
+
+    def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:
+        """Make one step of all replies; return their tokens, and how long it took."""
+        rows = self._rows()
+        self._n_steps += 1
+        if self._n_steps % CLEAR_EVERY == 0:
+            mx.clear_cache()
+        started = time.perf_counter()
+        try:
+            return self._generation_batch.next(), time.perf_counter() - started
+        except Exception as error:
+            self._fail_replies(rows, error, ended)
+            return [], 0.0
+
+    def _rows(self) -> list[tuple[int, Any]]:
+        """Return the uid and the tokens of every reply."""
+        return list(zip(self._generation_batch.uids, self._generation_batch.tokens, strict=True))
+
+    def _drop_stopped(self, ended: list[Any]) -> None:
+        """Give up the prompts whose clients went away."""
+        for sequence in list(self._unprocessed_sequences):
+            reply = reply_of(sequence[4])
+            if reply is not None and reply.is_stopped:
+                self._unprocessed_sequences.remove(sequence)
+                self._end(sequence[0], sequence[4], ClientGone(), ended)
+        for prefill in list(self._prefills):
+            reply = reply_of(prefill.tokens)
+            if reply is not None and reply.is_stopped:
+                self._fail(prefill, ClientGone(), ended)
+
+    def _admit(self, ended: list[Any]) -> None:
+        """Let prompts begin, as many at a time as the server's options allow."""
+        queue = self._unprocessed_sequences
+        n_running = len(self._generation_batch) + len(self._prefills)
+        n_free = min(
+            self.prefill_batch_size - len(self._prefills), self.completion_batch_size - n_running
+        )
+        if queue and n_free <= 0 and n_running < self.completion_batch_size:
+            shortest = min(queue, key=_n_left)
+            if all(_n_left(shortest) < one.n_left for one in self._prefills):
+                queue.remove(shortest)  # it will not take long
+                queue.appendleft(shortest)
+                n_free = 1
+        for _ in range(min(n_free, len(queue))):
+            uid, tokens = queue[0][0], queue[0][4]
+            try:
+                batch = self._make_batch(1)
+            except Exception as error:
+                self._currently_processing.clear()
+                self._end(uid, tokens, error, ended)
+                continue
+            segments, _, n_new = self._currently_processing.pop()
+            self._prefills.append(Prefill(uid, batch, batch.tokens[0], segments, n_new))
+
+    def _turn(self) -> Prefill:
+        """Return the prompt to go on with: the one with the least left, or in its turn the oldest.
+
+        If all of them aged, short prompts would wait beside many long ones.
+        """
+        turn = self._prefills[0]
+        if turn.passed_over < MOST_PASSED_OVER:
+            turn = min(self._prefills, key=lambda one: one.n_left)
+        for other in self._prefills:
+            other.passed_over = 0 if other is turn else other.passed_over + 1
+        return turn
+
+    def _chunk(self, prefill: Prefill, step_s: float) -> int:
+        """Return how many tokens of a prompt to compute now; the step of the replies took `step_s`.
+
+        The device may have gone on with that step until the last chunk began.
+        """
+        assert self._limits is not None
+        position, pace = len(prefill.tokens), self._limits.pace
+        most = min(self.prefill_step_size, self._limits.most_tokens(position))
+        if len(self._generation_batch):
+            stall_s = self._limits.max_stall_s
+            in_time = pace.tokens(position, max(stall_s - step_s - self._waited_s, stall_s / 4))
+        else:
+            in_time = max(IDLE_CHUNK, pace.tokens(position, IDLE_CHUNK_S))
+        most = min(most, max(in_time, CHUNKS[0]))
+        size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
+        # Chunks that end at round places have the shapes of those before them.
+        over = position % min(ROUND, size)
+        return min(size - over, len(prefill.segments[0]))
+
+    def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
+        """Compute the next tokens of a prompt. The logits are never evaluated."""
+        assert self._limits is not None
+        batch, segments = prefill.batch, prefill.segments
+        ids, segments[0] = segments[0][:n_tokens], segments[0][n_tokens:]
+        position = len(prefill.tokens)
+        prefill.tokens += ids
+        started = time.perf_counter()
+        self.model(mx.array([ids]), cache=batch.prompt_cache)
+        built = time.perf_counter()
+        mx.synchronize()  # a step of the replies may still run, and is no part of the pace
+        begun = time.perf_counter()
+        mx.eval([cache.state for cache in batch.prompt_cache])
+        self._waited_s = begun - built
+        seconds = time.perf_counter() - started - self._waited_s
+        self._limits.pace.learn(position, len(ids), seconds)
+        if mx.get_cache_memory() > self._limits.max_unused_bytes:
+            mx.clear_cache()
+        prefill.n_done += len(ids)
+        response = self._response(prefill.uid, (prefill.n_done, prefill.n_new))
+        if not segments[0]:
+            segments.pop(0)
+            response.end_of_segment = True
+        elif isinstance(prefill.tokens, TakenTokens):
+            # What was computed so far is saved: the client may go, or the process die.
+            prefill.tokens.taken.insert(prefill.tokens, batch.extract_cache(0), PREFILL)
+        return response
+
+    def _save_interrupted(self, uids: Collection[int]) -> None:
+        """Let the plugin keep replies that are about to be removed, as those that have ended."""
+        for place, (uid, tokens) in enumerate(self._rows()):
+            if uid in uids and isinstance(tokens, TakenTokens):
+                try:
+                    tokens.taken.insert(tokens, self._generation_batch.extract_cache(place), REPLY)
+                except Exception:  # nothing catches it in stock
+                    logger.exception("an interrupted reply could not be saved")
+
+    def _begin_reply(self, prefill: Prefill, ended: list[Any]) -> Any:
+        """Let a prompt's last token join the replies."""
+        begun, rows = prefill.batch.generate([prefill.segments[0]]), self._rows()
+        try:
+            self._generation_batch.extend(begun)
+        except Exception as error:
+            self._fail_replies(rows, error, ended)
+            raise
+        self._prefills.remove(prefill)
+        mx.clear_cache()
+        response = self._response(prefill.uid, (prefill.n_new, prefill.n_new))
+        response.end_of_segment = response.end_of_prompt = True
+        return response
+
+    # Failures. Stock forgets a request after a response, when its context has been told to stop.
+
+    def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any], ended: list[Any]) -> None:
+        """Act on a prompt. What that raises ends this request alone."""
+        try:
+            ended.append(act(prefill))
+        except Exception as error:
+            self._fail(prefill, error, ended)
+
+    def _fail(self, prefill: Prefill, error: Exception, ended: list[Any]) -> None:
+        """End the request of a prompt that is being computed."""
+        self._prefills.remove(prefill)
+        self._end(prefill.uid, prefill.tokens, error, ended)
+
+    def _fail_replies(
+        self, rows: list[tuple[int, Any]], error: Exception, ended: list[Any]
+    ) -> None:
+        """End all replies: after a step that failed half way, none can be computed on."""
+        self._generation_batch = type(self._generation_batch).empty(self.model, self.sampler)
+        for uid, tokens in rows:
+            self._end(uid, tokens, error, ended)
+
+    def _end(self, uid: int, tokens: Any, error: Exception, ended: list[Any]) -> None:
+        """End a request with an error; raise it where no plugin took the request."""
+        reply = reply_of(tokens)
+        if reply is None:
+            raise error
+        if not isinstance(error, ClientGone):
+            logger.error("a request failed", exc_info=error)
+        reply.fail(error.with_traceback(None))  # its frames hold the caches
+        ended.append(self._response(uid, (0, 0)))
+
+    def _response(self, uid: int, progress: tuple[int, int]) -> Any:
+        return type(self._prompt_batch).Response(uid, progress, False, False)
+
+    # What stock asks of its generator.
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, Any]:
+        found = {
+            one.uid: (one.batch.extract_cache(0), one.tokens)
+            for one in self._prefills
+            if one.uid in uids
+        }
+        others: dict[int, Any] = super().extract_cache([uid for uid in uids if uid not in found])
+        return {**others, **found}
+
+    def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
+        self._save_interrupted(uids)
+        caches = super().remove(uids, return_prompt_caches)
+        self._prefills = [one for one in self._prefills if one.uid not in uids]
+        return caches
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        caches = [cache for one in self._prefills for cache in one.batch.prompt_cache]
+        return int(super().prompt_cache_nbytes) + sum(int(cache.nbytes) for cache in caches)
+
+
+class MergeAdapter:
+    """One layer's cache of the first sequence of a batch, while the batch is made."""
+
+    def __init__(self, cache: Any, by: PluginCaches) -> None:
+        self.cache, self._by = cache, by
+
+    def merge(self, row_caches: Sequence[Any]) -> Any:
+        """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
+        caches = [self.cache, *row_caches[1:]]
+        merged = self._by.merge(caches)
+        if merged is not None:
+            return merged
+        if not hasattr(self.cache, "merge"):
+            raise ValueError(f"{type(self.cache)} does not yet support batching with history")
+        return self.cache.merge(caches)
+
+
+def _n_left(sequence: Any) -> int:
+    """Return how many tokens of a sequence in stock's queue are to be computed."""
+    return sum(map(len, sequence[1]))
+
+
+def reply_of(tokens: Any) -> Any:
+    """Return where the tokens of a sequence go, None if no plugin took its request."""
+    return tokens.taken.reply if isinstance(tokens, TakenTokens) else None

@@ -1,0 +1,155 @@
+"""The server's model provider: tells plugins of a model, and lets them make its caches."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError
+from .. import manager
+from ..answers import ModelSupport, check_batch, check_caches
+from ..attachments import renders_images
+from .context_length import max_context
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+if TYPE_CHECKING:
+    from mlx_lm.server import ModelProvider as Stock
+else:
+    Stock = object
+
+
+class PluginModelProvider(Stock):  # type: ignore[misc]
+    """Loads as stock does, then asks the plugins. Generation thread."""
+
+    is_ready = False
+    """Whether the default model is loaded, if there is one, and requests are served."""
+    is_loading = False
+    """Whether a model is being loaded, or plugins are being told of it."""
+    fatal_error: BaseException | None = None
+    """Why the server must end; `run` reports it."""
+    _plugin_error: Exception | None = None
+    max_context: int | None = None
+    """How many tokens a prompt of the loaded model may have, None where its files do not say."""
+    reads_images = False
+    """Whether the loaded model, its processor and its chat template take images."""
+    _n_logits: int | None = None
+
+    @property
+    def n_logits(self) -> int:
+        """How many tokens the loaded model, and its draft model, can choose from."""
+        if self._n_logits is None:
+            import mlx.core as mx
+
+            # MLX is lazy: this builds a graph and computes nothing.
+            token = mx.array([[0]])
+            models = (model for model in (self.model, self.draft_model) if model is not None)
+            self._n_logits = min(int(model(token).shape[-1]) for model in models)
+        return self._n_logits
+
+    def _load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
+        self.is_loading = True
+        self._n_logits = self._plugin_error = self.max_context = None
+        try:
+            super()._load(model_path, adapter_path, draft_model_path)
+            self.max_context = max_context(model_path, self.tokenizer)
+            # 0.31.3 has no processors.
+            self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
+            self._tell_plugins()
+        finally:
+            self.is_loading = False
+
+    def _tell_plugins(self) -> None:
+        try:
+            answers = manager.ask("model_loaded", provider=self)
+            if answers:
+                plugin, support = answers[0]
+                self.model.make_cache = made = PluginCaches(self.model, plugin, support)
+                can_merge = all(
+                    hasattr(cache, "merge") for cache in made.make(passed_on=(Exception,))
+                )
+                self.is_batchable = self.draft_model is None and can_merge and support.batches
+        except Exception as error:
+            # Otherwise the next request would find this model loaded, without its plugins.
+            if hasattr(self, "reset"):  # from 0.32.0
+                self.reset()
+            else:
+                provider: Any = self
+                provider.model_key = provider.model = provider.tokenizer = None
+                provider.draft_model, provider.is_batchable = None, False
+            self._plugin_error = error
+            raise
+
+    def load_default(self) -> None:
+        """Load the model of the command line. Raises ConfigError where stock cannot load it."""
+        if self.cli_args.model is not None:
+            check_model_name(self.cli_args.model)
+        try:
+            super().load_default()
+        except Exception as error:
+            if error is self._plugin_error:
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"--model {self.cli_args.model} cannot be loaded ({type(error).__name__}: {reason}"
+                "); expected a folder with an MLX model, or a repository of Hugging Face"
+            ) from error
+        self.is_ready = True
+
+
+def check_model_name(name: str) -> None:
+    """Raise ConfigError for a model that is no folder, and has no name that the hub could know."""
+    if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
+        raise ConfigError(
+            f"there is no model folder {name}; expected a folder, or a name on the hub such as "
+            "mlx-community/SmolLM2-135M-Instruct"
+        )
+
+
+def loaded_name(provider: Any) -> str | None:
+    """Return which model is loaded, None while there is none. Any thread."""
+    key = provider.model_key  # asked once: another model may be loaded in between
+    return key[0] if key is not None else None
+
+
+class PluginCaches:
+    """Takes the place of a model's `make_cache`: caches as a plugin makes and merges them.
+
+    mlx-lm's `make_prompt_cache` asks the model first, under whatever name it was imported. So one
+    attribute of one object is enough, and nothing else in the process changes. What the plugin
+    raises here would end the generation thread: it is logged, and stock's own caches are made.
+    """
+
+    def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
+        # The model must not hold itself, or its weights would stay until a garbage collection.
+        self._model: Any = weakref.ref(model)
+        self._plugin, self._support = plugin, support
+        self._n_layers = len(self._stock())
+        self.limits = support.limits
+
+    def __call__(self) -> list[Any]:
+        caches = self.make()
+        return self._stock() if caches is None else list(caches)
+
+    def make(self, *, passed_on: tuple[type[Exception], ...] = ()) -> Any:
+        """Return the plugin's caches for a new sequence, None if that fails."""
+        check = partial(check_caches, n_layers=self._n_layers)
+        return self._safely(self._support.make_caches, check=check, passed_on=passed_on)
+
+    def merge(self, caches: Sequence[Any]) -> Any:
+        """Return one batch cache for one layer of several sequences; None leaves it to stock."""
+        return self._safely(self._support.merge, tuple(caches), check=check_batch)
+
+    def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
+
+    def _stock(self) -> list[Any]:
+        from mlx_lm.models.cache import KVCache
+
+        model = self._model()
+        own = getattr(type(model), "make_cache", None)
+        return list(own(model) if own is not None else (KVCache() for _ in model.layers))

@@ -1,0 +1,117 @@
+"""How quickly a model computes prompts, learned from the chunks that it computes while serving."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+_SHORT = 64
+"""A chunk of at most this many tokens may be nothing but overhead."""
+
+_MOST_FOR_OVERHEAD = 256
+"""A chunk may be made longer than its time allows, up to this length, if overhead prevails."""
+
+_USUAL_CHUNK = 512
+"""The length of chunks that a prompt is computed in while nobody waits."""
+
+_LEAST_S = 1e-9
+
+
+class _Line(NamedTuple):
+    """seconds = overhead_s + tokens * token_s, fitted to chunks around `n` tokens and `s` seconds.
+
+    Without `is_told_apart` the chunks were too much alike to tell overhead from tokens.
+    """
+
+    n: float
+    s: float
+    overhead_s: float
+    token_s: float
+    is_told_apart: bool
+
+
+class Pace:
+    """How long chunks take to compute, without the steps of replies between them.
+
+    Cost grows with position: there is one linear fit, by least squares, for each power of two of
+    the position. Generation thread.
+    """
+
+    _KEEP = 0.7
+    """The weight of a measurement, relative to the one after it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, ...]] = {}
+        self._sizes: set[int] = set()
+
+    def learn(self, position: int, n_tokens: int, seconds: float) -> None:
+        """Learn that a chunk of `n_tokens` after `position` cached ones took `seconds`.
+
+        The first chunk of a size may be slow because kernels are compiled for it.
+        """
+        place = position.bit_length()
+        is_first = n_tokens not in self._sizes
+        self._sizes.add(n_tokens)
+        if is_first and self.tokens(position, seconds / 2) > n_tokens:
+            return
+        new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
+        old = self._sums.get(place, (0.0,) * len(new))
+        self._sums[place] = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
+
+    def tokens(self, position: int, seconds: float) -> int:
+        """Return how many tokens can be computed in `seconds`; 0 while nothing is known.
+
+        The result is at most four times the length of recent chunks. If overhead alone takes that
+        time, the result takes as long as the overhead: fewer tokens would hardly be quicker. An
+        unknown place counts as twice as slow as the last known one before it.
+        """
+        place = position.bit_length()
+        if not self._sums:
+            return 0
+        known = _nearest(place, self._sums)
+        n, s, overhead_s, token_s, is_told_apart = self._line(known)
+        if not is_told_apart and n <= _SHORT and s > seconds:
+            return int(2 * n)  # perhaps all overhead: one longer chunk will tell
+        worth_it = (
+            min(overhead_s / token_s, _MOST_FOR_OVERHEAD) if overhead_s > 0.75 * seconds else 0.0
+        )
+        if known < place:
+            s, token_s = 2 * s, 2 * token_s
+        return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
+
+    def seconds(self, position: int, n_tokens: int) -> float | None:
+        """Return how long tokens after `position` cached ones take if nothing else is computed.
+
+        They are computed in chunks of the usual length, whatever the length of those measured.
+        None while nothing is known; short chunks, which may be nothing but overhead, tell nothing.
+        """
+        lines = {place: self._line(place) for place in self._sums}
+        known = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]
+        if not known:
+            return None
+        total_s, stop = 0.0, position + n_tokens
+        while position < stop:
+            place = position.bit_length()
+            line, end = lines[_nearest(place, known)], min(stop, 1 << place)
+            total_s += (end - position) * (line.token_s + line.overhead_s / _USUAL_CHUNK)
+            position = end
+        return total_s
+
+    def describe(self) -> dict[str, float]:
+        """Return the tokens a second of recent chunks, by the first position of each place."""
+        lines = {1 << place >> 1: self._line(place) for place in sorted(self._sums)}
+        return {str(first): line.n / max(line.s, _LEAST_S) for first, line in lines.items()}
+
+    def _line(self, place: int) -> _Line:
+        weight, *sums = self._sums[place]
+        n, s, n_squared, n_s = (one / weight for one in sums)
+        token_s, variance = max(s, _LEAST_S) / n, n_squared - n * n
+        is_told_apart = variance > (n / 16) ** 2
+        if is_told_apart:
+            token_s = min(token_s, max(token_s / 16, (n_s - n * s) / variance))
+        return _Line(n, s, s - n * token_s, token_s, is_told_apart)
+
+
+def _nearest(place: int, known: Collection[int]) -> int:
+    """Return the last known place up to `place`, else the first."""
+    return max((one for one in known if one <= place), default=min(known))

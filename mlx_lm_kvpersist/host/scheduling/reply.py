@@ -1,0 +1,120 @@
+"""Replies on their way to their clients, and clients that went away before the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import ClientGone
+
+LOOK_S = 0.1
+"""How often the sockets of waiting clients are looked at."""
+
+
+class ReplyQueue:
+    """Where one request's tokens go: takes the place of stock's queue. Generation thread.
+
+    Stock puts the context of the reply first, then its progress and its tokens, then None or an
+    exception. Once the client has gone, or the reply has failed, the context is told to stop, and
+    nothing more is passed on.
+    """
+
+    stops_by_raising = False
+    """Whether stock computes the prompt in one piece, and asks the context only afterwards."""
+
+    def __init__(self, queue: Any, request: Any) -> None:
+        self._queue, self._request = queue, request
+        self._context: Any = None
+        self.is_over = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client went away."""
+        return bool(getattr(self._request, "client_gone", False))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether what is left of the reply is of no use: its client went, or was told an error."""
+        return self.is_gone or bool(self._context is not None and self._context._should_stop)
+
+    def put(self, item: Any) -> None:
+        if self._context is None and not isinstance(item, Exception):
+            self._context = item
+        if self.is_gone:
+            self.fail(ClientGone())
+            if self.stops_by_raising and isinstance(item, tuple):
+                raise ClientGone
+        elif not self.is_over:
+            self.is_over = item is None or isinstance(item, Exception)
+            self._queue.put(item)
+
+    def fail(self, error: Exception) -> None:
+        """End the reply with an error."""
+        if not self.is_over:
+            self.is_over = True
+            self._queue.put(error)
+        if self._context is not None:
+            self._context.stop()
+
+
+class OpenRequests:
+    """The requests that clients wait for. While there are any, a thread looks for those that left.
+
+    Without it a client that does not stream would be missed only when its reply is written.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+        self._is_watched = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, request: Any) -> None:
+        """A request is about to be queued; its `client` is a `ClientSocket`, if known."""
+        with self._changed:
+            self._open[id(request)] = request
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="clients", daemon=True).start()
+
+    def end(self, request: Any) -> None:
+        """The reply has ended. Any number of times."""
+        with self._changed:
+            self._open.pop(id(request), None)
+            self._changed.notify_all()
+
+    def wait_for_none(self, seconds: float) -> bool:
+        """Wait until no client waits any more; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, seconds)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._changed:
+                if not self._open:
+                    self._is_watched = False
+                    return
+                requests = list(self._open.values())
+            for request in requests:
+                client = getattr(request, "client", None)
+                if client is not None and client.has_left():
+                    request.client_gone = True
+                    self.end(request)  # its thread may have ended without a word
+
+
+class UntilAsked:
+    """Stock's time budget for a batch, which ends earlier when `is_asked`."""
+
+    def __init__(self, budget: Any, is_asked: Callable[[], bool]) -> None:
+        self._budget, self._is_asked = budget, is_asked
+
+    def __iter__(self) -> Any:
+        for _ in self._budget:
+            yield
+            if self._is_asked():
+                return

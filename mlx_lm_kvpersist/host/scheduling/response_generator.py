@@ -1,0 +1,403 @@
+"""The server's response generator: its plugins, its waiting requests, and the end of its thread.
+
+Plugins see a request before and after it is tokenized. While other sequences are served, a request
+whose data a plugin prefetches waits until the data is in RAM. Other requests pass it, so only its
+own client waits. If the generation thread ends, the server ends.
+"""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from queue import Queue
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from ...errors import ClientGone, GenerationStopped, RequestRefused
+from .. import manager
+from ..attachments import fit_attachments
+from ..http.request_checks import check_ids, check_prompt_ids
+from ..prompt import ClientRequest, Prompt, frozen, has_text_only
+from ..taken import TakenTokens, take_request
+from .context_length import check_length
+from .model_provider import loaded_name
+from .reply import OpenRequests, ReplyQueue, UntilAsked
+from .waiting import Line, Rendered, Waiting
+
+if TYPE_CHECKING:
+    from mlx_lm.server import ResponseGenerator as Stock
+else:
+    Stock = object
+
+LAST_ANSWERS_S = 1.0
+"""How long the server still answers, with an error, before it ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class RequestQueue(Queue[Any]):
+    """The queue of requests. Once closed, it refuses new ones and answers those that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reply_queues: WeakSet[Queue[Any]] = WeakSet()
+        self._closing = threading.Lock()
+        self._error: Exception | None = None
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        with self._closing:
+            if self._error is not None:
+                raise self._error
+            self._reply_queues.add(item[0])
+            super().put(item, block, timeout)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self._error is not None
+
+    def refuse(self, error: Exception) -> None:
+        """Refuse new requests from now on."""
+        self._error = error
+
+    def close(self, error: Exception) -> None:
+        """Answer all requests that are queued or being served with `error`, and refuse new ones."""
+        with self._closing:
+            self._error = error
+            for reply_queue in self._reply_queues:
+                reply_queue.put(error)
+
+
+class PluginResponseGenerator(Stock):  # type: ignore[misc]
+    """Tokenizes as stock does, between the plugins' hooks. Generation thread.
+
+    Stock calls `_next_request` where nothing catches an exception: nothing in it may raise. When
+    the thread ends all the same, the server ends. Stock would go on without generating: up to
+    0.31.3 every request then waits for ever, later it gets 404 for ever.
+    """
+
+    _time_budget: Any
+    _serving = False
+    _model: Any = None
+    """The model of the request that entered last; while sequences are served, theirs."""
+    _entering: Waiting | None = None
+    """The request that entered last."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._line = Line()
+        self._replies: list[ReplyQueue] = []
+        """Those of the requests that have entered and not ended."""
+        self.open_requests = OpenRequests()
+        super().__init__(*args, **kwargs)
+
+    # Requests.
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        """Return the next request that stock is to serve, None when there is none now.
+
+        Stock gives no timeout while it serves a batch, and then nothing here waits. A request
+        whose data is being prefetched lets others pass, but never one that would end the batch:
+        another model's, or one that cannot be batched. A client has one request at a time, so its
+        requests stay in order. While nothing is served, the oldest request enters at once.
+        """
+        self._set_serving(timeout is None)
+        if self._is_distributed:
+            return super()._next_request(timeout)
+        if timeout is None:
+            request = self._enter(self._next_ready())
+        elif self._line:
+            request = self._enter(self._line.oldest())
+        else:
+            queued = super()._next_request(timeout)
+            request = self._enter(Waiting.of(queued) if queued is not None else None)
+        if request is not None:
+            self._set_serving(True)
+        return request
+
+    def _set_serving(self, serving: bool) -> None:
+        if serving != self._serving:
+            self._serving = serving
+            manager.ask_all("serving_changed", serving=serving)
+
+    def _enter(self, waiting: Waiting | None) -> Any:
+        """Hand a request on; stock tokenizes it next, or loads its model."""
+        if waiting is None:
+            return None
+        if waiting.reply.is_gone:
+            waiting.reply.fail(ClientGone())
+            return None
+        self._entering = waiting
+        self._replies = [one for one in self._replies if not one.is_over]
+        self._replies.append(waiting.reply)
+        self._model = waiting.queued[2].model
+        return waiting.queued
+
+    def _next_ready(self) -> Waiting | None:
+        while (queued := super()._next_request(None)) is not None:
+            self._line.add(queued)
+        begin = self._begin if manager.is_implemented("take_request") else None
+        ready = self._line.next_ready(self._joins, begin)
+        if ready is None and not isinstance(self._time_budget, UntilAsked):
+            self._time_budget = UntilAsked(self._time_budget, self._is_asked)
+        return ready
+
+    def _is_asked(self) -> bool:
+        """Tell whether a request has come, is ready to enter, or is of no use any more."""
+        is_asked = self._line.step_ended() or not self.requests.empty()
+        # Each reply that was stopped is told once: then stock removes it.
+        n_stopped = sum(reply.is_stopped for reply in self._replies)
+        self._replies = [one for one in self._replies if not (one.is_over or one.is_stopped)]
+        return is_asked or n_stopped > 0
+
+    def _joins(self, waiting: Waiting) -> bool:
+        """Say whether a request can enter the batch that is being served."""
+        _, request, args = waiting.queued
+        try:
+            return (
+                args.model == self._model
+                and self._is_batchable(args)
+                and has_text_only(request.messages)
+            )
+        except Exception:
+            return True  # tokenizing fails, too, and tells the client
+
+    def _begin(self, waiting: Waiting) -> None:
+        """Tokenize a request and let plugins prefetch what it needs; a failure is its client's."""
+        _, request, args = waiting.queued
+        tokenizer = self.model_provider.tokenizer
+        waiting.has_begun = True
+        try:
+            waiting.rendered = self._rendered(tokenizer, request, args)
+        except Exception as error:
+            waiting.error = error
+            return
+        if waiting.rendered.prompt is not None:
+            waiting.taken = take_request(request, waiting.rendered.prompt)
+
+    def generate(
+        self, request: Any, generation_args: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Iterator[Any]]:
+        """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
+        queued_s = time.perf_counter()
+        self.open_requests.begin(request)
+        try:
+            self._render_ahead(request, generation_args)
+            context, tokens = super().generate(request, generation_args, *args, **kwargs)
+        except BaseException:
+            self._ended(request, [])
+            raise
+        if context.tool_parser is not None:
+            context.tool_parser = _checked(context.tool_parser)
+        return context, self._timed(request, tokens, queued_s)
+
+    def _render_ahead(self, request: Any, args: Any) -> None:
+        """Tokenize a request for the loaded model here: replies go on meanwhile. HTTP thread.
+
+        What fails is done, and reported, where stock does it.
+        """
+        try:
+            if self._is_loaded(args.model.model) and has_text_only(request.messages):
+                self._render(self.model_provider.tokenizer, request, args)
+        except Exception:
+            logger.debug("a prompt could not be made ahead", exc_info=True)
+
+    def reads_images(self, model: str) -> bool | None:
+        """Tell whether a model reads images; None while it is not loaded. Any thread."""
+        reads_images: bool = self.model_provider.reads_images
+        return reads_images if self._is_loaded(model) else None
+
+    def _is_loaded(self, name: str) -> bool:
+        """Tell whether this is the model that is loaded."""
+        provider = self.model_provider
+        loaded = loaded_name(provider) if provider.is_ready and not provider.is_loading else None
+        return loaded is not None and provider._model_map.get(name, name) == loaded
+
+    def _timed(self, request: Any, tokens: Iterable[Any], queued_s: float) -> Iterator[Any]:
+        """Yield a reply's tokens, and tell plugins when they came. HTTP thread."""
+        times_s: list[float] = []
+        try:
+            for token in tokens:
+                times_s.append(time.perf_counter() - queued_s)
+                yield token
+        finally:
+            self._ended(request, times_s)
+
+    def _ended(self, request: Any, times_s: list[float]) -> None:
+        self.open_requests.end(request)
+        manager.ask_all("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
+
+    def _serve_single(self, request: Any, *args: Any) -> None:
+        if isinstance(request[0], ReplyQueue):
+            request[0].stops_by_raising = True
+        super()._serve_single(request, *args)
+
+    # Tokenizing.
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
+        """Return stock's tuple; if a plugin takes the request, with that plugin's prompt.
+
+        Stock reports what this raises to the client. So `prepare_messages`, which decides what
+        the model is told, may refuse a request; `take_request` only makes it faster.
+        """
+        waiting, self._entering = self._entering, None
+        if waiting is not None and waiting.error is not None:
+            raise waiting.error
+        rendered = self._rendered(tokenizer, request, args)
+        request.rendered = None  # stock changes what it is given
+        taken = prompt = None
+        if waiting is not None and waiting.rendered is rendered:
+            taken = waiting.taken
+        elif rendered.prompt is not None:
+            taken = take_request(request, rendered.prompt)
+        if taken is not None:
+            prompt = taken.enter()
+        if taken is None or prompt is None:
+            return rendered.stock
+        taken.reply = waiting.reply if waiting is not None else None
+        # Stock changes these lists.
+        segments, types = [list(ids) for ids in prompt.segments], list(prompt.segment_types)
+        return TakenTokens(prompt.ids, taken), segments, types, *rendered.stock[3:]
+
+    def count_tokens(self, request: Any, args: Any) -> int:
+        """Return how many tokens the prompt of a request would have now. HTTP thread.
+
+        Only the tokenizer of the loaded model is used. It may encode in several threads: mlx-lm has
+        encoded with it, so it changes no setting of its own any more.
+
+        Raises:
+            RequestRefused: the request's model is not loaded, or it has images, whose tokens only
+                the model's processor knows.
+        """
+        provider = self.model_provider
+        loaded = loaded_name(provider)
+        if not provider.is_ready or provider.is_loading or loaded is None:
+            raise RequestRefused("no model is loaded yet, try again in a moment", 503)
+        if not self._is_loaded(args.model.model):
+            asked = args.model.model
+            raise RequestRefused(f"{asked} is not loaded, expected {loaded}, the model that is")
+        if not has_text_only(request.messages):
+            raise RequestRefused("the tokens of images cannot be counted, expected text only")
+        rendered = self._render(provider.tokenizer, request, args)
+        taken = take_request(request, rendered.prompt) if rendered.prompt is not None else None
+        return len(taken.request.prompt.ids if taken is not None else rendered.stock[0])
+
+    def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
+        """Return what was made of a request with this tokenizer, else make it. Generation thread.
+
+        Raises:
+            RequestRefused: no prompt can be made, it is too long, or an id is not the model's.
+        """
+        # To know the model's ids its graph is built: beside one that runs, mlx 0.31.2 aborts.
+        if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
+            check_ids(args, self.model_provider.n_logits)
+        rendered: Rendered | None = getattr(request, "rendered", None)
+        if rendered is None or rendered.tokenizer is not tokenizer:
+            if rendered is not None:
+                request.messages, request.tools = rendered.given
+            rendered = self._render(tokenizer, request, args)
+        check_length(len(rendered.stock[0]), self.model_provider.max_context)
+        return rendered
+
+    def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
+        """Render a request and keep the result with it; if that fails, its messages are as before.
+
+        Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
+        """
+        given = request.messages, request.tools
+        request.messages, request.tools = copy.deepcopy(given)
+        try:
+            if request.request_type == "chat":
+                reads_images = self.model_provider.reads_images
+                request.messages = fit_attachments(request.messages, reads_images)
+                manager.prepare_messages(request.messages, request.tools)
+            try:
+                stock = super()._tokenize(tokenizer, request, args)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
+            check_prompt_ids(stock[0])
+        except BaseException:
+            request.messages, request.tools = given
+            raise
+        ids, segments, segment_types, *rest = stock
+        # From 0.32.1 the images of a prompt come last; their positions refer to these ids.
+        has_images = len(rest) > 1 and rest[1] is not None
+        messages = frozen(request.messages or [])
+        prompt = None if has_images else Prompt(ids, segments, segment_types, messages)
+        request.rendered = made = Rendered(tokenizer, stock, prompt, given)
+        return made
+
+    def _log_cache_stats(self) -> None:
+        """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""
+        if len(self.prompt_cache) or not manager.is_implemented("take_request"):
+            super()._log_cache_stats()
+
+    # The thread.
+
+    @property
+    def requests(self) -> RequestQueue:
+        return self._requests
+
+    @requests.setter
+    def requests(self, stock: Queue[Any]) -> None:
+        # Stock sets its own queue before it starts the thread.
+        self._requests = RequestQueue()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are served now: the default model is loaded and the thread runs."""
+        runs = self.model_provider.is_ready and self._generation_thread.is_alive()
+        return bool(runs and not self.requests.is_closed)
+
+    def generation_available(self) -> bool:
+        """Return True: stock asks before it queues a request, and the queue knows more."""
+        return True
+
+    def _generate(self) -> None:
+        try:
+            super()._generate()
+        except BaseException as error:
+            self._end_server(error)
+        else:
+            self.requests.close(GenerationStopped("the server ends"))
+
+    def _end_server(self, error: BaseException) -> None:
+        """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""
+        delay_s = 0.0
+        stopped = GenerationStopped("the server ends: its model could not be loaded")
+        # A provider that is not ours, such as one of mlx-lm's tests, does not say so.
+        if getattr(self.model_provider, "is_ready", True):
+            self.model_provider.is_ready = False
+            logger.error("the generation thread ended", exc_info=error)
+            delay_s = LAST_ANSWERS_S
+            what = f"its generation thread was stopped by {type(error).__name__}: {error}"
+            error = stopped = GenerationStopped(f"the server ends: {what}")
+        self.model_provider.fatal_error = error
+        self.requests.close(stopped)
+        clock = threading.Timer(delay_s, _thread.interrupt_main, (signal.SIGTERM,))
+        clock.daemon = True
+        clock.start()
+
+
+def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Return a parser of tool calls that raises ValueError for whatever is no call.
+
+    That is what stock expects. Anything else ends the reply, and its client gets no end.
+    """
+
+    def parse_calls(text: str, tools: Any) -> Any:
+        try:
+            calls = parse(text, tools)
+            for call in calls if isinstance(calls, list) else [calls]:
+                if not isinstance(call["name"], str) or "arguments" not in call:
+                    raise ValueError("a call needs a name and arguments")
+        except Exception as error:
+            raise ValueError(f"no tool call: {error!r}") from error
+        return calls
+
+    return parse_calls

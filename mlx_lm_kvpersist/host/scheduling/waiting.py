@@ -1,0 +1,150 @@
+"""Requests between the server's queue and the batch that serves them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..prompt import Prompt
+from ..taken import Taken
+from .reply import ReplyQueue
+
+GAP_S = 0.05
+"""How long requests may begin and enter between two steps of the replies."""
+
+WORK_S = 0.005
+"""If a plugin took longer to answer, it has done a part of the work that the request waits for."""
+
+LARGE_S = 0.25
+"""Requests that were worked on for longer let shorter ones pass."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
+
+    `prompt` is None if it has images: plugins must not change it. `given` are the messages and
+    tools of the request before they were rendered, which changes them.
+    """
+
+    tokenizer: Any
+    stock: tuple[Any, ...]
+    prompt: Prompt | None
+    given: tuple[Any, Any]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that was taken from the server's queue and has not entered yet.
+
+    `has_begun`: it was tokenized, or could not be, with `error`.
+    """
+
+    queued: Any
+    """As it stood in the queue, with `reply` as the first: (reply, request, args)."""
+    reply: ReplyQueue
+    has_begun: bool = False
+    error: Exception | None = None
+    rendered: Rendered | None = None
+    taken: Taken | None = None
+    """The request as a plugin has taken it, with what was `rendered`."""
+    is_ready: bool = False
+    """Whether the request was tokenized, and the plugin that took it lets it enter."""
+    spent_s: float = 0.0
+    """How long its plugin has worked on it between steps."""
+
+    @classmethod
+    def of(cls, queued: Any) -> Waiting:
+        """Return a waiting request for an item of the server's queue."""
+        queue, request, args = queued
+        reply = ReplyQueue(queue, request)
+        return cls((reply, request, args), reply)
+
+    def advance(self) -> float:
+        """Let the plugin work, and ask it whether all is there; return how long that took."""
+        started = time.perf_counter()
+        if self.has_begun and not self.reply.is_gone:
+            self.is_ready = self.taken is None or self.taken.advance()
+        spent_s = time.perf_counter() - started
+        self.spent_s += spent_s
+        return spent_s
+
+
+class Line:
+    """The requests that have not entered yet, in the order in which they came.
+
+    Between two steps of the replies they may take about GAP_S; at least one of them gets on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiting] = deque()
+        self._gap_began_s: float | None = None
+        """When the last step of the replies had ended; None once the next may begin."""
+        self._n_gaps = 0
+        self._has_moved = False
+        """Whether a request has begun or entered since."""
+        self._is_behind = False
+        """Whether some were left for after the next step."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, queued: Any) -> None:
+        """Append an item of the server's queue."""
+        self._waiting.append(Waiting.of(queued))
+
+    def oldest(self) -> Waiting:
+        """Remove the first, whatever it waits for."""
+        return self._waiting.popleft()
+
+    def step_ended(self) -> bool:
+        """Let a waiting request work on; tell whether any needs a look before the next step."""
+        self._begin_gap()
+        return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self._waiting)
+
+    def next_ready(
+        self, joins: Callable[[Waiting], bool], begin: Callable[[Waiting], None] | None
+    ) -> Waiting | None:
+        """Remove the next request that may enter the batch now; None if a step comes first.
+
+        A request that cannot join the batch blocks those behind it. `begin` is called once for each
+        request that joins; without it, requests enter at once.
+        """
+        if self._gap_began_s is None:
+            self._begin_gap()
+        assert self._gap_began_s is not None
+        self._is_behind = False
+        for waiting in list(self._waiting):
+            if self._has_moved and time.perf_counter() - self._gap_began_s > GAP_S:
+                self._is_behind = True
+                break
+            is_joining = joins(waiting)
+            if not is_joining and waiting is not self._waiting[0]:
+                break
+            if is_joining and begin is not None and not waiting.has_begun:
+                self._has_moved = True
+                begin(waiting)
+                waiting.advance()
+            if not is_joining or begin is None or waiting.is_ready or waiting.reply.is_gone:
+                self._has_moved = True
+                self._waiting.remove(waiting)
+                return waiting
+        self._gap_began_s = None
+        return None
+
+    def _begin_gap(self) -> None:
+        """Let the requests work in turn, until one is ready or has done some work.
+
+        Those that have worked for long let the others pass, but not in every gap.
+        """
+        self._gap_began_s, self._has_moved = time.perf_counter(), False
+        self._n_gaps += 1
+        in_order = list(self._waiting)
+        if self._n_gaps % 3:
+            in_order.sort(key=lambda one: one.spent_s > LARGE_S)
+        for waiting in in_order:
+            if waiting.is_ready or waiting.advance() > WORK_S:
+                return

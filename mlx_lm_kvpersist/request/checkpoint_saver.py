@@ -1,0 +1,258 @@
+"""Models with windows or recurrent layers: their checkpoints, and which of them stay.
+
+Such a model can go on only from a place where the last tokens of its windows and its states are
+stored: from a checkpoint. The ends of the system prompt, of the user's messages and of the replies
+become one, and some places of a long prompt, until it is computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from ..block import Block, Checkpoint
+from ..cache.blocks.cut_join import copy_state, split_windows
+from ..cache.geometry.slots import cached_positions, slots_of
+from ..cache.geometry.spec import ModelCacheSpec, state_arrays, token_arrays
+from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
+from ..host.prompt import PREFILL, REPLY
+from ..match.text import TokenText
+from ..match.tree import FEW
+from ..store.block_store import BlockStore, Commit
+from ..store.files import Arrays
+from ..store.records import Leaf
+from .insert import cut_new, extended
+from .outcome import Reason
+from .restore import Needed, RestorePoint, restore_point, until_lost
+
+if TYPE_CHECKING:
+    from .state import RunningSequence
+
+STATE = "state"
+"""The kind of the record that every checkpoint has: it holds the states of the recurrent layers,
+and nothing for a model without them."""
+
+MAX_CHECKPOINTS = 6
+"""Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
+
+MAX_BRANCHES = 4
+"""Older checkpoints that stay because conversations diverge there."""
+
+MIN_TOKENS_BETWEEN = 16
+"""Checkpoints nearer to each other are not worth two copies of what they need."""
+
+_MAX_REPLY_BLOCKS = 64
+
+Stored = Mapping[bytes, Sequence[Checkpoint]]
+"""Windows and states, by the key of the block that they are at the end of."""
+
+
+def window_kind(window: int) -> str:
+    """Return the kind of the records that hold the last tokens of a block for a window."""
+    return f"window-{window}"
+
+
+@dataclass(frozen=True)
+class CheckpointSaver:
+    """Saves blocks and checkpoints, and finds the checkpoint to go on from."""
+
+    spec: ModelCacheSpec
+    text: TokenText | None
+
+    saves_every = CHECKPOINT_EVERY
+    """Tokens of a prompt after which it is saved while the rest is computed."""
+    missing = Reason.NO_CHECKPOINT
+    """Why fewer tokens are restored than match."""
+
+    def find(
+        self, path: Sequence[Block], n_tokens: int, store: BlockStore, lost: Collection[bytes] = ()
+    ) -> RestorePoint | None:
+        """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole.
+
+        Whatever has its key in `lost` counts as missing.
+        """
+        path = [block for block in until_lost(path, lost) if block.start < n_tokens]
+        if not path:
+            return None
+        n_tokens = min(n_tokens, path[-1].stop)
+        stored = store.checkpoints([block.key for block in path])
+        stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
+        for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
+            needed = self._needed_at(path, end, stored)
+            if needed is not None:
+                return restore_point(path, end, self.spec, needed)
+        return None
+
+    def save(
+        self,
+        sequence: RunningSequence,
+        tokens: Sequence[int],
+        caches: list[Any],
+        cache_type: str,
+        store: BlockStore,
+    ) -> None:
+        """Save the blocks of a sequence, whose caches hold `tokens`, and make a checkpoint there.
+
+        At the end of a reply the session's leaf moves, and old checkpoints are given up.
+        """
+        ended, before = cache_type == REPLY, sequence.chain
+        if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
+            return
+        if before and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
+            if cache_type != PREFILL:
+                sequence.temporary.discard(before[-1].key)  # it stands for this one
+            return
+        chain = sequence.chain = extended(before, tokens, sequence.root, self.text)
+        if cache_type == PREFILL:
+            sequence.temporary.add(chain[-1].key)
+        blocks = cut_new(chain, caches, store, self.spec)
+        stored = store.checkpoints([block.key for block in chain])
+        checkpoints = self._new(chain, caches, stored)
+        for new, _ in checkpoints:
+            stored.setdefault(new.block, []).append(new)
+        leaf, superseded = None, []
+        if ended:
+            keys = tuple(block.key for block in chain)
+            leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
+            superseded = self.superseded(sequence, stored, store)
+        # All that the checkpoint needs, windows that were stored before included: while it waits to
+        # be written, none of it is evicted.
+        at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
+        used = [one.record for one in at_end if isinstance(one.record, Checkpoint)]
+        needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
+        commit = Commit(
+            sequence.root, tuple(chain), leaf, (), tuple(needed.values()), tuple(superseded)
+        )
+        store.commit(commit, [*blocks, *checkpoints])
+
+    def _new(
+        self, chain: Sequence[Block], caches: list[Any], stored: Stored
+    ) -> list[tuple[Checkpoint, Arrays]]:
+        """Return the windows and the state at the end of the chain that are not stored yet."""
+        n_tokens, slots = chain[-1].stop, slots_of(caches)
+        new: list[tuple[Checkpoint, Arrays]] = []
+        for window, groups in self.spec.sliding.items():
+            first_cached = max(
+                cached_positions(slots[slot])[0] for group in groups for slot in group.slots
+            )
+            starts = ((block, max(block.start, n_tokens - window)) for block in chain)
+            missing = [
+                (block, start)
+                for block, start in starts
+                if first_cached <= start < block.stop
+                and _stored_window(stored.get(block.key, ()), window, block.stop - start) is None
+            ]
+            ranges = [(start, block.stop) for block, start in missing]
+            arrays = split_windows(self.spec, window, caches, ranges)
+            kind = window_kind(window)
+            for (block, start), its_arrays in zip(missing, arrays, strict=True):
+                new.append((Checkpoint.at(block.key, kind, block.stop - start), its_arrays))
+        if _stored_state(stored, chain[-1]) is None:
+            new.append((Checkpoint.at(chain[-1].key, STATE, 0), copy_state(self.spec, caches)))
+        return new
+
+    def superseded(
+        self, sequence: RunningSequence, stored: Stored, store: BlockStore
+    ) -> list[Checkpoint]:
+        """Return the windows and states, of those `stored`, that can be deleted.
+
+        These checkpoints of a conversation stay, with all that they need: the newest, the first
+        (the end of the system prompt, which others share), the newest of those where conversations
+        diverge, and those where another session ends. Temporary ones served while their prompt was
+        computed: they stay only where others went on meanwhile. An earlier reply at the place that
+        the sequence went on from, left out or repeated in other words, loses its checkpoint.
+        """
+        chain = sequence.chain
+
+        def is_branch(key: bytes) -> bool:
+            return len(store.children(key, limit=2)) > 1
+
+        def is_end(key: bytes) -> bool:
+            # The index has this session's own end where the writer has come to.
+            own = sequence.request.session
+            return any(one.name != own for one in store.view.sessions_at(key))
+
+        states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
+        temporary = sequence.temporary
+        keys = [key for key in states if key not in temporary or is_branch(key) or is_end(key)]
+        stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}
+        others = [key for key in keys if key not in stay]
+        stay.update(list(filter(is_branch, others))[-MAX_BRANCHES:], filter(is_end, others))
+        needed = {states[key].key for key in stay}
+        for block in chain:
+            if block.key in stay:
+                at_block = self._needed_at(chain, block.stop, stored)
+                needed.update(one.record.key for one in at_block or ())
+        held = [one for found in stored.values() for one in found if one.key not in needed]
+        left = _replies_left(chain, sequence.n_reused, store)
+        gone = {one.key: one for one in [*held, *left]}
+        return list(gone.values())
+
+    def _needed_at(
+        self, path: Sequence[Block], n_tokens: int, stored: Stored
+    ) -> list[Needed] | None:
+        """Return the windows and the state to go on from a place; None if any is missing."""
+        needed: list[Needed] = []
+        state = None
+        if self.spec.recurrent:
+            ending = path[bisect_right(path, n_tokens - 1, key=attrgetter("start")) - 1]
+            state = _stored_state(stored, ending) if ending.stop == n_tokens else None
+            if state is None:
+                return None
+        for window, groups in self.spec.sliding.items():
+            start = max(0, n_tokens - window)
+            for block in path[bisect_right(path, start, key=attrgetter("start")) - 1 :]:
+                if block.start >= n_tokens:
+                    break
+                first, last = max(block.start, start), min(block.stop, n_tokens)
+                found = _stored_window(stored.get(block.key, ()), window, block.stop - first)
+                if found is None:
+                    return None
+                found_start = block.stop - found.n_tokens
+                forms = tuple(token_arrays(groups, found.n_tokens))
+                needed.append(Needed(found, first - found_start, last - found_start, forms, window))
+        if state is not None:
+            needed.append(Needed(state, 0, 0, tuple(state_arrays(self.spec.recurrent))))
+        return needed
+
+
+def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:
+    """Return the state at the end of a block; it says that a checkpoint was made there."""
+    return next((one for one in stored.get(block.key, ()) if one.kind == STATE), None)
+
+
+def _stored_window(stored: Sequence[Checkpoint], window: int, n_tokens: int) -> Checkpoint | None:
+    """Return the smallest stored window that covers a block's last `n_tokens`."""
+    kind = window_kind(window)
+    fitting = [one for one in stored if one.kind == kind and one.n_tokens >= n_tokens]
+    return min(fitting, key=lambda one: one.n_tokens, default=None)
+
+
+def _replies_left(chain: Sequence[Block], n_reused: int, store: BlockStore) -> list[Checkpoint]:
+    """Return the checkpoints of replies that branch off where this chain went on, without children.
+
+    A reply has one checkpoint, at its end. A turn of another conversation has one before it, too.
+    """
+    # `n_reused` may be some tokens after the end of the last block that both have.
+    fork = bisect_right([block.stop for block in chain], n_reused) - 1
+    if fork < 0 or fork + 1 >= len(chain):
+        return []
+    children = store.children(chain[fork].key, limit=FEW + 1)
+    if len(children) > FEW:
+        return []  # so many children are conversations that begin alike
+    left: list[Checkpoint] = []
+    for child in children:
+        branch: list[Block] = []
+        following = [child] if child.key != chain[fork + 1].key else []
+        while len(following) == 1 and len(branch) < _MAX_REPLY_BLOCKS:
+            branch += following
+            following = store.children(branch[-1].key, limit=2)
+        stored = store.checkpoints([block.key for block in branch])
+        found = [one for at_block in stored.values() for one in at_block]
+        is_reply = sum(one.kind == STATE for one in found) == 1
+        if branch and not following and is_reply:
+            left += found
+    return left

@@ -1,0 +1,93 @@
+"""The last requests that the server answered, for people who ask why something was slow."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict
+from itertools import count
+from threading import Lock
+from typing import Any
+
+from .request.outcome import Outcome
+
+KEPT = 200
+"""Requests that a server remembers."""
+
+
+class RequestLog:
+    """The last requests as JSON objects. Any thread.
+
+    with_text: whether a record may quote the prompt.
+    """
+
+    def __init__(self, *, with_text: bool = True) -> None:
+        self._with_text = with_text
+        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._numbers = count(1)
+        self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
+        self._lock = Lock()
+
+    def add(
+        self,
+        session: str | None,
+        namespace: str,
+        model: str,
+        outcome: Outcome,
+        *,
+        kept: bool = True,
+    ) -> dict[str, Any]:
+        """Add a record and return it. Ids are unique and growing.
+
+        `received` is in seconds since the epoch. A request that is not `kept` is not quoted.
+        """
+        divergence = asdict(outcome.divergence) if outcome.divergence else None
+        record = {
+            "id": f"kvp-{self._start}-{next(self._numbers)}",
+            "received": time.time(),
+            "session": session,
+            "namespace": namespace,
+            "model": model,
+            "sentence": outcome.sentence(session, kept=kept),
+            "kept": kept,
+            "outcome": outcome.kind.value,
+            "tier": outcome.tier,
+            "prompt_tokens": outcome.n_prompt,
+            "reused_tokens": outcome.n_reused,
+            "restored_tokens": outcome.n_restored,
+            "restore_ms": round(outcome.restore_ms, 2),
+            "reason": outcome.reason.text if outcome.reason else None,
+            "detail": outcome.detail or None,
+            "divergence": divergence,
+            "first_token_s": None,
+        }
+        if not (self._with_text and kept):
+            record = _unquoted(record)
+        with self._lock:
+            self._records.append(record)
+        return record
+
+    def timed(self, request_id: str, first_token_s: float) -> None:
+        """Add how long a request waited for its first token, in seconds since it was queued."""
+        with self._lock:
+            for n, record in enumerate(self._records):
+                if record["id"] == request_id:
+                    self._records[n] = {**record, "first_token_s": first_token_s}
+
+    def forget(self, session: str | None) -> None:
+        """Remove the records of a deleted session; others may quote it, and quote no more."""
+        with self._lock:
+            left = [_unquoted(one) for one in self._records if one["session"] != session]
+            self._records = deque(left, maxlen=KEPT)
+
+    def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
+        """Return the records, newest first; without text they quote no prompt."""
+        with self._lock:
+            records = list(self._records)[::-1]
+        return records if with_text else [_unquoted(record) for record in records]
+
+
+def _unquoted(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record without the text of prompts."""
+    divergence = record["divergence"] and {**record["divergence"], "stored": None, "asked": None}
+    return {**record, "divergence": divergence}

@@ -1,0 +1,299 @@
+"""The check at startup: a tiny model's live path gives what mlx-lm's own caches give.
+
+The reference is stock arithmetic without any class of ours: one sequence at a time in mlx-lm's
+KVCache, over keys and values that `mx.quantize` and `mx.dequantize` have rounded. The live path
+is what the server runs: sequences that are batched, join, leave, are cancelled, stored, and
+restored from disk while others decode.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
+
+from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization
+from .cache.geometry.spec import ModelCacheSpec
+from .cache.live.attention import Strategy
+from .cache.live.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
+from .cache.live.quantized import AttentionPlan, forced_plan
+from .cache.measuring.calibration import packed_is_right
+from .cache.measuring.observe import AttentionShape
+from .errors import SelfTestFailed
+from .host.prompt import REPLY, Prompt
+from .request.insert import insert
+from .request.lookup import Lookup
+from .request.model import LoadedModel
+from .request.outcome import Kind
+from .request.state import RequestState, RunningSequence
+from .store.block_store import BlockStore, StoreLimits
+
+_VOCAB = 64
+_PROMPTS = {
+    "cancelled": [i * 11 % 59 + 4 for i in range(12)],
+    "long": [i * 7 % 61 + 2 for i in range(275)],
+    "short": [i * 5 % 53 + 3 for i in range(21)],
+    "late": [i * 3 % 47 + 5 for i in range(33)],
+}
+_CONTINUATION = [9, 8, 7, 6, 5]
+_NOISE = 0.02
+"""Error of logits with a deviation of 1.6 when float32, or TF32, sums in another order."""
+_SHARE_OF_ROUNDING = 0.5
+_AMPLIFIED = 8
+"""The most by which two layers amplify an error of their keys and values."""
+
+
+def check_round_trip(
+    choice: PrecisionChoice | None = None, attention: Strategy | Literal["auto"] = "auto"
+) -> None:
+    """Check the live path in this precision, with this way of attention.
+
+    With "auto" prefill dequantizes and decoding attends both packed and tiled, or tiled alone where
+    MLX's packed arithmetic is wrong. These need the patch of mlx-lm's attention.
+
+    Raises:
+        SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
+    """
+    choice = choice or PrecisionChoice()
+    model = tiny_model(head_dim=max(64, choice.group_size or 0))
+    spec = ModelCacheSpec.probe(model, choice)
+    (group,) = spec.full
+    precision = group.precision
+    if precision not in choice.candidates() and not (
+        precision is None and choice.is_full_precision
+    ):
+        raise SelfTestFailed(f"the tiny model's cache has {precision}, expected {choice}")
+    if precision is None:
+        spec = replace(spec, template=[_OwnKVCache() for _ in spec.template])
+    else:
+        args = model.args
+        heads = AttentionShape(
+            args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
+        )
+        decode: Strategy = "packed" if packed_is_right(heads, precision, mx.float32) else "tiled"
+        plan = AttentionPlan("dequantize", decode, "tiled", can_take_packed=True)
+        for cache in spec.template:
+            cache.plan = plan if attention == "auto" else forced_plan(attention, True)
+    model.make_cache = spec.make_cache
+    with tempfile.TemporaryDirectory() as folder:
+        store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
+        try:
+            loaded = LoadedModel(model, None, spec, "selftest", None)
+            live = FullPrecisionBatchKVCache if precision is None else BatchQuantizedKVCache
+            sequences = _run(loaded, store, live)
+        except SelfTestFailed:
+            raise
+        except Exception as error:
+            raise SelfTestFailed(f"the live path fails: {type(error).__name__}: {error}") from error
+        finally:
+            store.close()
+    del model.make_cache
+    tolerance = _tolerance(model, precision)
+    for sequence in sequences:
+        places = mx.array(list(sequence.logprobs))
+        expected = _reference(model, sequence.ids, precision)[places - 1]
+        logprobs = mx.stack(list(sequence.logprobs.values()))
+        worst = float(mx.sqrt(mx.square(logprobs - expected).mean(axis=1)).max())
+        if not worst <= tolerance:
+            raise SelfTestFailed(
+                f"the logits of the {sequence.name} sequence differ by {worst:.2g} from those of "
+                f"mlx-lm's own caches in {precision or 'full precision'}, expected at most "
+                f"{tolerance:.2g}"
+            )
+
+
+class _OwnKVCache(KVCache):  # type: ignore[misc]
+    """Merges as the plugin lets layers in their own precision do."""
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> FullPrecisionBatchKVCache:
+        return FullPrecisionBatchKVCache.merge(caches)
+
+
+class _RoundedKVCache(KVCache):  # type: ignore[misc]
+    """mlx-lm's own cache, of keys and values that were quantized and dequantized by MLX."""
+
+    def __init__(self, precision: KVPrecision) -> None:
+        super().__init__()
+        self.precision = precision
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        keys = _rounded(keys, self.precision.keys)
+        values = _rounded(values, self.precision.values)
+        both: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        return both
+
+
+def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return what MLX makes of `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
+    if quantization.is_full_precision:
+        return x
+    size, bits = quantization.group_size, quantization.bits
+    x = mx.hadamard_transform(x) if quantization.rotated else x
+    weights, scales, biases = mx.quantize(x, group_size=size, bits=bits)
+    x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
+    return mx.hadamard_transform(x) if quantization.rotated else x
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """The ids of one sequence, and the log-probabilities [_VOCAB] that its tokens came from.
+
+    `logprobs` has them by the token's place in `ids`; `caches` are there when it has ended.
+    """
+
+    name: str
+    ids: list[int]
+    logprobs: dict[int, mx.array] = field(default_factory=dict)
+    caches: list[Any] | None = None
+
+
+class _Batch:
+    """The batch generator of the server, and the sequences in it by their number."""
+
+    def __init__(self, loaded: LoadedModel, live: type) -> None:
+        self.loaded, self.live = loaded, live
+        self.generator = BatchGenerator(loaded.model, stream=mx.default_stream(mx.default_device()))
+        self.running: dict[int, _Sequence] = {}
+
+    def add(self, sequence: _Sequence, n_new: int, caches: list[Any] | None = None) -> int:
+        n_held = caches[0].offset if caches else 0
+        (uid,) = self.generator.insert(
+            [sequence.ids[n_held:]], [n_new], [caches], [sequence.ids[:n_held]]
+        )
+        self.running[uid] = sequence
+        return int(uid)
+
+    def step(self) -> None:
+        _, responses = self.generator.next()
+        batch = self.generator._generation_batch.prompt_cache
+        if batch and type(batch[0]) is not self.live:
+            kind, expected = type(batch[0]).__name__, self.live.__name__
+            raise SelfTestFailed(f"the live batch is a {kind}, expected a {expected}")
+        for response in responses:
+            sequence = self.running[response.uid]
+            sequence.logprobs[len(sequence.ids)] = response.logprobs
+            sequence.ids.append(response.token)
+            if response.finish_reason is not None:
+                sequence.caches = response.prompt_cache
+                del self.running[response.uid]
+
+    def until_ended(self, sequence: _Sequence) -> None:
+        while sequence in self.running.values():
+            self.step()
+
+
+def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
+    """Take four sequences through everything that the server does with a sequence."""
+    batch = _Batch(loaded, live)
+    cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
+    batch.add(long, 14)
+    batch.step()  # alone, so that no row is padded to its length while prompts are computed
+    uid = batch.add(cancelled, 20)
+    batch.add(short, 4)
+    for _ in range(4):
+        batch.step()
+    batch.generator.remove([uid])
+    del batch.running[uid]
+    batch.until_ended(short)
+    _store(short, loaded, store)
+    restored = _restored(short, loaded, store, canary=False)
+    batch.add(late, 6)
+    batch.add(short, 9, restored)
+    batch.until_ended(long)
+    batch.until_ended(short)
+    _store(long, loaded, store)
+    batch.add(long, 4, _restored(long, loaded, store, canary=True))
+    batch.until_ended(long)
+    batch.generator.close()
+    return [cancelled, long, short, late]
+
+
+def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
+    """Store a sequence that has ended, and empty the pool in RAM."""
+    assert sequence.caches is not None
+    taken = RunningSequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
+    insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
+    sequence.caches = None
+    store.drain()
+    store.pool.clear()
+
+
+def _restored(
+    sequence: _Sequence, loaded: LoadedModel, store: BlockStore, *, canary: bool
+) -> list[Any]:
+    """Return a stored sequence's caches from disk, and let it go on with some more ids."""
+    n_stored = len(sequence.ids)
+    sequence.ids += _CONTINUATION
+    prompt = Prompt(sequence.ids, [sequence.ids], ["user"])
+    reuse = Lookup(prompt, loaded.root, store, loaded, canary=canary).restore()
+    outcome = reuse.outcome
+    if not reuse.caches or outcome.kind is not Kind.EXTEND or outcome.n_reused != n_stored:
+        raise SelfTestFailed(
+            f"{outcome.n_reused} of {n_stored} stored tokens were restored: {outcome}"
+        )
+    return reuse.caches
+
+
+def _reference(model: Any, ids: list[int], precision: KVPrecision | None) -> mx.array:
+    """Return the log-probabilities [len(ids), _VOCAB] that mlx-lm's own caches give."""
+    caches = [KVCache() if precision is None else _RoundedKVCache(precision) for _ in model.layers]
+    logits: mx.array = model(mx.array([ids]), cache=caches)[0]
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _tolerance(model: Any, precision: KVPrecision | None) -> float:
+    """Return how far the live path may be from the reference, in root mean squares.
+
+    Both round alike, except for numbers so near to a rounding step that the order of a sum decides.
+    These are few, so their error is a share of the whole error of rounding.
+
+    Raises:
+        SelfTestFailed: the error of rounding is more than the bits explain. 64 normal numbers span
+            5 deviations, so each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
+    """
+    if precision is None:
+        return _NOISE
+    exact, rounded = (_reference(model, _PROMPTS["late"], form) for form in (None, precision))
+    rounding = float(mx.sqrt(mx.square(rounded - exact).mean()))
+    steps = 2 ** min(precision.keys.bits, precision.values.bits) - 1
+    expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))
+    if not rounding <= expected:
+        raise SelfTestFailed(
+            f"MLX rounds keys and values to {precision} with an error of {rounding:.2g} in the "
+            f"logits, expected at most {expected:.2g}"
+        )
+    return _NOISE + _SHARE_OF_ROUNDING * rounding
+
+
+def tiny_model(seed: int = 7, head_dim: int = 64) -> Any:
+    """Return a llama of two layers with random weights, whose output depends on its attention."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        vocab_size=_VOCAB,
+        tie_word_embeddings=False,
+    )
+    key = mx.random.key(seed)
+    model = llama.Model(args)
+    weights = []
+    for name, value in tree_flatten(model.parameters()):
+        key, sub = mx.random.split(key)
+        weights.append((name, mx.random.normal(value.shape, key=sub) * 0.2 + ("norm" in name)))
+    model.load_weights(weights)
+    mx.eval(model.parameters())
+    return model

@@ -1,0 +1,170 @@
+"""The index's small state: persisted values, remembered replies, last requests, bytes written.
+
+An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
+persisted values, as far as they can be read. It loses all if the old index is gone: then a model's
+precision is measured anew, and may be another than that of its stored conversations.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from .database import Database
+from .records import StoredReply, seal, unsealed
+
+_MAX_REPLIES = 10_000
+KEPT = 100
+"""Records of requests."""
+_MAX_RECORD_CHARS = 4096
+_HOUR = 60
+"""In minutes."""
+
+
+class SmallState:
+    """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
+        row = self._database.connection.execute(
+            "SELECT ids FROM replies WHERE root = ? AND digest = ?", (root, digest)
+        ).fetchone()
+        return None if row is None else unsealed(root, digest, row[0])
+
+    def add_replies(self, root: bytes, replies: Collection[StoredReply], used: float) -> None:
+        with self._database.transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
+                [(root, r.digest, seal(root, r.digest, r.packed_ids), used) for r in replies],
+            )
+            db.execute(
+                "DELETE FROM replies WHERE used <= "
+                "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
+                (_MAX_REPLIES,),
+            )
+
+    def get(self, key: str) -> Any:
+        """Return a persisted value; None where there is none, or none that can be read."""
+        row = self._database.connection.execute(
+            "SELECT value FROM state WHERE key = ?", (key,)
+        ).fetchone()
+        return _value(row[0]) if row else None
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Return the persisted values whose keys begin with `prefix`, by the rest of their keys."""
+        rows = self._database.connection.execute(
+            "SELECT substr(key, ?2), value FROM state WHERE substr(key, 1, ?2 - 1) = ?1",
+            (prefix, len(prefix) + 1),
+        )
+        return {key: _value(value) for key, value in rows}
+
+    def put(self, key: str, value: Any) -> None:
+        """Persist a JSON value, in place of any before. This needs no lock of the store."""
+        with self._database.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+
+    def salvage(self, path: Path) -> None:
+        """Add the persisted values of another index, as far as they can be read."""
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as damaged:
+            for row in damaged.execute("SELECT key, value FROM state"):
+                with self._database.transaction() as db:
+                    db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)
+
+    def written_last_hour(self) -> int:
+        """Return how many bytes all processes wrote to this store within the last hour.
+
+        A clock that was set back leaves minutes of the future behind. They do not count.
+        """
+        now = _minute()
+        (n_bytes,) = self._database.connection.execute(
+            "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?",
+            (now - _HOUR, now + 1),
+        ).fetchone()
+        return int(n_bytes)
+
+    def count_write(self, n_bytes: int) -> None:
+        """Count what is written now. The caller holds the store's lock."""
+        now = _minute()
+        with self._database.transaction() as db:
+            db.execute(
+                "DELETE FROM writes WHERE minute NOT BETWEEN ? AND ?", (now - _HOUR, now + 1)
+            )
+            db.execute(
+                "INSERT INTO writes VALUES (?, ?) "
+                "ON CONFLICT (minute) DO UPDATE SET n_bytes = n_bytes + excluded.n_bytes",
+                (now, n_bytes),
+            )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the records of requests, the newest first, without those that cannot be read."""
+        records = []
+        for (about,) in self._database.connection.execute(
+            "SELECT about FROM requests ORDER BY number DESC"
+        ):
+            try:
+                record = json.loads(about)
+            except (TypeError, ValueError):
+                continue
+            if isinstance(record, dict) and "sentence" in record:
+                records.append(record)
+        return records
+
+    def add_request(self, record: dict[str, Any]) -> None:
+        """Add a record of at most 4,096 characters, and remove all but the last `KEPT`."""
+        about = json.dumps(record)
+        if len(about) > _MAX_RECORD_CHARS:
+            return
+        with self._database.transaction() as db:
+            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+            db.execute(
+                "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
+                (KEPT,),
+            )
+
+    def add_first_token(self, request_id: str, first_token_s: float) -> None:
+        """Add the time to the first token to a record; nothing happens where it is gone."""
+        begin = json.dumps({"id": request_id})[:-1]
+        with self._database.transaction() as db:
+            found = "SELECT number, about FROM requests WHERE instr(about, ?) = 1"
+            for number, about in db.execute(found, (begin,)).fetchall():
+                about = json.dumps({**json.loads(about), "first_token_s": first_token_s})
+                db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
+
+    def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
+        """Remove the records of sessions, by their names; None stands for all.
+
+        A record of another session may quote a session that is removed. It loses the quotation.
+        """
+        with self._database.transaction() as db:
+            for number, about in db.execute("SELECT number, about FROM requests").fetchall():
+                try:
+                    record = json.loads(about)
+                    is_gone = sessions is None or record["session"] in sessions
+                    quotes = record["divergence"]
+                except (TypeError, ValueError, KeyError):
+                    is_gone, quotes = True, None
+                if is_gone:
+                    db.execute("DELETE FROM requests WHERE number = ?", (number,))
+                elif quotes:
+                    record["divergence"] = {**quotes, "stored": None, "asked": None}
+                    about = json.dumps(record)
+                    db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
+
+
+def _value(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):  # a damaged index may hold anything
+        return None
+
+
+def _minute() -> int:
+    return int(time.time() // 60)

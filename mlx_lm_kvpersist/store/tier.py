@@ -1,0 +1,57 @@
+"""A tier: a place that holds blocks and checkpoints. RAM is the first, the disk the second.
+
+What is found in a tier below RAM is read into RAM, and what enters RAM is written to those below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ..block import Block, Checkpoint, Record, Root
+from .files import Arrays
+from .records import Commit
+
+RAM, DISK = "ram", "disk"
+
+
+class Tier(Protocol):
+    """A place in which blocks are found. Any thread may ask; what it cannot tell is not there."""
+
+    @property
+    def name(self) -> str:
+        """The tier's name in headers, metrics and rates."""
+
+    def children(
+        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
+    ) -> Sequence[Block]:
+        """Return the blocks that continue `parent`; see `BlockSource.children`."""
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
+        """Return the checkpoints of these blocks."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Say whether a block or a checkpoint is there."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"."""
+
+
+class LowerTier(Tier, Protocol):
+    """A tier below RAM."""
+
+    def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
+        """Return, of these parents and a child of each, the parents that have another child."""
+
+    def read(self, block: Record, root: Root) -> Arrays:
+        """Return the evaluated arrays of a block or checkpoint. Any thread.
+
+        Raises FileNotFoundError when there are none, BlockCorrupt when they failed a check, and
+        StoreFormatError, OSError or MemoryError when they cannot be read now.
+        """
+
+    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
+        """Store a commit; return what is stored of it, None for nothing. Writer thread."""
+
+    def forget(self, key: bytes, reason: str | None = None) -> None:
+        """Hide what is not there or, for a reason, must not be used, and remove it soon."""

@@ -1,0 +1,558 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import (
+    BLOCK_TOKENS,
+    Joiner,
+    Piece,
+    Pieces,
+    copy_state,
+    join,
+    n_bytes,
+    n_cached_tokens,
+    split_blocks,
+    split_windows,
+)
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind, kind_of
+from mlx_lm_kvpersist.cache.geometry.slots import cached_positions
+from mlx_lm_kvpersist.cache.geometry.spec import (
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    arrays_fit,
+    token_arrays,
+)
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+
+from ..conftest import VOCAB, address, random_kv, same_packed
+from ..live.test_quantized import PRECISION
+
+
+def quantized(name: str, slots: tuple[int, ...], n_heads: int, k: int, v: int) -> LayerGroup:
+    return LayerGroup(
+        name,
+        GroupKind.FULL,
+        "KVCache",
+        slots,
+        TensorShape(n_heads, k, "float32"),
+        TensorShape(n_heads, v, "float32"),
+        PRECISION,
+    )
+
+
+SPEC = ModelCacheSpec(
+    (quantized("0", (0, 2), 2, 64, 32), quantized("1", (1,), 1, 32, 64)),
+    [SequenceQuantizedKVCache(PRECISION) for _ in range(3)],
+)
+
+
+def join_blocks(
+    spec: ModelCacheSpec,
+    used: list[tuple[dict[str, mx.array], int]],
+    headroom: int,
+    *,
+    whole: bool = True,
+) -> list[Any]:
+    pieces = [Piece(arrays, 0, n_tokens) for arrays, n_tokens in used]
+    return join(spec, Pieces(sum(n for _, n in used), pieces), headroom, whole=whole)
+
+
+def caches_of(n_tokens: int, spec: ModelCacheSpec = SPEC) -> list[SequenceQuantizedKVCache]:
+    caches = spec.make_cache()
+    for group in spec.groups:
+        for slot in group.slots:
+            assert group.keys is not None and group.values is not None
+            keys, values = (
+                mx.random.normal((1, shape.n_heads, n_tokens, shape.dim), key=mx.random.key(seed))
+                for seed, shape in ((2 * slot, group.keys), (2 * slot + 1, group.values))
+            )
+            caches[slot].update_and_fetch(keys, values)
+    return caches
+
+
+def assert_same(
+    found: list[SequenceQuantizedKVCache],
+    expected: list[SequenceQuantizedKVCache],
+    start: int,
+    stop: int,
+) -> None:
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a.packed(0, stop - start), b.packed(start, stop), strict=True):
+            assert same_packed(x, y)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, BLOCK_TOKENS), min_size=1, max_size=5),
+    first=st.integers(0, 40),
+    rest=st.integers(0, 30),
+    last_used=st.floats(0, 1),
+    headroom=st.integers(0, 700),
+    whole=st.booleans(),
+)
+def test_any_cut_joins_to_the_same_bits(
+    sizes: list[int], first: int, rest: int, last_used: float, headroom: int, whole: bool
+) -> None:
+    total = first + sum(sizes)
+    caches = caches_of(total + rest)
+    ranges = []
+    start = first
+    for size in sizes:
+        ranges.append((start, start + size))
+        start += size
+    blocks = split_blocks(SPEC, caches, ranges)
+    assert [
+        arrays_fit(token_arrays(SPEC.full, n), b) for b, n in zip(blocks, sizes, strict=True)
+    ] == [None] * len(sizes)
+    used = [*sizes[:-1], max(1, round(last_used * sizes[-1]))]
+    restored = join_blocks(SPEC, list(zip(blocks, used, strict=True)), headroom, whole=whole)
+    assert [cache.offset for cache in restored] == [sum(used)] * 3
+    assert {cache.keys[0].shape[2] for cache in restored if cache.keys} == {sum(used) + headroom}
+    assert_same(restored, caches, first, first + sum(used))
+
+
+def test_ranges_may_leave_gaps() -> None:
+    caches = caches_of(100)
+    for block, (start, stop) in zip(
+        split_blocks(SPEC, caches, [(3, 20), (40, 41)]), [(3, 20), (40, 41)], strict=True
+    ):
+        assert_same(join_blocks(SPEC, [(block, stop - start)], 0), caches, start, stop)
+    assert split_blocks(SPEC, caches, []) == []
+
+
+def test_a_block_names_its_arrays() -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    assert list(block) == [
+        f"{group}.{part}.{field}"
+        for group in "01"
+        for part in "kv"
+        for field in ("weights", "scales", "biases")
+    ]
+    assert block["0.k.weights"].shape == (2, 2, 10, 8)
+    assert block["1.v.biases"].shape == (1, 1, 10, 2)
+    assert n_bytes(block) == 10 * SPEC.bytes_per_token
+
+
+def test_blocks_share_no_memory_with_the_caches() -> None:
+    """Also where a group has one layer of one head, whose slice would do as it is."""
+    mx.clear_cache()
+    caches = caches_of(2000)
+    mx.eval([cache.state for cache in caches])
+    before = mx.get_active_memory()
+    blocks = split_blocks(SPEC, caches, [(0, 256), (256, 300)])
+    added = mx.get_active_memory() - before
+    assert added >= 300 * SPEC.bytes_per_token
+    del caches
+    assert mx.get_active_memory() < before
+    restored = join_blocks(SPEC, [(blocks[0], 256), (blocks[1], 44)], 0)
+    assert_same(restored, caches_of(2000), 0, 300)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("headroom", [0, 64])
+def test_every_layer_has_buffers_of_its_own(headroom: int, whole: bool) -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    restored = join_blocks(SPEC, [(block, 10)], headroom, whole=whole)
+    held = mx.get_active_memory()
+    in_blocks = {(address(x), x.nbytes) for x in block.values()}
+    for cache in restored:
+        for packed in (cache.keys, cache.values):
+            assert packed is not None
+            for x in packed:
+                assert not any(start <= address(x) < start + n for start, n in in_blocks)
+    assert mx.get_active_memory() == held
+
+
+def test_a_restored_cache_appends_in_place() -> None:
+    (block,) = split_blocks(SPEC, caches_of(200), [(0, 200)])
+    cache = join_blocks(SPEC, [(block, 200)], 64)[0]
+    assert cache.keys is not None
+    before = [address(x) for x in cache.keys]
+    mx.eval(cache.update_and_fetch(*random_kv(1, 3)), cache.state)
+    assert [address(x) for x in cache.keys] == before
+
+
+def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
+    caches = caches_of(8192)
+    mx.eval([cache.state for cache in caches])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    blocks = split_blocks(SPEC, caches, [(i, i + 256) for i in range(0, 8192, 256)])
+    assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
+
+
+def test_the_arrays_are_evaluated() -> None:
+    """Another thread may only touch what needs no stream of the thread that made it."""
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    arrays = list(block.values())
+    for cache in join_blocks(SPEC, [(block, 10)], 5):
+        assert cache.keys is not None and cache.values is not None
+        arrays += [*cache.keys, *cache.values]
+    mixed = mixed_caches(40)
+    (block,) = split_blocks(MIXED, mixed, [(0, 40)])
+    (window,) = split_windows(MIXED, 16, mixed, [(24, 40)])
+    state = copy_state(MIXED, mixed)
+    arrays += [*block.values(), *window.values(), *copy_state(MIXED, mixed).values()]
+    for whole in (True, False):
+        pieces = Pieces(40, [Piece(block, 0, 40)], {16: [Piece(window, 0, 16)]}, state)
+        joined = join(MIXED, pieces, 5, whole=whole)
+        arrays += [x for cache in joined[:3] for x in (cache.keys, cache.values)]
+        arrays += [cache.cache[0] for cache in joined[3:]]
+    faults: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            for array in arrays:
+                np.array(array, copy=True)
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert not faults
+
+
+def test_no_blocks_are_empty_caches() -> None:
+    assert all(cache.empty() for cache in join_blocks(SPEC, [], 10))
+
+
+@pytest.mark.parametrize(
+    ("ranges", "reason"),
+    [
+        ([(0, 0)], "not a block"),
+        ([(0, 257)], "not a block"),
+        ([(-1, 5)], "not a block"),
+        ([(5, 9), (0, 3)], "overlaps"),
+        ([(0, 9), (8, 12)], "overlaps"),
+        ([(90, 101)], "of a cache that holds 0 to 100"),
+    ],
+)
+def test_ranges_that_are_no_blocks(ranges: list[tuple[int, int]], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        split_blocks(SPEC, caches_of(100), ranges)
+
+
+def test_what_a_block_does_not_hold() -> None:
+    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    for n_tokens in (0, 11):
+        with pytest.raises(ValueError, match=f"tokens 0 to {n_tokens} of a block of 10"):
+            join_blocks(SPEC, [(block, n_tokens)], 0)
+    with pytest.raises(ValueError, match="1 caches for 3 layers"):
+        split_blocks(SPEC, caches_of(10)[:1], [(0, 10)])
+
+
+@pytest.mark.parametrize("cut", [1, 255, 256, 257, 300])
+def test_a_restored_conversation_goes_on_as_if_never_stored(
+    llama_model: Any, llama_spec: ModelCacheSpec, cut: int
+) -> None:
+    prompt = mx.random.randint(0, VOCAB, (1, 310), key=mx.random.key(3))
+    live = llama_spec.make_cache()
+    llama_model(prompt[:, :300], cache=live)
+    blocks = split_blocks(llama_spec, live, [(0, 256), (256, 300)])
+    used = [(blocks[0], min(cut, 256)), *([(blocks[1], cut - 256)] if cut > 256 else [])]
+    restored = join_blocks(llama_spec, used, 64)
+
+    found = llama_model(prompt[:, cut:], cache=restored)
+    for cache in live:
+        cache.trim(300 - cut)
+    assert mx.array_equal(found, llama_model(prompt[:, cut:], cache=live))
+
+    recomputed = llama_spec.make_cache()
+    llama_model(prompt[:, :cut], cache=recomputed)
+    assert mx.allclose(found, llama_model(prompt[:, cut:], cache=recomputed), atol=1e-3)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 3, 20])
+def test_many_small_copies_and_few_large_ones_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, n_blocks: int
+) -> None:
+    ranges = [(i * 10, i * 10 + 10) for i in range(n_blocks)]
+    found = []
+    for few in (False, True):
+        name = "mlx_lm_kvpersist.cache.blocks.cut_join.prefers_few_copies"
+        monkeypatch.setattr(name, lambda few=few: few)
+        caches = caches_of(200)
+        blocks = split_blocks(SPEC, caches, ranges)
+        addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
+        assert not addresses & {address(x) for block in blocks for x in block.values()}
+        for whole in (True, False):
+            used = [(block, 10) for block in blocks]
+            restored = join_blocks(SPEC, used, 64, whole=whole)
+            assert_same(restored, caches, 0, 10 * n_blocks)
+        found.append(blocks)
+    for small, large in zip(*found, strict=True):
+        assert all(mx.array_equal(small[name], large[name]) for name in small)
+
+
+def test_the_tokens_that_all_caches_have_seen_are_counted() -> None:
+    assert n_cached_tokens(SPEC, caches_of(7)) == 7
+    assert n_cached_tokens(SPEC, SPEC.make_cache()) == 0
+    one_behind = caches_of(7)
+    one_behind[1].trim(1)
+    assert n_cached_tokens(SPEC, one_behind) == 6
+
+
+def test_caches_that_disagree_are_no_restore_point() -> None:
+    window = LayerGroup(
+        "2",
+        GroupKind.SLIDING,
+        "RotatingKVCache",
+        (3,),
+        TensorShape(1, 64, "float32"),
+        TensorShape(1, 64, "float32"),
+        window=4,
+    )
+    spec = ModelCacheSpec((*SPEC.groups, window), [*SPEC.template, RotatingKVCache(4)])
+    ring = RotatingKVCache(4)
+    for _ in range(7):
+        ring.update_and_fetch(mx.ones((1, 1, 1, 64)), mx.ones((1, 1, 1, 64)))
+    assert n_cached_tokens(spec, [*caches_of(7), ring]) == 7
+    with pytest.raises(ValueError, match=r"have seen \[6, 7\] tokens"):
+        n_cached_tokens(spec, [*caches_of(6), ring])
+
+
+def test_states_count_no_tokens() -> None:
+    state = LayerGroup("0", GroupKind.RECURRENT, "ArraysCache", (0,), states=(((2,), "float32"),))
+    spec = ModelCacheSpec((state,), [ArraysCache(1)])
+    assert n_cached_tokens(spec, spec.make_cache()) is None
+
+
+def test_a_cache_that_the_model_did_not_use_must_be_empty() -> None:
+    spec = ModelCacheSpec(SPEC.groups[:1], SPEC.template)
+    assert n_cached_tokens(spec, caches_of(5, spec)) == 5
+    with pytest.raises(ValueError, match="cache 1, which the model did not use, holds something"):
+        n_cached_tokens(spec, caches_of(5))
+
+
+class _Operations:
+    """Counts the array operations of a join, and the copies that they start on a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_operations = self.n_copies = 0
+        concatenate, write = mx.concatenate, mx.array.__setitem__
+
+        def counted_concatenate(arrays: Any, axis: int = 0) -> mx.array:
+            self.n_operations += 1
+            self.n_copies += len(arrays)
+            return concatenate(arrays, axis=axis)
+
+        def counted_write(array: mx.array, at: Any, value: Any) -> None:
+            self.n_operations += 1
+            self.n_copies += 1
+            write(array, at, value)
+
+        monkeypatch.setattr(mx, "concatenate", counted_concatenate)
+        monkeypatch.setattr(mx.array, "__setitem__", counted_write)
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_a_hot_32k_prompt_is_joined_with_few_large_operations(
+    monkeypatch: pytest.MonkeyPatch, is_gpu: bool
+) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.cut_join.prefers_few_copies", lambda: is_gpu)
+    n_layers, n_blocks = 32, 128
+    shape = TensorShape(1, 32, "float32")
+    group = LayerGroup(
+        "0", GroupKind.FULL, "KVCache", tuple(range(n_layers)), shape, shape, PRECISION
+    )
+    spec = ModelCacheSpec((group,), [SequenceQuantizedKVCache(PRECISION) for _ in range(n_layers)])
+    first = {
+        name: mx.random.randint(0, 1 << 20, form).astype(dtype)
+        for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
+    }
+    blocks = [{name: array + n for name, array in first.items()} for n in range(n_blocks)]
+    mx.eval(blocks)
+    counted = _Operations(monkeypatch)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    caches = join_blocks(spec, [(block, BLOCK_TOKENS) for block in blocks], 512)
+    n_arrays = 6 * n_layers
+    # One operation makes a layer's array; those that stack the blocks are fewer than twenty.
+    assert counted.n_operations < n_arrays + 20
+    # At most twice as many copies as reading each array and making each layer's takes at least.
+    assert counted.n_copies < 2 * (6 * n_blocks + n_arrays)
+    total = sum(map(n_bytes, blocks)) * (n_blocks * BLOCK_TOKENS + 512) / (n_blocks * BLOCK_TOKENS)
+    assert mx.get_peak_memory() - before < 1.125 * total
+    monkeypatch.undo()
+    for place, cache in ((0, caches[0]), (31, caches[31])):
+        for part, packed in (("k", cache.keys), ("v", cache.values)):
+            for field, array in zip(("weights", "scales", "biases"), packed, strict=True):
+                name = f"0.{part}.{field}"
+                stored = mx.concatenate([b[name][place : place + 1] for b in blocks], axis=2)
+                assert mx.array_equal(array[:, :, : n_blocks * BLOCK_TOKENS], stored)
+                assert not array[:, :, n_blocks * BLOCK_TOKENS :].any()
+
+
+STATES = LayerGroup(
+    "0", GroupKind.RECURRENT, "ArraysCache", (0, 1), states=(((3,), "float32"), None)
+)
+STATE_SPEC = ModelCacheSpec((STATES,), [ArraysCache(2), ArraysCache(2)])
+
+
+def states_of(*arrays: tuple[mx.array | None, mx.array | None]) -> list[ArraysCache]:
+    caches: list[ArraysCache] = STATE_SPEC.make_cache()
+    for cache, pair in zip(caches, arrays, strict=True):
+        cache.cache = list(pair)
+    return caches
+
+
+def test_states_are_copied_with_their_slots_stacked() -> None:
+    caches = states_of((mx.full((1, 3), 1.0), None), (mx.full((1, 3), 2.0), None))
+    state = copy_state(STATE_SPEC, caches)
+    assert {name: array.tolist() for name, array in state.items()} == {
+        "0.0": [[1.0] * 3, [2.0] * 3]
+    }
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ((None, None), "group 0 has array 0 in some layers only"),
+        ((mx.ones((1, 3)), mx.ones((1, 3))), "group 0 has array 1 in some layers only"),
+        ((mx.ones((1, 4)), None), "."),
+    ],
+)
+def test_a_state_of_another_form_is_refused(
+    second: tuple[mx.array | None, mx.array | None], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        copy_state(STATE_SPEC, states_of((mx.ones((1, 3)), None), second))
+
+
+def test_a_state_of_another_dtype_is_refused() -> None:
+    half = mx.ones((1, 3), mx.float16)
+    with pytest.raises(ValueError, match=r"0\.0 is float16, expected float32"):
+        copy_state(STATE_SPEC, states_of((half, None), (half, None)))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_caches_without_values_are_joined(whole: bool) -> None:
+    """An indexer of sparse attention keeps keys alone: its values have no numbers."""
+    group = LayerGroup(
+        *("0", GroupKind.FULL, "KVCache", (0,)),
+        TensorShape(1, 16, "float32"),
+        TensorShape(1, 0, "float32"),
+    )
+    spec = ModelCacheSpec((group,), [KVCache()])
+    (cache,) = caches = spec.make_cache()
+    keys, values = random_kv(1, 300)[0][:, :1, :, :16], mx.zeros((1, 1, 300, 0))
+    cache.update_and_fetch(keys, values)
+    cuts = [(0, 256), (256, 300)]
+    blocks = split_blocks(spec, caches, cuts)
+    used = [(block, stop - start) for block, (start, stop) in zip(blocks, cuts, strict=True)]
+    (joined,) = join_blocks(spec, used, 10, whole=whole)
+    found = joined.state
+    assert mx.array_equal(found[0][:, :, :300], keys) and found[1].shape[3] == 0
+
+
+MIXED = ModelCacheSpec(
+    (
+        LayerGroup("0", GroupKind.FULL, "KVCache", (0,), *2 * (TensorShape(1, 8, "float32"),)),
+        LayerGroup(
+            *("1", GroupKind.SLIDING, "RotatingKVCache", (1, 2)),
+            *2 * (TensorShape(1, 4, "float32"),),
+            window=16,
+        ),
+        LayerGroup(
+            "2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=(((3,), "float32"), None)
+        ),
+    ),
+    [KVCache(), RotatingKVCache(16), RotatingKVCache(16), ArraysCache(2), ArraysCache(2)],
+)
+
+
+def mixed_caches(n_tokens: int) -> list[Any]:
+    """Caches whose keys and values tell their slot and position, and whose states their slot."""
+    caches = MIXED.make_cache()
+    for slot, dim in ((0, 8), (1, 4), (2, 4)):
+        at = mx.arange(n_tokens, dtype=mx.float32)[None, None, :, None] + 1000 * slot
+        keys = mx.broadcast_to(at, (1, 1, n_tokens, dim))
+        for start, stop in (
+            (0, n_tokens - 10),
+            *((n, n + 1) for n in range(n_tokens - 10, n_tokens)),
+        ):
+            caches[slot].update_and_fetch(keys[:, :, start:stop], -keys[:, :, start:stop])
+    for slot in (3, 4):
+        caches[slot].cache = [mx.full((1, 3), float(slot)), None]
+    return caches
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("with_full", [True, False])
+def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: bool) -> None:
+    """Only full caches have room to spare; a window may begin within a piece."""
+    spec = MIXED if with_full else ModelCacheSpec(MIXED.groups[1:], MIXED.template)
+    caches = mixed_caches(40)
+    ranges = [(0, 25), (25, 40)] if with_full else []
+    early, late = split_windows(spec, 16, caches, [(24, 34), (34, 40)])
+    pieces = Pieces(
+        40,
+        [Piece(block, 0, block["0.k"].shape[2]) for block in split_blocks(spec, caches, ranges)],
+        {16: [Piece(early, 2, 10), Piece(late, 0, 6)]},
+        copy_state(spec, caches),
+    )
+    joined = join(spec, pieces, 9, whole=whole)
+    assert cached_positions(joined[0]) == ((0, 40) if with_full else (0, 0))
+    for slot in (0, 1, 2) if with_full else (1, 2):
+        start = 26 if slot else 0
+        assert cached_positions(joined[slot]) == (start, 40)
+        assert joined[slot].keys.shape[2] == (14 if slot else 49)
+        both = (kind_of(cache[slot]).tokens(cache[slot], start, 40) for cache in (joined, caches))
+        for (found,), (expected,) in zip(*both, strict=True):
+            assert mx.array_equal(found, expected)
+    for slot in (3, 4):
+        state, other = joined[slot].cache
+        assert state.tolist() == [[float(slot)] * 3] and other is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_window_knows_at_which_token_it_begins(whole: bool) -> None:
+    group = LayerGroup(
+        *("0", GroupKind.SLIDING, "ChunkedKVCache", (0,)),
+        *2 * (TensorShape(1, 4, "float32"),),
+        window=16,
+    )
+    spec = ModelCacheSpec((group,), [ChunkedKVCache(16)])
+    window = {name: mx.ones((1, 1, 16, 4)) for name in ("0.k", "0.v")}
+    pieces = Pieces(40, windows={16: [Piece(window, 0, 16)]})
+    (joined,) = join(spec, pieces, 0, whole=whole)
+    assert cached_positions(joined) == (24, 40)
+
+
+def test_a_join_has_all_its_tokens_and_no_more() -> None:
+    caches = mixed_caches(40)
+    (block,) = split_blocks(MIXED, caches, [(0, 40)])
+    (window,) = split_windows(MIXED, 16, caches, [(24, 40)])
+    for whole in (True, False):
+        joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
+        joiner.add(Piece(block, 0, 39))
+        joiner.add(Piece(window, 0, 16), 16)
+        with pytest.raises(ValueError, match="39 tokens where there should be 40"):
+            joiner.finish()
+        with pytest.raises(ValueError, match="41 tokens where there should be 40"):
+            joiner.add(Piece(block, 0, 2))
+        joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
+        with pytest.raises(ValueError, match="tokens 5 to 5 of a block of 16"):
+            joiner.add(Piece(window, 5, 5), 16)
+        with pytest.raises(ValueError, match="tokens -1 to 5 of a block of 16"):
+            joiner.add(Piece(window, -1, 5), 16)
+
+
+def test_kinds_that_are_left_out_stay_empty() -> None:
+    """As where the canary's kernels are compiled over a long cache of zeros."""
+    (block,) = split_blocks(MIXED, mixed_caches(40), [(0, 40)])
+    for whole in (True, False):
+        joined = join(MIXED, Pieces(40, [Piece(block, 0, 40)]), 0, whole=whole)
+        assert [cached_positions(cache) for cache in joined[:3]] == [(0, 40), (0, 0), (0, 0)]
+        assert [cache.cache for cache in joined[3:]] == [[None, None], [None, None]]

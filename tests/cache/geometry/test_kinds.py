@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
+
+from mlx_lm_kvpersist.cache.geometry.kinds import BATCHES, COMPOSITE, KINDS, REFUSED, kind_of
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from tests.support import keeps_short_chunks
+
+NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
+"""Classes of the same module that hold no KV of a layer."""
+
+
+def classes_of_host() -> list[str]:
+    return [
+        name
+        for name, cls in inspect.getmembers(mlx_lm_cache, inspect.isclass)
+        if cls.__module__ == mlx_lm_cache.__name__ and not name.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("name", classes_of_host())
+def test_every_cache_class_of_mlx_lm_is_kept_or_refused_by_name(name: str) -> None:
+    kept = {cls.__name__ for cls in KINDS} | {COMPOSITE.__name__}
+    assert (name in kept) + (name in BATCHES) + (name in REFUSED) + (name in NO_CACHES) == 1, (
+        f"mlx_lm.models.cache.{name} is new: cache/geometry/kinds.py must know it"
+    )
+
+
+def test_the_inventory_knows_no_class_that_is_not_there() -> None:
+    named = {*BATCHES, *REFUSED, *NO_CACHES}
+    assert named <= set(classes_of_host())
+
+
+def kv(n_tokens: int, start: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys [1, 2, n, 4] that tell their position, and values [1, 2, n, 3] of its negative."""
+    at = mx.arange(start, start + n_tokens, dtype=mx.float32)[None, None, :, None]
+    return mx.broadcast_to(at, (1, 2, n_tokens, 4)), mx.broadcast_to(-at, (1, 2, n_tokens, 3))
+
+
+def feed(cache: Any, chunks: list[int]) -> int:
+    position = 0
+    for n_tokens in chunks:
+        if isinstance(cache, ChunkedKVCache):
+            cache.maybe_trim_front()
+        cache.update_and_fetch(*kv(n_tokens, position))
+        position += n_tokens
+    return position
+
+
+MAKERS: dict[type, Callable[[], Any]] = {
+    KVCache: KVCache,
+    RotatingKVCache: lambda: RotatingKVCache(16),
+    ChunkedKVCache: lambda: ChunkedKVCache(16),
+}
+"""Caches of every class that holds tokens; windows are of 16."""
+TESTED = [cls for cls in MAKERS if cls is not ChunkedKVCache or keeps_short_chunks()]
+
+
+def test_every_class_that_holds_tokens_is_tested_here() -> None:
+    with_tokens = {cls for cls, kind in KINDS.items() if kind.states is None}
+    assert with_tokens - {SequenceQuantizedKVCache} == MAKERS.keys()
+
+
+@settings(max_examples=60)
+@given(
+    cls=st.sampled_from(TESTED),
+    chunks=st.lists(st.sampled_from([1, 1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
+)
+def test_a_cache_says_what_it_holds_and_gives_it_in_order(cls: type, chunks: list[int]) -> None:
+    cache, kind = MAKERS[cls](), KINDS[cls]
+    n_tokens = feed(cache, chunks)
+    start, stop = kind.positions(cache)
+    assert stop == n_tokens
+    needed = min(n_tokens, kind.window(cache)) if kind.window else n_tokens
+    assert start <= n_tokens - needed
+    (keys,), (values,) = kind.tokens(cache, start, stop)
+    assert keys[0, 0, :, 0].tolist() == list(range(start, stop))
+    assert values[0, 1, :, 2].tolist() == [-n for n in range(start, stop)]
+
+
+@settings(max_examples=60)
+@given(
+    cls=st.sampled_from([cls for cls in TESTED if KINDS[cls].window]),
+    chunks=st.lists(st.sampled_from([1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
+    after=st.lists(st.sampled_from([1, 1, 1, 3, 20]), min_size=1, max_size=24),
+)
+def test_a_refilled_window_goes_on_as_the_one_it_was_taken_from(
+    cls: type, chunks: list[int], after: list[int]
+) -> None:
+    cache, again, kind = MAKERS[cls](), MAKERS[cls](), KINDS[cls]
+    assert kind.window is not None
+    n_tokens = feed(cache, chunks)
+    start = max(0, n_tokens - kind.window(cache))
+    (keys,), (values,) = kind.tokens(cache, start, n_tokens)
+    kind.refill(again, (mx.array(keys),), (mx.array(values),), start, n_tokens)
+    assert kind.positions(again) == (start, n_tokens)
+    position = n_tokens
+    for n_new in after:
+        seen = []
+        for live in (cache, again):
+            if isinstance(live, ChunkedKVCache):
+                live.maybe_trim_front()
+            fetched, _ = live.update_and_fetch(*kv(n_new, position))
+            # The order within a ring is free; the tokens that attention sees are not.
+            window = [n for n in fetched[0, 0, :, 0].tolist() if n > position - 16]
+            seen.append((sorted(window), live.offset))
+        assert seen[0] == seen[1]
+        position += n_new
+
+
+def test_what_a_window_has_dropped_is_not_given() -> None:
+    cache = RotatingKVCache(16)
+    feed(cache, [20, *[1] * 10])
+    kind = kind_of(cache)
+    with pytest.raises(ValueError, match="positions 3 to 30 of a cache that holds 14 to 30"):
+        kind.tokens(cache, 3, 30)
+    for start, stop in ((14, 31), (20, 19)):
+        with pytest.raises(ValueError, match=f"positions {start} to {stop} of a cache"):
+            kind.tokens(cache, start, stop)
+    (keys,), (values,) = kind.tokens(cache, 20, 20)
+    assert keys.shape[2] == values.shape[2] == 0

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.precision import (
+    FULL_BITS,
+    GROUP_SIZES,
+    KVPrecision,
+    PrecisionChoice,
+    PrecisionRequest,
+    Quantization,
+    layout_in_words,
+    parse_layout,
+    parse_precision,
+)
+from mlx_lm_kvpersist.cache.geometry.spec import (
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    token_arrays,
+)
+from mlx_lm_kvpersist.cache.live.packed import (
+    arrays_of,
+    held_of,
+    quantize,
+    read,
+    rotate,
+    rotate_back,
+    rotation,
+)
+
+from ..conftest import tiny_llama
+
+
+def test_reads_like_a_name() -> None:
+    assert str(KVPrecision()) == str(KVPrecision.of()) == "4b64"
+    assert str(KVPrecision.of(8, 32)) == "8b32"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
+    shape = TensorShape(2, 256, "float32")
+    precision = KVPrecision.of(bits, group_size)
+    group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
+    packed = mx.quantize(mx.ones((2, 2, 5, 256)), group_size=group_size, bits=bits)
+    assert [form[1:] for form in token_arrays([group], 5)] == [
+        (x.shape, x.dtype) for x in packed
+    ] * 2
+    assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
+    assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
+
+
+def test_what_is_asked_for_before_anything_is_measured() -> None:
+    choice = PrecisionRequest().choice()
+    assert choice == PrecisionChoice(4, 4, None, (True, True))
+    assert PrecisionRequest((6, 5), 32, "off").choice() == PrecisionChoice(6, 5, 32, (False, False))
+    assert str(PrecisionRequest()) == "0.01 nats, group auto, rotate auto"
+    assert str(PrecisionRequest((8, 4), 64, "on")) == "8 4, group 64, rotate on"
+    assert [request.is_measured for request in (
+        PrecisionRequest(),
+        PrecisionRequest((4, 4)),
+        PrecisionRequest(None, None, "off"),
+        PrecisionRequest((4, 4), None, "off"),
+        PrecisionRequest((16, 16)),
+    )] == [True, True, True, False, False]  # fmt: skip
+
+
+def test_what_a_cache_holds_is_arrays_and_back() -> None:
+    own = mx.ones((1, 1, 2, 32))
+    packed = quantize(own, Quantization(4, 32))
+    assert held_of(arrays_of(own)) is own
+    assert all(a is b for a, b in zip(held_of(arrays_of(packed)), packed, strict=True))
+
+
+def test_a_dimension_fits_in_whole_groups_only() -> None:
+    assert Quantization(4, 32).fits(96)
+    assert not Quantization(4, 64).fits(96)
+    assert not Quantization().fits(0)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (4, 16), (4, 0)])
+def test_what_mlx_cannot_do_is_refused(bits: int, group_size: int) -> None:
+    with pytest.raises(ValueError, match="MLX quantizes"):
+        KVPrecision.of(bits, group_size)
+    with pytest.raises(ValueError, match="group sizes"):
+        KVPrecision(Quantization(4, 32), Quantization(4, 64))
+
+
+def test_values_may_take_other_bits() -> None:
+    precision = KVPrecision.of(8, 64, 4)
+    assert str(precision) == "k8v4b64"
+    assert (precision.keys, precision.values) == (Quantization(8, 64), Quantization(4, 64))
+    assert KVPrecision.of(8, 64, 8) == KVPrecision.of(8, 64)
+    with pytest.raises(ValueError, match="bits is 7"):
+        KVPrecision.of(8, 64, 7)
+
+
+def test_one_side_alone_may_be_left_as_it_is() -> None:
+    precision = KVPrecision.of(FULL_BITS, 64, 4, rotated=(True, True))
+    assert str(precision) == "k16v4rb64" and not precision.is_packed
+    assert precision.keys == Quantization(16, 64) and precision.keys.fits(80)
+    assert str(KVPrecision.of(6, 32, FULL_BITS)) == "k6v16b32"
+    assert KVPrecision.of(6, 32, 4).is_packed and not KVPrecision.of(6, 32, FULL_BITS).is_packed
+    with pytest.raises(ValueError, match="neither"):
+        KVPrecision.of(FULL_BITS, 64)
+    with pytest.raises(ValueError, match="not rotated"):
+        Quantization(FULL_BITS, 64, rotated=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"]
+)
+def test_a_precision_is_read_by_its_name(name: str) -> None:
+    """Names are part of every stored conversation's root: they stay."""
+    precision = parse_precision(name)
+    assert precision is not None and str(precision) == name
+    assert str(KVPrecision.of(6, 128, 4, rotated=(True, True))) == "k6rv4rb128"
+
+
+@pytest.mark.parametrize("name", ["16b64", "k16v16b64", "k16rv4b64", "k4v4b0", "k77v4b64", "k4b64"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError):
+        parse_precision(name)
+
+
+def test_an_array_in_full_precision_takes_the_place_of_three() -> None:
+    shape = TensorShape(2, 64, "float16")
+    for precision, names in (
+        (KVPrecision.of(16, 64, 4), ["3.k", "3.v.weights", "3.v.scales", "3.v.biases"]),
+        (KVPrecision.of(4, 64, 16), ["3.k.weights", "3.k.scales", "3.k.biases", "3.v"]),
+    ):
+        group = LayerGroup("3", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
+        forms = list(token_arrays([group], 5))
+        assert [name for name, _, _ in forms] == names
+        assert (
+            "3." + "kv"[not precision.keys.is_full_precision],
+            (2, 2, 5, 64),
+            mx.float16,
+        ) in forms
+        own = 2 * 2 * 64 * 2
+        assert group.bytes_per_token == own + own * 4 // 16 + 2 * 2 * 2 * 2
+        assert group.full_precision_bytes == 2 * own
+
+
+def test_rotation_is_part_of_the_name() -> None:
+    names = {
+        str(KVPrecision.of(4, 64, rotated=(k, v))) for k in (False, True) for v in (False, True)
+    }
+    assert names == {"4b64", "4rb64", "k4rv4b64", "k4v4rb64"}
+    assert str(KVPrecision.of(6, 32, 4, rotated=(True, True))) == "k6rv4rb32"
+
+
+@pytest.mark.parametrize("dim", [32, 64, 72, 80, 96, 112, 128, 192, 256, 288, 576])
+def test_rotating_keeps_products_and_spreads_outliers(dim: int) -> None:
+    matrix = rotation(dim, mx.float32)
+    assert mx.abs(matrix @ matrix.T - mx.eye(dim)).max() < 1e-5
+    x = mx.random.normal((3, dim), key=mx.random.key(1))
+    assert mx.abs(rotate_back(rotate(x)) - x).max() < 1e-4
+    one = rotate(mx.eye(dim)[:1])
+    assert mx.abs(one).max() < 3 * dim**-0.5
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_usual_head_sizes_have_a_hadamard_matrix(dim: int) -> None:
+    """All entries have the same size: nothing spreads better."""
+    assert mx.abs(mx.abs(rotation(dim, mx.float32)) - dim**-0.5).max() < 1e-5
+
+
+def test_what_is_rotated_is_read_as_it_came() -> None:
+    x = mx.random.normal((1, 2, 5, 96), key=mx.random.key(2))
+    x[..., 7] *= 40
+    errors = {}
+    for rotated in (False, True):
+        how = Quantization(4, 32, rotated)
+        packed = quantize(x, how)
+        assert mx.abs(read(packed, how) - x).max() < 10
+        errors[rotated] = float(mx.square(read(packed, how) - x).mean())
+    assert errors[True] < errors[False] / 2
+
+
+def test_what_is_asked_for_names_what_to_try() -> None:
+    assert PrecisionChoice().candidates() == [KVPrecision.of(4, size) for size in GROUP_SIZES]
+    assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision.of(8, 32, 4)]
+    plain_keys = PrecisionChoice(FULL_BITS, 4, 32, (True, True))
+    assert plain_keys.candidates() == [KVPrecision.of(FULL_BITS, 32, 4, rotated=(False, True))]
+    own = PrecisionChoice(FULL_BITS, FULL_BITS)
+    assert own.is_full_precision and own.candidates() == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("4b64", "keys 4 bits, values 4"),
+        ("4rb64", "keys 4 bits, values 4, rotated"),
+        ("k8v4b32", "keys 8 bits, values 4"),
+        ("k6rv4b64", "keys 6 bits, values 4, partly rotated"),
+        ("k4rv4rb64*12,k8rv4rb64*2", "keys 4 to 8 bits, values 4, rotated"),
+        ("k16v4rb64", "keys in full precision, values 4 bits, rotated"),
+        (
+            "k4v4b64*2,k16v4b64*1,k8v16b64*1",
+            "keys 4 to 8 bits or in full precision, values 4 or in full precision",
+        ),
+        ("full*1,4b64*3", "keys 4 bits, values 4, some layers in full precision"),
+        ("full", "full precision"),
+        ("full,w128,state", "full precision"),
+        ("8b64,w128", "keys 8 bits, values 8"),
+        ("w128", "windows and states alone"),
+        ("state", "windows and states alone"),
+        ("of a later version", "of a later version"),
+        ("", ""),
+    ],
+)
+def test_layouts_can_be_read(layout: str, said: str) -> None:
+    assert layout_in_words(layout) == said
+
+
+def test_the_layouts_of_specs_are_understood() -> None:
+    model = tiny_llama()
+    for choice in (
+        PrecisionChoice(4, 4),
+        PrecisionChoice(8, 4, None, (True, False)),
+        PrecisionChoice(FULL_BITS, 4, None, (True, True)),
+    ):
+        spec = ModelCacheSpec.probe(model, choice, evaluate=False)
+        assert list(parse_layout(spec.layout)) == [group.precision for group in spec.full]

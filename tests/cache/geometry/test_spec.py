@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import (
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import n_bytes
+from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import (
+    Batching,
+    LayerGroup,
+    ModelCacheSpec,
+    TensorShape,
+    arrays_fit,
+    token_arrays,
+)
+from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
+from mlx_lm_kvpersist.errors import ModelNotSupported
+
+from ..conftest import tiny_deepseek_v2, tiny_gemma3, tiny_llama, tiny_qwen3
+
+
+class OddLayers(nn.Module):  # type: ignore[misc]
+    """Layers that keep keys and values of the given shapes, and the last `n_unused` nothing."""
+
+    def __init__(
+        self, shapes: list[tuple[int, int, int]], n_unused: int = 0, dtype: mx.Dtype = mx.float32
+    ) -> None:
+        super().__init__()
+        self.shapes, self.dtype = shapes, dtype
+        self.layers = [nn.Identity() for _ in range(len(shapes) + n_unused)]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        n_rows, n_tokens = inputs.shape
+        for (n_heads, k_dim, v_dim), layer in zip(self.shapes, cache, strict=False):
+            layer.update_and_fetch(
+                mx.ones((n_rows, n_heads, n_tokens, k_dim), self.dtype),
+                mx.ones((n_rows, n_heads, n_tokens, v_dim), self.dtype),
+            )
+        return inputs
+
+
+class ReadsItsCache(OddLayers):
+    """Looks into its caches from layer `reads` on, as models with an index of their own do."""
+
+    def __init__(self, shapes: list[tuple[int, int, int]], reads: int = 0) -> None:
+        super().__init__(shapes)
+        self.reads = reads
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        super().__call__(inputs, cache)
+        for layer in cache[self.reads :]:
+            layer.values = mx.zeros_like(layer.keys)
+        return inputs
+
+
+def with_caches(*caches: Any) -> Any:
+    model = tiny_llama()
+    model.make_cache = lambda: list(caches)
+    return model
+
+
+def test_llama_is_one_group() -> None:
+    spec = ModelCacheSpec.probe(tiny_llama(n_layers=3))
+    shape = TensorShape(2, 64, "float32")
+    assert spec.groups == (
+        LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
+    )
+    assert spec.layout == "4b64" and spec.any_prefix and spec.batching is Batching.REPLIES
+    assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 4)
+
+
+def test_the_dtype_is_that_of_the_weights() -> None:
+    model = tiny_llama()
+    model.set_dtype(mx.bfloat16)
+    spec = ModelCacheSpec.probe(model)
+    assert spec.groups[0].keys == spec.groups[0].values == TensorShape(2, 64, "bfloat16")
+    assert spec.bytes_per_token == 2 * 2 * 2 * (64 // 2 + 2 * 2)
+
+
+def test_keys_and_values_may_differ() -> None:
+    spec = ModelCacheSpec.probe(tiny_deepseek_v2())
+    (group,) = spec.groups
+    assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
+    assert spec.layout == "4b32"
+
+
+def test_layers_of_equal_geometry_are_a_group() -> None:
+    shapes = [(2, 64, 64), (4, 128, 64), (2, 64, 64)]
+    spec = ModelCacheSpec.probe(OddLayers(shapes))
+    assert [group.slots for group in spec.groups] == [(0, 2), (1,)]
+    assert [group.name for group in spec.groups] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 64), (96, 32), (128, 64)])
+def test_the_first_group_size_that_fits_is_taken(head_dim: int, group_size: int) -> None:
+    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"4b{group_size}"
+
+
+def test_a_group_size_can_be_asked_for() -> None:
+    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32"
+    (group,) = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128)).groups
+    assert group.precision is None and group.why == "no group size of 128 divides 64"
+    with pytest.raises(ValueError, match="group size is 48"):
+        ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=48))
+
+
+def test_keys_may_have_more_bits_than_values() -> None:
+    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4))
+    assert spec.layout == "k8v4b64"
+    arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
+    assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
+
+
+def test_nothing_is_quantized_unless_asked_for() -> None:
+    spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(16, 16))
+    assert spec.layout == "full" and spec.groups[0].why == "full precision is requested"
+    assert [type(cache) for cache in spec.make_cache()] == [KVCache, KVCache]
+    assert [name for name, _, _ in token_arrays(spec.full, 10)] == ["0.k", "0.v"]
+
+
+@pytest.mark.parametrize(
+    ("make_model", "why"),
+    [
+        (lambda: tiny_llama(head_dim=80), "no group size of 64, 32, 128 divides 80"),
+        (lambda: OddLayers([(2, 80, 64)]), "no group size of 64, 32, 128 divides 80 and 64"),
+        (lambda: OddLayers([(2, 64, 0)]), "no group size of 64, 32, 128 divides 64 and 0"),
+        (lambda: OddLayers([(2, 64, 64)], dtype=mx.int32), "MLX does not quantize int32"),
+        (lambda: ReadsItsCache([(2, 64, 64)]), "the model's attention does not take it"),
+    ],
+    ids=["head-80", "keys-80", "no-values", "integers", "reads-its-cache"],
+)
+def test_what_cannot_be_quantized_stays_in_its_own_precision(
+    make_model: Callable[[], Any], why: str
+) -> None:
+    (group,) = ModelCacheSpec.probe(make_model()).groups
+    assert group.precision is None and group.why.startswith(why)
+
+
+def test_only_the_group_that_the_model_cannot_take_stays_plain() -> None:
+    spec = ModelCacheSpec.probe(ReadsItsCache([(2, 64, 64), (1, 128, 128)], reads=1))
+    assert [str(group.precision) for group in spec.groups] == ["4b64", "None"]
+    assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
+
+
+def test_a_layer_that_keeps_nothing_is_in_no_group() -> None:
+    spec = ModelCacheSpec.probe(OddLayers([(2, 64, 64)], n_unused=1))
+    assert [group.slots for group in spec.groups] == [(0,)]
+    assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
+
+
+def test_windows_are_a_group_of_their_own() -> None:
+    spec = ModelCacheSpec.probe(tiny_gemma3())
+    sliding, full = spec.groups
+    assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
+    assert sliding.precision is None and str(full.precision) == "4b64"
+    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,w16"
+    assert spec.bytes_per_checkpoint == 16 * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("make_model", "reason"),
+    [
+        (lambda: OddLayers([]), "keeps no cache"),
+        (lambda: OddLayers([(2, 64)]), "forward pass of 16 tokens failed"),  # type: ignore[list-item]
+        (
+            lambda: with_caches(RotatingKVCache(16, keep=4)),
+            "layer 0 has a RotatingKVCache: it never drops its first 4 tokens",
+        ),
+        (lambda: with_caches(QuantizedKVCache()), "layer 0 has a QuantizedKVCache: it has no"),
+        (
+            lambda: with_caches(CacheList(KVCache(), ConcatenateKVCache())),
+            "layer 0 part 1 has a ConcatenateKVCache",
+        ),
+    ],
+    ids=["no-layers", "fails", "pinned-tokens", "quantized", "composite"],
+)
+def test_what_cannot_be_kept_is_refused_by_reason(
+    make_model: Callable[[], Any], reason: str
+) -> None:
+    with pytest.raises(ModelNotSupported, match=reason):
+        ModelCacheSpec.probe(make_model())
+
+
+def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
+    class Special(KVCache):  # type: ignore[misc]
+        pass
+
+    model = tiny_llama()
+    model.make_cache = lambda: [Special(), Special()]
+    with pytest.raises(ModelNotSupported, match="Special"):
+        ModelCacheSpec.probe(model)
+
+
+def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
+    caches = llama_spec.make_cache()
+    assert [type(cache) for cache in caches] == [SequenceQuantizedKVCache] * 2
+    assert caches[0] is not caches[1]
+
+
+def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
+    described = llama_spec.describe()
+    assert json.loads(json.dumps(described)) == described
+    assert described["layout"] == "4b64"
+    assert described != ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8)).describe()
+
+
+def test_block_arrays_add_up_to_the_bytes_of_their_tokens() -> None:
+    spec = ModelCacheSpec.probe(tiny_deepseek_v2())
+    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
+    assert arrays_fit(token_arrays(spec.full, 10), arrays) is None
+    assert n_bytes(arrays) == 10 * spec.bytes_per_token
+
+
+def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
+    spec = llama_spec
+    arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
+    assert arrays_fit(token_arrays(spec.full, 9), arrays) == (
+        "0.k.weights has shape (2, 2, 10, 8), expected (2, 2, 9, 8)"
+    )
+    extra = {**arrays, "1.k.weights": arrays["0.k.weights"]}
+    assert arrays_fit(token_arrays(spec.full, 10), extra) == "unknown array 1.k.weights"
+    half = {**arrays, "0.v.scales": arrays["0.v.scales"].astype(mx.float16)}
+    assert (
+        arrays_fit(token_arrays(spec.full, 10), half) == "0.v.scales is float16, expected float32"
+    )
+    del arrays["0.v.biases"]
+    assert arrays_fit(token_arrays(spec.full, 10), arrays) == "no array 0.v.biases"
+
+
+def test_all_kinds_of_groups_are_described() -> None:
+    """What `mlx-lm-kvpersist spec --json` shows, and what the sizes add up to."""
+    keys, values = TensorShape(3, 64, "float16"), TensorShape(3, 32, "float16")
+    mixed = KVPrecision.of(16, 32, 4)
+    full = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 2), keys, values, mixed)
+    window = TensorShape(1, 64, "float32")
+    why = "windows stay in full precision"
+    sliding = LayerGroup(
+        "1", GroupKind.SLIDING, "RotatingKVCache", (1,), window, window, None, why, 16
+    )
+    states = (((3, 8), "float32"), None)
+    recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
+    spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
+    assert spec.describe() == {
+        "layout": "k16v4b32,w16,state",
+        "n_layers": 5,
+        "bytes_per_token": 888,
+        "bytes_per_checkpoint": 16 * 512 + 192,
+        "batching": "nothing",
+        "groups": [
+            {
+                "name": "0",
+                "kind": "full",
+                "cache": "KVCache",
+                "slots": [0, 2],
+                "bits": "k16v4b32",
+                "why_not_quantized": None,
+                "bytes_per_token": 2 * 3 * 64 * 2 + 2 * 3 * (32 // 2 + 2 * 2),
+                "keys": {"n_heads": 3, "dim": 64, "dtype": "float16"},
+                "values": {"n_heads": 3, "dim": 32, "dtype": "float16"},
+            },
+            {
+                "name": "1",
+                "kind": "sliding",
+                "cache": "RotatingKVCache",
+                "slots": [1],
+                "bits": None,
+                "why_not_quantized": why,
+                "bytes_per_token": 2 * 64 * 4,
+                "keys": {"n_heads": 1, "dim": 64, "dtype": "float32"},
+                "values": {"n_heads": 1, "dim": 64, "dtype": "float32"},
+                "window": 16,
+            },
+            {
+                "name": "2",
+                "kind": "recurrent",
+                "cache": "ArraysCache",
+                "slots": [3, 4],
+                "bits": None,
+                "why_not_quantized": None,
+                "bytes_per_token": 0,
+                "state_bytes": 2 * 3 * 8 * 4,
+            },
+        ],
+    }
+    assert full.full_precision_bytes == 2 * 3 * (64 + 32) * 2
+    assert spec.bits_per_number == 8 * 888 / (2 * 3 * (64 + 32))
+    assert spec.slots_of_full == {0, 2} and not spec.any_prefix
+    for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
+        assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix
+    assert spec == replace(spec, template=[], plans={"0": AttentionPlan()})
+    assert spec != replace(spec, batching=Batching.REPLIES) and "plate" not in repr(spec)
+
+
+def test_unlike_allocations_have_unlike_layouts() -> None:
+    """Also of groups of several geometries, each of one precision."""
+    shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
+
+    def layout(*bits: int) -> str:
+        groups = [
+            LayerGroup(
+                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(of, 64)
+            )
+            for n, (shape, of) in enumerate(zip(shapes, bits, strict=True))
+        ]
+        return ModelCacheSpec(tuple(groups), []).layout
+
+    found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
+    assert len(found) == 5 and layout(4, 4, 4) == "4b64"

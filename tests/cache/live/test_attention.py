@@ -1,0 +1,740 @@
+"""All ways of attending give what a softmax written out in float32 gives."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models import base
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.attention import (
+    STRATEGIES,
+    Mask,
+    PackedKV,
+    Strategy,
+    _hidden,
+    dequantized_attention,
+    packed_attention,
+    tiled_attention,
+)
+from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.quantized import (
+    AttentionPlan,
+    SequenceQuantizedKVCache,
+    forced_plan,
+)
+from mlx_lm_kvpersist.cache.measuring.observe import (
+    AttentionShape,
+    observed_attention,
+    probe_packed,
+)
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+
+from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
+
+TOLERANCE = 2e-5
+PRECISION = KVPrecision.of(4, 32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one call of attention."""
+
+    n_rows: int = 2
+    n_kv_heads: int = 2
+    n_repeats: int = 2
+    k_dim: int = 64
+    v_dim: int = 64
+    n_queries: int = 5
+    n_keys: int = 40
+    n_spare: int = 9
+    precision: KVPrecision = PRECISION
+    seed: int = 0
+
+    @property
+    def n_heads(self) -> int:
+        return self.n_kv_heads * self.n_repeats
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        return self.n_rows, self.n_heads, self.n_queries, self.n_keys
+
+    def arrays(self) -> tuple[mx.array, PackedKV, PackedKV]:
+        """Return queries, keys and values; what is behind the tokens would be noticed."""
+        keys = mx.random.split(mx.random.key(self.seed), 3)
+        lead = (self.n_rows, self.n_kv_heads, self.n_keys + self.n_spare)
+        k, v = self.precision.keys, self.precision.values
+        behind = mx.where(mx.arange(lead[2]) < self.n_keys, 1.0, 50.0)[:, None]
+        k_held = pk.quantize(behind * mx.random.normal((*lead, self.k_dim), key=keys[0]), k)
+        v_held = pk.quantize(behind * mx.random.normal((*lead, self.v_dim), key=keys[1]), v)
+        queries = mx.random.normal(
+            (self.n_rows, self.n_heads, self.n_queries, self.k_dim), key=keys[2]
+        )
+        return (
+            queries,
+            PackedKV.of(k_held, k, self.n_keys),
+            PackedKV.of(v_held, v, self.n_keys),
+        )
+
+    def head_bytes(self, n_keys: int | None = None) -> int:
+        """Bytes of the plain keys and values of one head of one row."""
+        n_numbers: int = (self.n_keys if n_keys is None else n_keys) * (self.k_dim + self.v_dim)
+        return n_numbers * mx.float32.size
+
+    def ways(self) -> dict[str, Callable[..., mx.array]]:
+        def tiled(tile_bytes: int) -> Callable[..., mx.array]:
+            return partial(tiled_attention, tile_bytes=tile_bytes)
+
+        query_bytes = 4 * self.n_rows * self.n_heads * (self.n_keys + self.n_spare)
+        a_third = max(1, self.n_queries // 3)
+        return {
+            "dequantize": dequantized_attention,
+            "packed": packed_attention,
+            "packed, few queries": partial(packed_attention, max_score_bytes=a_third * query_bytes),
+            "tiled, whole": tiled(1 << 40),
+            "tiled by rows": tiled(self.head_bytes() * self.n_kv_heads),
+            "tiled by heads": tiled(self.head_bytes()),
+            "tiled by keys": tiled(self.head_bytes(max(1, self.n_keys // 3))),
+        }
+
+
+def written_out(
+    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
+) -> mx.array:
+    """Attention in float32, one step after the other: the oracle."""
+    n_repeats = queries.shape[1] // keys[0].shape[1]
+    plain = []
+    for x in (keys, values):
+        held = pk.read(x, x.quantization).astype(mx.float32)
+        plain.append(mx.repeat(held, n_repeats, axis=1))
+    scores = (queries.astype(mx.float32) @ plain[0].swapaxes(-1, -2)) * scale
+    n, s = scores.shape[-2:]
+    added = create_causal_mask(n, s - n) if isinstance(mask, str) else mask
+    if isinstance(added, mx.array):
+        if added.dtype == mx.bool_:
+            added = mx.where(added, 0.0, -1e9)
+        scores = scores + added.astype(mx.float32)
+    scores = scores - scores.max(axis=-1, keepdims=True)
+    weights = mx.exp(scores)
+    return (weights / weights.sum(axis=-1, keepdims=True)) @ plain[1]
+
+
+def sees_something(case: Case, mask: Mask) -> mx.array:
+    """Which queries see a key: [B, H, N, 1]."""
+    if not isinstance(mask, mx.array):
+        return mx.ones((*case.scores_shape[:3], 1), mx.bool_)
+    seen = mask if mask.dtype == mx.bool_ else mask > -1e8
+    return mx.broadcast_to(seen, case.scores_shape).any(axis=-1, keepdims=True)
+
+
+def check(case: Case, mask: Mask, tolerance: float = TOLERANCE) -> None:
+    queries, keys, values = case.arrays()
+    untouched = mx.array(queries)
+    scale = case.k_dim**-0.5
+    expected = written_out(queries, keys, values, scale, mask)
+    judged = sees_something(case, mask)
+    for name, attention in case.ways().items():
+        found = attention(queries, keys, values, scale, mask)
+        assert found.dtype == queries.dtype, name
+        assert found.shape == (*queries.shape[:3], case.v_dim), name
+        assert mx.isfinite(found).all(), name
+        difference = mx.where(judged, mx.abs(found - expected), 0).max()
+        assert (difference < tolerance).item(), (name, difference)
+    assert mx.array_equal(queries, untouched)
+
+
+# --- one thing at a time
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize(
+    ("n_kv_heads", "n_repeats"), [(4, 1), (2, 2), (1, 4), (2, 3), (1, 1)], ids=str
+)
+def test_grouped_queries(n_kv_heads: int, n_repeats: int, mask: Mask) -> None:
+    check(Case(n_kv_heads=n_kv_heads, n_repeats=n_repeats), mask)
+
+
+@pytest.mark.parametrize("n_queries", [1, 7])
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "group_size"),
+    [(64, 64, 64), (96, 96, 32), (128, 128, 128), (192, 128, 64), (64, 32, 32), (256, 256, 64)],
+)
+def test_head_sizes(k_dim: int, v_dim: int, group_size: int, n_queries: int) -> None:
+    precision = KVPrecision.of(4, group_size)
+    check(Case(k_dim=k_dim, v_dim=v_dim, precision=precision, n_queries=n_queries), "causal")
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        KVPrecision.of(8, 32),
+        KVPrecision.of(8, 32, 4),
+        KVPrecision.of(4, 32, 8),
+        KVPrecision.of(3, 32, 6),
+    ],
+    ids=str,
+)
+def test_precisions(precision: KVPrecision) -> None:
+    check(Case(precision=precision), "causal")
+    check(Case(precision=precision, n_queries=1), None)
+
+
+ROTATED = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize("rotated", ROTATED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 224, 256, 288])
+def test_rotated_attention_is_plain_attention(
+    dim: int, strategy: Strategy, rotated: tuple[bool, bool]
+) -> None:
+    """For each strategy and mask. 32, 64, 128, 256: 2^k; 96, 192: 12 * 2^k; 224: 28 * 2^k."""
+    precision = KVPrecision.of(8, 32, rotated=rotated)
+    case = Case(k_dim=dim, v_dim=64, precision=precision, n_repeats=3, n_queries=6, n_spare=9)
+    queries, keys, values = case.arrays()
+    keys.strategy, keys.tile_bytes = strategy, case.head_bytes(13)
+    padding = mx.array([0, 3, 17][: case.n_rows])
+    for mask in (
+        None,
+        "causal",
+        create_causal_mask(6, 34, left_padding=padding),
+        create_causal_mask(6, 34, window_size=7),
+        mx.random.normal(case.scores_shape),
+    ):
+        found = keys.attend(queries, values, 0.1, mask)
+        expected = written_out(queries, keys, values, 0.1, mask)
+        assert mx.abs(found - expected).max() < TOLERANCE
+    # Negative control: neither side is rotated for nothing.
+    for side, turned in zip((keys, values), rotated, strict=True):
+        side.quantization = replace(side.quantization, rotated=not turned)
+        wrong = keys.attend(queries, values, 0.1, "causal")
+        side.quantization = replace(side.quantization, rotated=turned)
+        right = keys.attend(queries, values, 0.1, "causal")
+        assert mx.abs(wrong - right).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 8])
+@pytest.mark.parametrize("n_queries", [1, 6])
+def test_left_padding(n_rows: int, n_queries: int) -> None:
+    case = Case(n_rows=n_rows, n_queries=n_queries)
+    padding = mx.array([0, 3, 39, 17, 5, 1, 33, 0][:n_rows])
+    check(case, create_causal_mask(n_queries, case.n_keys - n_queries, left_padding=padding))
+
+
+@pytest.mark.parametrize("window", [1, 4, 39, 100])
+@pytest.mark.parametrize("n_queries", [1, 6, 40])
+def test_windows(n_queries: int, window: int) -> None:
+    case = Case(n_queries=n_queries)
+    check(case, create_causal_mask(n_queries, case.n_keys - n_queries, window_size=window))
+
+
+SHAPES = [
+    *("[N, S]", "[S]", "[B, 1, N, S]", "[B, H, N, S]", "[1, 1, 1, S]", "[1, H, N, S]"),
+    *("[N, 1]", "[B, H, 1, 1]"),
+]
+
+
+def mask_shape(case: Case, name: str) -> tuple[int, ...]:
+    sizes = {"B": case.n_rows, "H": case.n_heads, "N": case.n_queries, "S": case.n_keys, "1": 1}
+    return tuple(sizes[letter] for letter in name.strip("[]").split(", "))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("n_queries", [1, 6])
+@pytest.mark.parametrize("is_bool", [True, False], ids=["bool", "added"])
+def test_shapes_of_masks(shape: str, n_queries: int, is_bool: bool) -> None:
+    case = Case(n_queries=n_queries, n_rows=3, n_keys=40 if n_queries > 1 else 2)
+    noise = mx.random.normal(mask_shape(case, shape), key=mx.random.key(4))
+    check(case, noise > -0.3 if is_bool else 3 * noise)
+
+
+@pytest.mark.parametrize("is_bool", [True, False], ids=["bool", "added"])
+def test_a_query_that_sees_nothing_gives_something_finite(is_bool: bool) -> None:
+    case = Case(n_queries=6)
+    mask = mx.arange(6)[:, None] > mx.zeros((1, case.n_keys), mx.int32)
+    check(case, mask if is_bool else mx.where(mask, 0.0, -1e9))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_minus_infinity_for_all_keys_gives_something_finite(dtype: mx.Dtype) -> None:
+    case = Case(n_queries=2)
+    queries, keys, values = case.arrays()
+    mask = mx.array([[0.0], [-mx.inf]]) + mx.zeros((2, case.n_keys))
+    for name in ("packed", "tiled by keys"):
+        found = case.ways()[name](queries.astype(dtype), keys, values, 0.1, mask.astype(dtype))
+        assert found.dtype == dtype
+        assert mx.isfinite(found).all(), name
+
+
+def test_a_mask_that_is_unknown_is_refused() -> None:
+    with pytest.raises(ValueError, match='mask is "diagonal"'):
+        packed_attention(*Case().arrays(), 0.1, "diagonal")
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_stays_half(dtype: mx.Dtype) -> None:
+    """Scales restored in another dtype must not widen the activations, either."""
+    case = Case(n_queries=1, k_dim=128, v_dim=128)
+    queries, keys, values = case.arrays()
+    expected = written_out(queries, keys, values, 0.1, None)
+    for name, attention in case.ways().items():
+        found = attention(queries.astype(dtype), keys, values, 0.1, None)
+        assert found.dtype == dtype
+        assert mx.abs(found.astype(mx.float32) - expected).max() < 0.1, name
+
+
+@pytest.mark.parametrize("n_queries", [1, 300])
+def test_long(n_queries: int) -> None:
+    case = Case(n_rows=1, n_queries=n_queries, n_keys=2048, n_spare=512)
+    check(case, "causal" if n_queries > 1 else None, tolerance=1e-4)
+    padded = create_causal_mask(n_queries, 2048 - n_queries, left_padding=mx.array([777]))
+    check(case, padded, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("n_spare", [0, 1, 10, 13, 14, 400])
+@pytest.mark.parametrize("n_queries", [1, 6])
+def test_spare_room_is_not_seen(n_spare: int, n_queries: int) -> None:
+    case = Case(n_spare=n_spare, n_queries=n_queries)
+    check(case, "causal" if n_queries > 1 else None)
+    check(case, create_causal_mask(n_queries, 40 - n_queries, window_size=30))
+
+
+def test_keys_and_values_with_different_room() -> None:
+    case = Case()
+    queries, keys, values = case.arrays()
+    bare = PackedKV.of(pk.view(tuple(values), 0, 40), values.quantization, 40)  # type: ignore[arg-type,type-var]
+    found = packed_attention(queries, keys, bare, 0.1, "causal")
+    expected = written_out(queries, keys, bare, 0.1, "causal")
+    assert mx.abs(found - expected).max() < TOLERANCE
+
+
+# --- everything at once
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Case, Mask]:
+    n_keys = draw(st.integers(1, 90))
+    case = Case(
+        n_rows=draw(st.integers(1, 4)),
+        n_kv_heads=draw(st.integers(1, 3)),
+        n_repeats=draw(st.integers(1, 3)),
+        k_dim=draw(st.sampled_from([64, 96, 128])),
+        v_dim=draw(st.sampled_from([32, 64, 96])),
+        n_queries=draw(st.integers(1, min(n_keys, 20))),
+        n_keys=n_keys,
+        n_spare=draw(st.sampled_from([0, 1, 9, 50])),
+        precision=KVPrecision.of(
+            draw(st.sampled_from([4, 8])), 32, draw(st.sampled_from([4, 8, None]))
+        ),
+        seed=draw(st.integers(0, 99)),
+    )
+    kind = draw(st.sampled_from(["none", "causal", "padding", "window", "bool", "added"]))
+    past = case.n_keys - case.n_queries
+    if kind == "none":
+        return case, None
+    if kind == "causal":
+        return case, "causal"
+    if kind == "padding":
+        padding = mx.array([draw(st.integers(0, past)) for _ in range(case.n_rows)])
+        return case, create_causal_mask(case.n_queries, past, left_padding=padding)
+    if kind == "window":
+        return case, create_causal_mask(
+            case.n_queries, past, window_size=draw(st.integers(1, n_keys))
+        )
+    noise = mx.random.normal(mask_shape(case, draw(st.sampled_from(SHAPES))))
+    return case, noise > -0.5 if kind == "bool" else 2 * noise
+
+
+@settings(max_examples=60)
+@given(calls())
+def test_all_ways_agree(call: tuple[Case, Mask]) -> None:
+    case, mask = call
+    check(case, mask)
+
+
+# --- memory
+
+
+def peak_bytes(attention: Callable[[], mx.array]) -> int:
+    mx.eval(attention())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(attention())
+    return int(mx.get_peak_memory() - before)
+
+
+@pytest.mark.parametrize("n_at_once", [1.0, 0.25], ids=["heads", "keys"])
+def test_tiles_bound_what_is_plain_at_once(n_at_once: float) -> None:
+    case = Case(n_rows=1, n_kv_heads=8, n_repeats=1, n_queries=1, n_keys=8000, n_spare=0)
+    queries, keys, values = case.arrays()
+    mx.eval(queries, keys, values)
+    tile_bytes = int(case.head_bytes() * n_at_once)
+    whole = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None))
+    tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, None, tile_bytes))
+    assert whole > 8 * case.head_bytes()
+    # MLX's attention on the CPU copies what it reads; tiles that do not wait for each other
+    # would need 12 times a head.
+    assert tiled < 3 * tile_bytes
+
+
+def test_packed_scores_are_bounded() -> None:
+    case = Case(n_rows=1, n_queries=256, n_keys=1000, n_spare=0)
+    queries, keys, values = case.arrays()
+    mx.eval(queries, keys, values)
+    few_bytes = 4 * case.n_heads * case.n_keys * 4
+    peaks = [
+        peak_bytes(partial(packed_attention, queries, keys, values, 0.1, "causal", n_bytes))
+        for n_bytes in (1 << 30, few_bytes)
+    ]
+    assert peaks[1] < peaks[0] / 4
+    assert peaks[1] < 20 * few_bytes
+
+
+def test_scores_of_tiles_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all queries and keys would need 8 MiB, and more with every key."""
+    case = Case(n_rows=1, n_kv_heads=1, n_queries=256, n_keys=4000, n_spare=0)
+    queries, keys, values = case.arrays()
+    mx.eval(queries, keys, values)
+    tile_bytes = case.head_bytes(500)
+    sizes = []
+
+    def noted(scores: mx.array, *given: Any) -> mx.array:
+        sizes.append(scores.nbytes)
+        return _hidden(scores, *given)
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cache.live.attention._hidden", noted)
+    tiled = peak_bytes(lambda: tiled_attention(queries, keys, values, 0.1, "causal", tile_bytes))
+    assert max(sizes) == tile_bytes and tiled < 24 * tile_bytes
+
+
+def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, values = Case().arrays()
+    dequantized: list[int] = []
+    dequantize = pk.dequantize
+
+    def noted(*given: Any) -> mx.array:
+        dequantized.append(1)
+        return dequantize(*given)
+
+    monkeypatch.setattr(pk, "dequantize", noted)
+    for keys.strategy, expected in (("packed", False), ("dequantize", True), ("tiled", True)):
+        dequantized.clear()
+        keys.attend(queries, values, 0.1, None)
+        assert bool(dequantized) is expected
+
+
+# --- the plan, and the caches that ask it
+
+PACKED = forced_plan("packed", can_take_packed=True)
+TILED = forced_plan("tiled", can_take_packed=True)
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "n_rows", "expected"),
+    [
+        (1, 10, 1, "packed"),
+        (1, 10, 2, "packed"),
+        (1, 1000, 1, "packed"),
+        (1, 10, 3, "tiled"),
+        (1, 10, 8, "tiled"),
+        (2, 10, 1, "dequantize"),
+        (2, 10, 8, "dequantize"),
+        (2, 100, 1, "dequantize"),
+        (2, 101, 1, "tiled"),
+        (2, 26, 4, "tiled"),
+    ],
+)
+def test_a_plan_decides_by_size(n_queries: int, n_keys: int, n_rows: int, expected: str) -> None:
+    plan = AttentionPlan("dequantize", "packed", "tiled", True, max_dequantized_bytes=10_000)
+    assert plan.choose(n_queries, n_keys, n_rows, token_bytes=100) == expected
+
+
+def test_what_the_model_cannot_take_is_never_chosen() -> None:
+    plan = AttentionPlan(max_dequantized_bytes=1)
+    assert plan.choose(1, 1000, 8, 1000) == "dequantize"
+    assert forced_plan("packed", can_take_packed=False).choose(1, 9, 1, 9) == "dequantize"
+    with pytest.raises(ValueError, match="cannot take packed keys"):
+        AttentionPlan(decode="packed")
+    with pytest.raises(ValueError, match="expected one of"):
+        AttentionPlan(decode="fast")  # type: ignore[arg-type]
+
+
+def test_dequantize_when_asked_for_is_never_tiled() -> None:
+    plan = forced_plan("dequantize", can_take_packed=True)
+    assert plan.choose(2, 1 << 30, 8, 1000) == "dequantize"
+
+
+def test_a_plan_describes_itself() -> None:
+    plan = AttentionPlan(
+        decode="packed", can_take_packed=True, measured_ms={"decode": {"packed": 1.0}}
+    )
+    about = plan.describe()
+    assert about["decode"] == {"strategy": "packed", "ms": {"packed": 1.0}}
+    assert about["prefill"] == {"strategy": "dequantize", "ms": {}}
+    assert about["can_take_packed"] and about["max_dequantized_bytes"] > 0
+
+
+def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantizedKVCache:
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), plan)
+    if n_tokens:
+        cache.update_and_fetch(*random_kv(1, n_tokens))
+    return cache
+
+
+def test_bits_show_only_after_a_packed_fetch() -> None:
+    plan = AttentionPlan(decode="packed", can_take_packed=True)
+    cache = cache_of(plan)
+    assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
+    keys, values = cache.update_and_fetch(*random_kv(1, 5))
+    assert isinstance(keys, mx.array) and not hasattr(cache, "bits")
+    keys, values = cache.update_and_fetch(*random_kv(2, 1))
+    assert isinstance(keys, PackedKV) and isinstance(values, PackedKV)
+    assert (cache.bits, cache.group_size) == (8, 32)
+    assert (keys.quantization.bits, values.quantization.bits) == (8, 4)
+    cache.update_and_fetch(*random_kv(3, 2))
+    assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
+
+
+@pytest.mark.parametrize("bits", [(16, 4), (4, 16)])
+@pytest.mark.parametrize("way", ["packed", "tiled", "dequantize"])
+def test_a_plain_side_is_read_as_arrays(bits: tuple[int, int], way: Strategy) -> None:
+    """Whatever the plan says; a rotated side is rotated back, the other one is as it came."""
+    precision = KVPrecision.of(bits[0], 32, bits[1], rotated=(True, True))
+    cache = SequenceQuantizedKVCache(precision, forced_plan(way, can_take_packed=True))
+    given = random_kv(1, 5)
+    found = cache.update_and_fetch(*given)
+    assert not hasattr(cache, "bits")
+    for x, came, n_bits in zip(found, given, bits, strict=True):
+        if n_bits == 16:
+            assert same_bits(x, came)
+        else:
+            assert 0 < mx.abs(x - came).max() < 0.6
+
+
+def test_a_plan_goes_where_its_tokens_go() -> None:
+    batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED)])
+    assert batch.plan is PACKED
+    assert batch.extract(0).plan is PACKED and batch.extract(1).plan is PACKED
+    batch.filter([0])
+    assert batch.plan is PACKED
+    other = BatchQuantizedKVCache([0], KVPrecision.of(8, 32, 4))
+    other.extend(batch)
+    assert other.plan is PACKED
+    assert copy.deepcopy(batch).plan is PACKED
+    assert SequenceQuantizedKVCache.merge([cache_of(None, 5), cache_of(TILED)]).plan is TILED
+    assert SequenceQuantizedKVCache.merge([cache_of(None, 5)]).plan is None
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = patch.apply()
+    yield
+    applied.undo()
+
+
+@pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
+@pytest.mark.parametrize("lengths", [(8,), (30, 8, 0)])
+@pytest.mark.parametrize("n_new", [1, 11])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_batch_attends_through_the_host(
+    patched: None, plan: AttentionPlan, lengths: tuple[int, ...], n_new: int, window: int | None
+) -> None:
+    """What models call, with what models pass, for a plan and without one."""
+    found = []
+    for each in (None, plan):
+        caches = [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), each) for _ in lengths]
+        for i, n in enumerate(lengths):
+            if n:
+                caches[i].update_and_fetch(*random_kv(i, n))
+        batch = SequenceQuantizedKVCache.merge(caches)
+        mask = batch.make_mask(n_new, window_size=window)
+        held = batch.update_and_fetch(*random_kv(77, n_new, len(lengths)))
+        assert isinstance(held[0], PackedKV) == (each is not None)
+        queries = mx.random.normal((len(lengths), 2 * N_HEADS, n_new, 64), key=mx.random.key(5))
+        found.append(base.scaled_dot_product_attention(queries, *held, batch, 0.125, mask))
+    assert mx.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
+def test_writing_goes_on_in_place_after_a_packed_fetch(patched: None, plan: AttentionPlan) -> None:
+    """A view that outlives its step would turn every update into a copy of the buffer."""
+    cache = cache_of(plan, 300)
+    assert cache.keys is not None and cache.values is not None
+    before = [address(x) for x in (*cache.keys, *cache.values)]
+    for step in range(3):
+        held = cache.update_and_fetch(*random_kv(step, 1))
+        out = base.scaled_dot_product_attention(
+            mx.ones((1, N_HEADS, 1, 64)), *held, cache, 0.1, None
+        )
+        del held
+        mx.eval(out, cache.state)
+        assert [address(x) for x in (*cache.keys, *cache.values)] == before
+
+
+# --- which models can
+
+
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
+@pytest.mark.parametrize("is_patched", [False, True], ids=["stock", "patched"])
+def test_models_whose_attention_takes_packed_keys(
+    architecture: str, is_patched: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_patched:
+        request.getfixturevalue("patched")
+    before = vars(base).copy()
+    model = ARCHITECTURES[architecture]()
+
+    def probed(precision: KVPrecision) -> list[AttentionShape | None]:
+        return probe_packed(
+            model, lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers], [0, 1]
+        )
+
+    shapes = {
+        "llama": AttentionShape(4, 2, 64, 64),
+        "qwen3": AttentionShape(6, 2, 64, 64),
+        "deepseek_v2": AttentionShape(4, 4, 64, 32),
+    }
+    assert probed(KVPrecision.of(8, 32, 4)) == [shapes[architecture]] * 2
+    assert probed(KVPrecision.of(16, 32, 4)) == [None, None]
+    assert vars(base) == before
+
+
+def test_layers_of_which_some_are_ours() -> None:
+    model = tiny_gemma3()
+
+    def make_caches() -> list[Any]:
+        caches = model.make_cache()
+        return [
+            SequenceQuantizedKVCache(KVPrecision()) if type(cache) is KVCache else cache
+            for cache in caches
+        ]
+
+    shapes = [None, AttentionShape(2, 1, 64, 64)]
+    assert probe_packed(model, make_caches, [0, 1]) == shapes
+    assert probe_packed(model, make_caches, [0]) == [None, None]
+    assert probe_packed(model, make_caches, [1]) == shapes
+
+
+class OneLayer:
+    """Stands for a model: one layer that does with its cache what `attend` does.
+
+    With `noise` its logits depend by so much on the chunks that a prompt came in.
+    """
+
+    def __init__(
+        self, attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float = 0.0
+    ) -> None:
+        self.attend, self.noise = attend, noise
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        n, start = tokens.shape[1], cache[0].offset
+        given = (x[:, :, start : start + n] for x in random_kv(1, 8))
+        queries = mx.random.normal((1, 4, 8, 64), key=mx.random.key(2))[:, :, start : start + n]
+        keys, values = cache[0].update_and_fetch(*(x * (1 + self.noise * n) for x in given))
+        out = self.attend(cache[0], keys, values, queries)
+        return out.swapaxes(1, 2).reshape(1, n, -1)
+
+
+def by_the_host(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
+    return out
+
+
+def with_sinks(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    out: mx.array = base.scaled_dot_product_attention(
+        queries, keys, values, cache, 0.1, "causal", sinks=mx.zeros(4)
+    )
+    return out
+
+
+def by_itself(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    return queries @ mx.repeat(keys, 2, axis=1).swapaxes(-1, -2) @ mx.repeat(values, 2, axis=1)
+
+
+def by_its_bits(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    """Runs either way, and gives something else for packed keys."""
+    out = by_the_host(cache, keys, values, queries)
+    return out[:, ::-1] if hasattr(cache, "bits") else out
+
+
+def too_little(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    out = by_the_host(cache, keys, values, queries)
+    return out / 2 if hasattr(cache, "bits") else out
+
+
+def untouched(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+    return queries
+
+
+def probed(attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float) -> bool:
+    """Whether one layer that attends so is found to take packed keys."""
+    precision = KVPrecision.of(8, 32)
+    model = OneLayer(attend, noise)
+    return probe_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0]) != [None]
+
+
+@pytest.mark.parametrize("noise", [0.0, 3.0])
+@pytest.mark.parametrize("attend", [with_sinks, by_itself, by_its_bits, untouched])
+def test_models_that_need_plain_keys(
+    attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float
+) -> None:
+    """Also a model whose logits depend on the chunks that a prompt came in."""
+    assert not probed(attend, noise)
+
+
+def test_models_that_take_packed_keys_differ_by_their_noise_alone() -> None:
+    """What is less than a chunk more or less changes is no fault of packed keys."""
+    assert probed(by_the_host, 0.0) and probed(by_the_host, 3.0)
+    assert not probed(too_little, 0.0) and probed(too_little, 3.0)
+
+
+def test_calls_are_observed_and_others_left_alone() -> None:
+    cache = cache_of(PACKED, 3)
+    queries = mx.ones((1, 4, 1, 64))
+    stock = base.quantized_scaled_dot_product_attention
+    with observed_attention() as seen:
+        keys, values = cache.update_and_fetch(*random_kv(1, 1))
+        base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
+        plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
+        cache.precision = KVPrecision.of(8, 32)
+        found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
+    assert [call.shape for call in seen] == [AttentionShape(4, 2, 64, 32)]
+    assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
+    assert base.quantized_scaled_dot_product_attention is stock
+
+
+def strategies_of(seed: int) -> Strategy:
+    return random.Random(seed).choice(["packed", "tiled"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_generation_is_that_of_plain_keys(patched: None, llama_model: Any, seed: int) -> None:
+    """A plan may change its mind at every step; the logits stay."""
+    rng = random.Random(seed)
+    caches = {
+        way: [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4)) for _ in range(2)]
+        for way in ("plain", "planned")
+    }
+    for step in range(6):
+        tokens = mx.array([[rng.randrange(97) for _ in range(rng.choice([1, 1, 4]))]])
+        plan = forced_plan(strategies_of(seed + step), can_take_packed=True)
+        for cache in caches["planned"]:
+            cache.plan = plan
+        plain, planned = (llama_model(tokens, cache=caches[way]) for way in ("plain", "planned"))
+        assert mx.abs(plain - planned).max() < 1e-3
+    for a, b in zip(caches["plain"], caches["planned"], strict=True):
+        assert same_bits(a.packed(0, 3)[1][0], b.packed(0, 3)[1][0])

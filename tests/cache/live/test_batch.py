@@ -1,0 +1,497 @@
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import PromptProcessingBatch
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.batch import batch_of as any_batch
+from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
+
+from ..conftest import K_DIM, N_HEADS, address, random_kv, same_packed
+
+PRECISION = KVPrecision.of(4, 32)
+FINER_KEYS = KVPrecision.of(8, 32, 4)
+ROTATED = KVPrecision.of(6, 32, 4, rotated=(True, True))
+PLAIN_KEYS = KVPrecision.of(16, 32, 4, rotated=(False, True))
+PLAIN_VALUES = KVPrecision.of(4, 32, 16)
+PRECISIONS = (PRECISION, FINER_KEYS, ROTATED, PLAIN_KEYS, PLAIN_VALUES)
+MAX_SPARE = 1024
+
+
+def sequence(
+    n_tokens: int, seed: int = 0, precision: KVPrecision = PRECISION
+) -> SequenceQuantizedKVCache:
+    cache = SequenceQuantizedKVCache(precision)
+    if n_tokens:
+        cache.update_and_fetch(*random_kv(seed, n_tokens))
+    return cache
+
+
+def batch_of(*lengths: int) -> BatchQuantizedKVCache:
+    return BatchQuantizedKVCache.merge([sequence(n, i) for i, n in enumerate(lengths)])
+
+
+def capacity_of(batch: BatchQuantizedKVCache) -> int:
+    return 0 if batch.keys is None else int(batch.keys[0].shape[2])
+
+
+def assert_row_is(batch: BatchQuantizedKVCache, row: int, own: SequenceQuantizedKVCache) -> None:
+    found = batch.extract(row)
+    assert found.offset == own.offset
+    if own.offset:
+        for a, b in zip(found.packed(0, own.offset), own.packed(0, own.offset), strict=True):
+            assert same_packed(a, b)
+
+
+class Rows:
+    """A batch beside one sequence cache per row that is fed the same tokens alone."""
+
+    def __init__(self, rng: random.Random, precision: KVPrecision) -> None:
+        self.rng = rng
+        self.precision = precision
+        self.seed = rng.randrange(1 << 30)
+        self.own: list[SequenceQuantizedKVCache] = []
+        caches = [self.new_cache() for _ in range(rng.randint(1, 3))]
+        self.batch = BatchQuantizedKVCache.merge(caches)
+
+    def sequence(self) -> SequenceQuantizedKVCache:
+        return sequence(0, precision=self.precision)
+
+    def tokens(self, n_tokens: int, n_rows: int = 1) -> tuple[mx.array, mx.array]:
+        self.seed += 1
+        return random_kv(self.seed, n_tokens, n_rows)
+
+    def new_cache(self) -> Any:
+        """Return a cache, and remember what its row must hold."""
+        kind = self.rng.choice(["empty", "filled", "filled", "trimmed"])
+        own = self.sequence()
+        self.own.append(own)
+        if kind == "empty":
+            return self.sequence()
+        keys, values = self.tokens(self.rng.choice([1, 5, 40, 300]))
+        own.update_and_fetch(keys, values)
+        if kind == "trimmed":
+            own.trim(self.rng.randint(0, own.offset))
+        return copy.deepcopy(own)
+
+    def prefill(self) -> None:
+        lengths = [self.rng.choice([1, 2, 9, 30]) for _ in self.own]
+        longest = max(lengths)
+        keys, values = self.tokens(longest, len(lengths))
+        if longest > min(lengths):
+            self.batch.prepare(lengths=lengths, right_padding=[longest - n for n in lengths])
+        cut = self.rng.randint(1, longest)
+        for start, stop in ((0, cut), (cut, longest)):
+            if start < stop:
+                self.batch.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        self.batch.finalize()
+        for i, (own, n) in enumerate(zip(self.own, lengths, strict=True)):
+            own.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+
+    def decode(self) -> None:
+        for _ in range(self.rng.randint(1, 3)):
+            keys, values = self.tokens(1, len(self.own))
+            plain = self.batch.update_and_fetch(keys, values)
+            for i, own in enumerate(self.own):
+                expected = own.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+                for x, y in zip(plain, expected, strict=True):
+                    assert mx.array_equal(x[i : i + 1, :, -own.offset :], y)
+
+    def filter(self) -> None:
+        keep = sorted(self.rng.sample(range(len(self.own)), self.rng.randint(1, len(self.own))))
+        self.batch.filter(keep)
+        self.own = [self.own[i] for i in keep]
+
+    def extend(self) -> None:
+        if len(self.own) > 5:
+            return self.filter()
+        caches = [self.new_cache() for _ in range(self.rng.randint(1, 2))]
+        self.batch.extend(BatchQuantizedKVCache.merge(caches))
+
+    def trim(self) -> None:
+        n = self.rng.randint(0, min(own.offset for own in self.own))
+        assert self.batch.trim(n) == n
+        for own in self.own:
+            own.trim(n)
+
+    def split(self) -> None:
+        """What mlx-lm does when some prompts of a batch are ready: a deep copy, two filters."""
+        twin = copy.deepcopy(self.batch)
+        cut = self.rng.randint(0, len(self.own) - 1)
+        if cut:
+            self.batch.filter(list(range(cut)))
+            self.batch.update_and_fetch(*self.tokens(1, cut))
+        twin.filter(list(range(cut, len(self.own))))
+        self.batch, self.own = twin, self.own[cut:]
+
+    def remerge(self) -> None:
+        rows = [self.batch.extract(i) for i in range(len(self.own))]
+        self.batch = BatchQuantizedKVCache.merge(rows)
+
+    def check(self) -> None:
+        batch = self.batch
+        assert batch.offset.tolist() == [own.offset for own in self.own]
+        assert batch.left_padding.tolist() == [batch.size() - own.offset for own in self.own]
+        for i, own in enumerate(self.own):
+            assert_row_is(batch, i, own)
+        if batch.keys is not None:
+            mx.eval([batch.state])
+            assert batch.nbytes > 0
+
+
+@pytest.mark.parametrize("seed", range(75))
+def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = Rows(rng, PRECISIONS[seed % len(PRECISIONS)])
+    rows.check()
+    steps = [
+        rows.prefill,
+        rows.decode,
+        rows.filter,
+        rows.extend,
+        rows.extend,
+        rows.trim,
+        rows.split,
+        rows.remerge,
+    ]
+    for _ in range(12):
+        rng.choice(steps)()
+        rows.check()
+
+
+def test_growth_is_bounded() -> None:
+    batch = batch_of(300, 20)
+    spare = []
+    for n in (1, 7, 600, 1, 860, 3000, 1, 1):
+        before = capacity_of(batch)
+        batch.update_and_fetch(*random_kv(n, n, 2))
+        if capacity_of(batch) != before:
+            spare.append(capacity_of(batch) - batch.size())
+    assert spare == [min(max(n + 256, 512), 1024) for n in (600, 860, 3000)]
+    batch.extend(batch_of(5, 9))
+    assert capacity_of(batch) - batch.size() <= MAX_SPARE
+
+
+# --- no copies
+
+
+def test_merge_of_one_adopts_its_buffers() -> None:
+    cache = sequence(500)
+    assert cache.keys is not None
+    before = [address(x) for x in cache.keys]
+    batch = SequenceQuantizedKVCache.merge([cache])
+    del cache
+    assert batch.keys is not None
+    assert [address(x) for x in batch.keys] == before
+    mx.eval(batch.update_and_fetch(*random_kv(1, 1)), batch.state)
+    assert [address(x) for x in batch.keys] == before
+
+
+def test_an_adopted_cache_does_not_see_what_the_batch_writes() -> None:
+    cache = sequence(30)
+    batch = SequenceQuantizedKVCache.merge([cache])
+    batch.trim(10)
+    batch.update_and_fetch(*random_kv(99, 10))
+    for a, b in zip(cache.packed(0, 30), sequence(30).packed(0, 30), strict=True):
+        assert same_packed(a, b)
+
+
+def test_keeping_all_rows_copies_nothing() -> None:
+    batch = batch_of(70, 40, 0)
+    assert batch.keys is not None
+    before = [id(x) for x in batch.keys]
+    batch.filter([0, 1, 2])
+    assert [id(x) for x in batch.keys] == before
+
+
+def test_a_row_kept_alone_releases_the_others() -> None:
+    batch = batch_of(400, 400)
+    mx.eval(batch.state)
+    both = batch.nbytes
+    active = mx.get_active_memory()
+    batch.filter([0])
+    mx.eval(batch.state)
+    assert batch.nbytes == both // 2
+    assert active - mx.get_active_memory() > both / 4  # other tests' threads may still allocate
+
+
+def test_extract_is_views() -> None:
+    batch = batch_of(400, 300)
+    mx.eval(batch.state)
+    active = mx.get_active_memory()
+    row = batch.extract(1)
+    mx.eval(row.state)
+    assert mx.get_active_memory() == active
+
+
+def test_the_only_row_is_extracted_with_the_room_behind_it() -> None:
+    """What is extracted and merged again, between the segments of a prompt, is not copied."""
+    batch = batch_of(400)
+    assert batch.keys is not None
+    before = [address(x) for x in batch.keys]
+    again = BatchQuantizedKVCache.merge([batch.extract(0)])
+    del batch
+    mx.eval(again.update_and_fetch(*random_kv(1, 3)), again.state)
+    assert again.keys is not None and again.offset.tolist() == [403]
+    assert [address(x) for x in again.keys] == before
+
+
+def test_a_batch_without_rows_takes_over_those_of_another() -> None:
+    batch, other = batch_of(4), batch_of(300, 7)
+    batch.filter([])
+    assert other.keys is not None
+    before = [address(x) for x in other.keys]
+    batch.extend(other)
+    del other
+    assert batch.keys is not None
+    assert [address(x) for x in batch.keys] == before
+    assert_row_is(batch, 0, sequence(300, 0))
+    assert_row_is(batch, 1, sequence(7, 1))
+
+
+@pytest.mark.parametrize("lengths", [(300,), (300, 300)])
+def test_splitting_all_prompts_off_copies_nothing(lengths: tuple[int, ...]) -> None:
+    """mlx-lm deep-copies the caches of a batch of prompts and filters both copies."""
+    prompts = PromptProcessingBatch.empty(None, None)
+    batch = batch_of(*lengths)
+    assert batch.keys is not None
+    before = [address(x) for x in batch.keys]
+    prompts.uids, prompts.prompt_cache = list(range(len(lengths))), [batch]
+    for name in ("tokens", "samplers", "logits_processors", "max_tokens", "stop_sequences"):
+        if hasattr(prompts, name):
+            setattr(prompts, name, [[] for _ in lengths])
+    for name in ("state_machines",):
+        if hasattr(prompts, name):
+            setattr(prompts, name, [None for _ in lengths])
+    del batch
+    ready = prompts.split(list(range(len(lengths))))
+    assert prompts.prompt_cache == []
+    (split,) = ready.prompt_cache
+    mx.eval(split.update_and_fetch(*random_kv(1, 1, len(lengths))), split.state)
+    assert [address(x) for x in split.keys] == before
+
+
+def test_an_extracted_row_does_not_see_what_the_batch_writes() -> None:
+    full = SequenceQuantizedKVCache.from_packed(PRECISION, *sequence(8).packed(0, 8), 8)
+    batch = BatchQuantizedKVCache.merge([full])
+    row = batch.extract(0)
+    batch.trim(3)
+    batch.update_and_fetch(*random_kv(99, 2))
+    assert row.offset == 8
+    for a, b in zip(row.packed(0, 8), sequence(8).packed(0, 8), strict=True):
+        assert same_packed(a, b)
+
+
+# --- masks
+
+
+@pytest.mark.parametrize("lengths", [(0,), (5,), (5, 5), (0, 0, 0)])
+def test_rows_of_one_length_need_no_array_mask(lengths: tuple[int, ...]) -> None:
+    batch = batch_of(*lengths)
+    assert batch.make_mask(1) is None
+    assert batch.make_mask(4) == "causal"
+    assert batch.make_mask(4, window_size=64) == "causal"
+    n_seen = lengths[0] + 4
+    array = batch.make_mask(4, return_array=True)
+    assert isinstance(array, mx.array) and array.shape == (len(lengths), 1, 4, n_seen)
+
+
+def test_padding_that_goes_away_takes_the_array_mask_with_it() -> None:
+    batch = batch_of(5, 5)
+    batch.prepare(right_padding=[0, 2])
+    batch.update_and_fetch(*random_kv(3, 4, 2))
+    batch.finalize()
+    assert isinstance(batch.make_mask(1), mx.array)
+    batch.filter([1])
+    assert batch.make_mask(1) is None
+    assert batch.size() == 7
+
+
+def test_finalize_drops_padding_that_all_rows_have() -> None:
+    batch = batch_of(9, 4)
+    batch.prepare(right_padding=[5, 0])
+    batch.update_and_fetch(*random_kv(3, 5, 2))
+    batch.finalize()
+    assert batch.left_padding.tolist() == [0, 0]
+    assert batch.offset.tolist() == [9, 9]
+    assert batch.make_mask(2) == "causal"
+    assert_row_is(batch, 0, sequence(9, 0))
+
+
+def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=K_DIM**-0.5, mask=mask)
+
+
+def plain_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, window: int | None
+) -> mx.array:
+    """Causal attention of one row [H, n, D] over [H, S, D], written out; the oracle."""
+    n, n_seen = queries.shape[-2], keys.shape[-2]
+    at = mx.arange(n_seen - n, n_seen)[:, None]
+    seen = mx.arange(n_seen)[None]
+    allowed = seen <= at
+    if window is not None:
+        allowed = allowed & (seen > at - window)
+    scores = mx.where(allowed, queries @ keys.swapaxes(-1, -2) * K_DIM**-0.5, -1e9)
+    return mx.softmax(scores, axis=-1) @ values
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 20, 500])
+@pytest.mark.parametrize("n_new", [1, 2, 11])
+@pytest.mark.parametrize("lengths", [(8,), (8, 8), (30, 8, 0), (0, 0)])
+def test_attention_of_a_row_is_attention_alone(
+    lengths: tuple[int, ...], n_new: int, window: int | None
+) -> None:
+    batch = batch_of(*lengths)
+    mask = batch.make_mask(n_new, window_size=window)
+    new_keys, new_values = random_kv(77, n_new, len(lengths))
+    keys, values = batch.update_and_fetch(new_keys, new_values)
+    queries = mx.random.normal((len(lengths), N_HEADS, n_new, K_DIM), key=mx.random.key(5))
+    found = attention(queries, keys, values, mask)
+    for i, length in enumerate(lengths):
+        own = sequence(length, i)
+        k, v = own.update_and_fetch(new_keys[i : i + 1], new_values[i : i + 1])
+        expected = plain_attention(queries[i], k[0], v[0], window)
+        assert mx.allclose(found[i], expected, atol=1e-5), (i, mx.abs(found[i] - expected).max())
+
+
+def test_right_padding_needs_no_mask() -> None:
+    lengths = (9, 4)
+    batch = batch_of(6, 6)
+    batch.prepare(right_padding=[0, 5])
+    new_keys, new_values = random_kv(77, 9, 2)
+    queries = mx.random.normal((2, N_HEADS, 9, K_DIM), key=mx.random.key(5))
+    mask = batch.make_mask(9)
+    assert mask == "causal"
+    found = attention(queries, *batch.update_and_fetch(new_keys, new_values), mask)
+    for i, n in enumerate(lengths):
+        k, v = sequence(6, i).update_and_fetch(
+            new_keys[i : i + 1, :, :n], new_values[i : i + 1, :, :n]
+        )
+        expected = plain_attention(queries[i, :, :n], k[0], v[0], None)
+        assert mx.allclose(found[i, :, :n], expected, atol=1e-5)
+
+
+def test_left_padded_prompts_stay_finite() -> None:
+    """A query inside the padding sees nothing; what comes of it must not be NaN."""
+    batch = BatchQuantizedKVCache([0, 0], PRECISION)
+    batch.prepare(left_padding=[0, 3])
+    assert batch.offset.tolist() == [0, -3]
+    mask = batch.make_mask(5)
+    keys, values = batch.update_and_fetch(*random_kv(1, 5, 2))
+    queries = mx.random.normal((2, N_HEADS, 5, K_DIM))
+    assert mx.isfinite(attention(queries, keys, values, mask)).all()
+    assert batch.offset.tolist() == [5, 2]
+    with pytest.raises(ValueError, match="empty batch"):
+        batch.prepare(left_padding=[1, 0])
+
+
+# --- edges
+
+
+def test_arrays_of_offsets_are_replaced_not_written_to() -> None:
+    batch = batch_of(5, 3)
+    offset, padding = batch.offset, batch.left_padding
+    batch.prepare(right_padding=[0, 1])
+    batch.update_and_fetch(*random_kv(1, 2, 2))
+    batch.finalize()
+    batch.trim(1)
+    batch.filter([1])
+    assert offset.tolist() == [5, 3] and padding.tolist() == [0, 2]
+
+
+def test_an_empty_batch() -> None:
+    batch = batch_of(0, 0)
+    assert batch.empty() and batch.nbytes == 0 and batch.size() == 0 and batch.is_trimmable()
+    assert batch.extract(1).empty()
+    batch.prepare(right_padding=[0, 0])
+    batch.finalize()
+    assert batch.trim(4) == 0
+    mx.eval([batch.state])
+    batch.filter([1])
+    assert batch.left_padding.tolist() == [0]
+    with pytest.raises(ValueError, match="empty"):
+        batch.keys_and_values()
+
+
+@pytest.mark.parametrize("sides", [((0,), (4, 2)), ((4, 2), (0,)), ((0,), (0, 0))])
+def test_extend_where_a_side_is_empty(sides: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    batch = batch_of(*sides[0])
+    batch.extend(batch_of(*sides[1]))
+    assert batch.offset.tolist() == [*sides[0], *sides[1]]
+    batch.update_and_fetch(*random_kv(1, 1, 3))
+    assert batch.offset.tolist() == [n + 1 for n in (*sides[0], *sides[1])]
+
+
+def test_no_rows_left() -> None:
+    batch = batch_of(4, 2)
+    batch.filter([])
+    assert batch.empty() and batch.size() == 0
+    batch.extend(batch_of(7))
+    assert_row_is(batch, 0, sequence(7))
+
+
+def test_dtype_follows_the_model() -> None:
+    cache = SequenceQuantizedKVCache(PRECISION)
+    cache.update_and_fetch(*random_kv(1, 3, dtype=mx.float16))
+    batch = BatchQuantizedKVCache.merge([sequence(0), cache])
+    keys, values = batch.update_and_fetch(*random_kv(2, 1, 2, dtype=mx.float16))
+    assert keys.dtype == values.dtype == mx.float16
+    assert batch.keys is not None
+    assert [x.dtype for x in batch.keys] == [mx.uint32, mx.float16, mx.float16]
+
+
+def test_what_does_not_fit_is_named() -> None:
+    for other in (RotatingKVCache(8), QuantizedKVCache(), KVCache()):
+        with pytest.raises(TypeError, match=type(other).__name__):
+            BatchQuantizedKVCache.merge([sequence(1), other])
+    for precision, name in ((KVPrecision(), "4b64"), (FINER_KEYS, "k8v4b32")):
+        with pytest.raises(ValueError, match=f"{name} into 4b32"):
+            BatchQuantizedKVCache.merge([sequence(1), SequenceQuantizedKVCache(precision)])
+    with pytest.raises(ValueError, match="nothing"):
+        BatchQuantizedKVCache.merge([])
+    with pytest.raises(ValueError, match="4b32 by 8b32"):
+        batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision.of(8, 32)))
+    with pytest.raises(TypeError, match="list"):
+        batch_of(1).extend([])
+
+
+def test_each_kind_of_cache_gets_its_batch() -> None:
+    """Those of which we have none keep mlx-lm's."""
+    full, windows = [KVCache(), KVCache()], [RotatingKVCache(8), RotatingKVCache(8)]
+    for full_precision in (True, False):
+        ours = [sequence(3), sequence(2)]
+        assert type(any_batch(ours, full_precision=full_precision)) is BatchQuantizedKVCache
+        assert any_batch(windows, full_precision=full_precision) is None
+        assert any_batch([*full, *windows], full_precision=full_precision) is None
+    assert type(any_batch(full, full_precision=True)) is FullPrecisionBatchKVCache
+    assert any_batch(full, full_precision=False) is None
+
+
+def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
+    batch = BatchQuantizedKVCache([2, 5], PRECISION)
+    batch.update_and_fetch(*random_kv(3, 9, 2))
+    batch.filter([0, 1])
+    assert batch.left_padding.tolist() == [0, 3] and batch.offset.tolist() == [7, 4]
+    assert batch.size() == 7 and batch.keys is not None
+
+
+def test_a_batch_keeps_its_plan_or_takes_that_of_what_joins_it() -> None:
+    plans = [AttentionPlan(can_take_packed=taken) for taken in (True, False)]
+    for mine, theirs in ((plans[0], None), (None, plans[0]), (plans[0], plans[1])):
+        batch, other = batch_of(4), batch_of(3)
+        batch.plan, other.plan = mine, theirs
+        batch.extend(other)
+        assert batch.plan is plans[0]
+
+
+def test_headroom_of_a_merge_is_that_of_a_step() -> None:
+    assert capacity_of(batch_of(40, 4)) == 40 + pk.headroom(1)

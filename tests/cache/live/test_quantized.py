@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import copy
+import random
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.attention import PackedKV
+from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
+
+from ..conftest import K_DIM, N_HEADS, V_DIM, address, random_kv, same_bits, same_packed
+
+PRECISION = KVPrecision.of(4, 32)
+
+
+def packed_bytes(quantization: Quantization, dim: int) -> int:
+    return sum(int(x.nbytes) for x in pk.quantize(mx.zeros((1, dim)), quantization))
+
+
+def filled(n_tokens: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> SequenceQuantizedKVCache:
+    cache = SequenceQuantizedKVCache(PRECISION)
+    cache.update_and_fetch(*random_kv(seed, n_tokens, dtype=dtype))
+    return cache
+
+
+@pytest.mark.parametrize("name", ["bits", "group_size"])
+def test_mlx_lm_does_not_take_it_for_its_own_quantized_cache(name: str) -> None:
+    assert not hasattr(filled(1), name)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_returns_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -> None:
+    keys, values = random_kv(1, 9, dtype=dtype)
+    found = SequenceQuantizedKVCache(PRECISION).update_and_fetch(keys, values)
+    for plain, x in zip(found, (keys, values), strict=True):
+        expected = mx.dequantize(*mx.quantize(x, group_size=32, bits=4), group_size=32, bits=4)
+        assert same_bits(plain, expected)
+
+
+def test_values_may_take_other_bits_than_keys() -> None:
+    precision = KVPrecision.of(8, 32, 4)
+    cache = SequenceQuantizedKVCache(precision)
+    keys, values = random_kv(1, 9)
+    plain = cache.update_and_fetch(keys, values)
+    for found, x, bits in zip(plain, (keys, values), (8, 4), strict=True):
+        expected = mx.dequantize(
+            *mx.quantize(x, group_size=32, bits=bits), group_size=32, bits=bits
+        )
+        assert same_bits(found, expected)
+    for found, again in zip(plain, cache.keys_and_values(), strict=True):
+        assert same_bits(found, again)
+    assert cache.nbytes == (9 + 512) * 2 * (
+        packed_bytes(precision.keys, K_DIM) + packed_bytes(precision.values, V_DIM)
+    )
+
+
+@pytest.mark.parametrize("rotated", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("can_take_packed", [True, False])
+def test_what_is_rotated_stays_so_for_models_that_take_packed_keys(
+    rotated: tuple[bool, bool], can_take_packed: bool
+) -> None:
+    """Rotating a few queries costs less than rotating all keys back."""
+    plan = AttentionPlan(can_take_packed=can_take_packed)
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, rotated=rotated), plan)
+    given = random_kv(1, 5)
+    found = cache.update_and_fetch(*given)
+    for x, came in zip(found, given, strict=True):
+        assert isinstance(x, PackedKV) is (any(rotated) and can_take_packed)
+        assert isinstance(x, PackedKV) or mx.abs(x - came).max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_the_limit_of_what_is_dequantized_is_kept_to_the_byte(dtype: mx.Dtype) -> None:
+    all_bytes = 9 * N_HEADS * (K_DIM + V_DIM) * dtype.size
+    for limit_bytes, is_tiled in ((all_bytes, False), (all_bytes - 1, True)):
+        plan = AttentionPlan(can_take_packed=True, max_dequantized_bytes=limit_bytes)
+        cache = SequenceQuantizedKVCache(PRECISION, plan)
+        cache.update_and_fetch(*random_kv(1, 6, dtype=dtype))
+        keys, _ = cache.update_and_fetch(*random_kv(2, 3, dtype=dtype))
+        assert isinstance(keys, PackedKV) is is_tiled
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
+    n_tokens = 900
+    keys, values = random_kv(seed, n_tokens)
+    whole = SequenceQuantizedKVCache(PRECISION)
+    whole_plain = whole.update_and_fetch(keys, values)
+    chunked = SequenceQuantizedKVCache(PRECISION)
+    rng = random.Random(seed)
+    while (start := chunked.offset) < n_tokens:
+        stop = min(n_tokens, start + rng.choice([1, 1, 2, 17, 256, 400]))
+        plain = chunked.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        assert plain[0].shape == (1, 2, stop, K_DIM)
+        assert plain[1].shape == (1, 2, stop, V_DIM)
+    for a, b in zip(chunked.packed(0, n_tokens), whole.packed(0, n_tokens), strict=True):
+        assert same_packed(a, b)
+    for x, y in zip(plain, whole_plain, strict=True):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize(("n_new", "spare"), [(1, 512), (256, 512), (300, 556), (2048, 1024)])
+def test_growth_leaves_room_for_the_next_call(n_new: int, spare: int) -> None:
+    assert pk.headroom(n_new) == spare
+    cache = filled(n_new)
+    assert cache.keys is not None
+    assert cache.keys[0].shape[2] == n_new + spare
+
+
+def test_appends_in_place() -> None:
+    cache = filled(600)
+    assert cache.keys is not None
+    before = [address(x) for x in cache.keys]
+    for step in range(4):
+        mx.eval(cache.update_and_fetch(*random_kv(step, 1)))
+        mx.eval(cache.state)
+    assert [address(x) for x in cache.keys] == before
+    capacity = cache.keys[0].shape[2]
+    mx.eval(cache.update_and_fetch(*random_kv(9, capacity - 604)))  # all that there is room for
+    mx.eval(cache.state)
+    assert [address(x) for x in cache.keys] == before
+
+
+def test_trim_forgets_and_is_written_over() -> None:
+    cache = filled(40)
+    assert cache.trim(15) == 15
+    assert cache.size() == cache.offset == 25
+    keys, values = random_kv(7, 30)
+    cache.update_and_fetch(keys, values)
+    fresh = SequenceQuantizedKVCache(PRECISION)
+    fresh.update_and_fetch(keys, values)
+    for a, b in zip(cache.packed(25, 55), fresh.packed(0, 30), strict=True):
+        assert same_packed(a, b)
+    for a, b in zip(cache.packed(0, 25), filled(40).packed(0, 25), strict=True):
+        assert same_packed(a, b)
+    assert cache.trim(1000) == 55
+    assert not cache.empty()
+
+
+def test_masks_are_those_of_a_plain_cache() -> None:
+    cache = filled(10)
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(3) == "causal"
+    array = cache.make_mask(3, return_array=True)
+    assert isinstance(array, mx.array) and array.shape == (3, 13)
+    windowed = cache.make_mask(1, window_size=4)
+    assert isinstance(windowed, mx.array)
+    assert windowed.tolist() == [[False] * 7 + [True] * 4]
+    assert cache.make_mask(1, window_size=11) is None
+    assert cache.make_mask(3, window_size=13) == "causal"
+    assert isinstance(cache.make_mask(3, window_size=12), mx.array)
+    assert isinstance(cache.make_mask(3, window_size=13, return_array=True), mx.array)
+
+
+def test_an_empty_cache_is_nothing() -> None:
+    cache = SequenceQuantizedKVCache(PRECISION)
+    assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
+    assert cache.is_trimmable() and cache.trim(3) == 0
+    assert cache.state == (None, None, 0)
+    with pytest.raises(ValueError, match="empty"):
+        cache.packed(0, 0)
+
+
+def test_bytes_are_those_of_the_buffers() -> None:
+    per_token = 2 * (packed_bytes(PRECISION.keys, K_DIM) + packed_bytes(PRECISION.values, V_DIM))
+    assert filled(8).nbytes == (8 + 512) * per_token
+
+
+def test_a_deep_copy_goes_its_own_way() -> None:
+    cache = filled(20)
+    twin = copy.deepcopy(cache)
+    twin.trim(10)
+    twin.update_and_fetch(*random_kv(99, 10))
+    for a, b in zip(cache.packed(0, 20), filled(20).packed(0, 20), strict=True):
+        assert same_packed(a, b)
+
+
+def test_later_tokens_of_another_dtype_do_not_widen_the_scales() -> None:
+    cache = filled(4, dtype=mx.bfloat16)
+    keys, values = random_kv(1, 600)
+    plain, _ = cache.update_and_fetch(keys, values)
+    assert cache.keys is not None
+    assert [x.dtype for x in cache.keys] == [mx.uint32, mx.bfloat16, mx.bfloat16]
+    assert plain.dtype == mx.float32
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
+def test_views_beyond_the_tokens_are_refused(start: int, stop: int) -> None:
+    assert all(x.shape[2] == 0 for held in filled(5).packed(5, 5) for x in held)
+    with pytest.raises(ValueError, match="of a cache of 5"):
+        filled(5).packed(start, stop)
+
+
+def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
+    cache = SequenceQuantizedKVCache.from_packed(PRECISION, *filled(5).packed(0, 5), 5)
+    views = cache.packed(0, 5)
+    cache.trim(3)
+    cache.update_and_fetch(*random_kv(99, 2))
+    for a, b in zip(views, filled(5).packed(0, 5), strict=True):
+        assert same_packed(a, b)

@@ -1,0 +1,253 @@
+"""Sequences that join, finish and are cancelled in mlx-lm's own batch generator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.quantized import (
+    AttentionPlan,
+    SequenceQuantizedKVCache,
+    forced_plan,
+)
+from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+
+from ..conftest import ARCHITECTURES, VOCAB, tiny_gemma3
+
+MODELS: dict[str, Callable[[], Any]] = {**ARCHITECTURES, "gemma3": tiny_gemma3}
+PRECISION = KVPrecision.of(4, 32)
+MAX_TOKENS = 8
+TIE = 2e-3
+"""Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and
+where such a difference crosses a rounding step of 4 bits, it grows."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one prompt gives when it runs by itself."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[list[float]]
+
+    def agrees_with(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` are these, up to the first tie."""
+        for step, (found, expected) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if found != expected:
+                logprobs = self.logprobs[step]
+                return logprobs[expected] - logprobs[found] < TIE
+        return True
+
+
+def run_alone(model: Any, prompt: list[int]) -> Alone:
+    steps = list(
+        generate_step(
+            mx.array(prompt), model, max_tokens=MAX_TOKENS, prompt_cache=model.make_cache()
+        )
+    )
+    logprobs: list[list[float]] = [logprobs.tolist() for _, logprobs in steps]
+    return Alone(prompt, [int(token) for token, _ in steps], logprobs)
+
+
+class Setup:
+    """A model whose caches are ours, and a pool of prompts with what each gives alone.
+
+    Alone every layer reads plain keys; in the batch the layers attend by `plan`, if there is one.
+    """
+
+    def __init__(self, architecture: str) -> None:
+        self.model = MODELS[architecture]()
+        self.model.make_cache = self.make_caches
+        self.plan: AttentionPlan | None = None
+        rng = random.Random(1)
+        prompts = [
+            [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 5, 9, 17, 26]))]
+            for _ in range(24)
+        ]
+        self.pool = [run_alone(self.model, prompt) for prompt in prompts]
+
+    def make_caches(self) -> list[Any]:
+        """Return the model's own caches, with one of ours for each KVCache."""
+        own = getattr(type(self.model), "make_cache", None)
+        caches = own(self.model) if own else [KVCache() for _ in self.model.layers]
+        return [
+            SequenceQuantizedKVCache(PRECISION, self.plan) if type(cache) is KVCache else cache
+            for cache in caches
+        ]
+
+    def prefix_cache(self, prompt: list[int]) -> list[Any]:
+        caches: list[Any] = self.model.make_cache()
+        self.model(mx.array([prompt]), cache=caches)
+        return caches
+
+    def run(self, seed: int) -> int:
+        """Run one random schedule; return how many of its sequences went wrong."""
+        rng = random.Random(seed)
+        generator = BatchGenerator(
+            self.model,
+            completion_batch_size=rng.choice([2, 4]),
+            prefill_batch_size=rng.choice([1, 2, 3]),
+            prefill_step_size=rng.choice([4, 16]),
+        )
+        arrivals = sorted(rng.randint(0, 6) for _ in range(rng.randint(2, 4)))
+        alone: dict[int, Alone] = {}
+        limits: dict[int, int] = {}
+        found: dict[int, list[int]] = {}
+        running: set[int] = set()
+        n_bad = 0
+        for step in range(200):
+            while arrivals and arrivals[0] <= step:
+                arrivals.pop(0)
+                expected = rng.choice(self.pool)
+                uid = self.insert(generator, rng, expected, limit := rng.randint(1, MAX_TOKENS))
+                alone[uid], limits[uid], found[uid] = expected, limit, []
+                running.add(uid)
+            if running and rng.random() < 0.05:
+                uid = rng.choice(sorted(running))
+                generator.remove([uid])
+                running.remove(uid)
+            if not running and not arrivals:
+                break
+            _, responses = generator.next()
+            for response in responses:
+                found[response.uid].append(response.token)
+                if response.finish_reason is not None:
+                    running.remove(response.uid)
+                    n_held = {cache.offset for cache in response.prompt_cache}
+                    n_bad += n_held != {len(response.all_tokens)}
+                    n_bad += len(found[response.uid]) != limits[response.uid]
+        assert not running
+        generator.close()
+        return n_bad + sum(not alone[uid].agrees_with(found[uid]) for uid in found)
+
+    def insert(
+        self, generator: BatchGenerator, rng: random.Random, expected: Alone, limit: int
+    ) -> int:
+        prompt = list(expected.prompt)
+        held: list[int] = []
+        caches = None
+        if len(prompt) > 2 and rng.random() < 0.4:
+            cut = rng.randint(1, len(prompt) - 1)
+            held, prompt = prompt[:cut], prompt[cut:]
+            caches = [self.prefix_cache(held)]
+        cut = rng.randint(0, len(prompt) - 1)
+        segments = [prompt[:cut], prompt[cut:]] if cut else [prompt]
+        (uid,) = generator.insert_segments(
+            [segments], max_tokens=[limit], caches=caches, all_tokens=[held]
+        )
+        return int(uid)
+
+
+@pytest.fixture(scope="module")
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return Setup(request.param)
+
+
+N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "gemma3": (6, 50)}
+"""By default, and among the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("setup", "n_schedules"),
+    [
+        *((name, few) for name, (few, _) in N_SCHEDULES.items()),
+        *(
+            pytest.param(name, many, marks=pytest.mark.slow)
+            for name, (_, many) in N_SCHEDULES.items()
+        ),
+    ],
+    indirect=["setup"],
+)
+def test_sequences_in_a_batch_give_what_they_give_alone(setup: Setup, n_schedules: int) -> None:
+    bad = {seed: n for seed in range(n_schedules) if (n := setup.run(seed))}
+    assert not bad
+
+
+# --- the same schedules, attending over packed keys
+
+
+@pytest.fixture
+def patched() -> Iterator[None]:
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = patch.apply()
+    yield
+    applied.undo()
+
+
+PLANS = {
+    "packed": forced_plan("packed", can_take_packed=True),
+    # Tiles of one head of 6 keys: softmaxes of parts are put together all the time.
+    "tiled": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=3 << 10),
+    "mixed": AttentionPlan("dequantize", "packed", "tiled", can_take_packed=True),
+}
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("setup", list(MODELS), indirect=True)
+def test_plans_change_no_token(
+    setup: Setup, plan: str, patched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "plan", PLANS[plan])
+    with observed_attention() as calls:
+        bad = {seed: n for seed in range(2) if (n := setup.run(seed))}
+    assert len(calls) > 20 and not bad
+
+
+# --- the same schedules over caches with a fault: the test above can fail
+
+
+class NoFinalize(BatchQuantizedKVCache):
+    def finalize(self) -> None:
+        self._right_padding = None
+
+
+class NoMask(BatchQuantizedKVCache):
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> str | None:
+        return None if N == 1 else "causal"
+
+
+class OneTooLong(SequenceQuantizedKVCache):
+    """Merges as if it held one token more than it does."""
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
+        batch = super().merge(caches)
+        batch._place(batch._padding, batch._idx + 1)
+        return batch
+
+
+def merging_into(batch_class: type[BatchQuantizedKVCache]) -> type[SequenceQuantizedKVCache]:
+    class Faulty(SequenceQuantizedKVCache):
+        @classmethod
+        def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
+            return batch_class.merge(caches)
+
+    return Faulty
+
+
+@pytest.mark.parametrize("setup", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    "faulty",
+    [merging_into(NoFinalize), merging_into(NoMask), OneTooLong],
+    ids=["finalize", "mask", "length"],
+)
+def test_a_fault_shows(
+    setup: Setup, faulty: type[SequenceQuantizedKVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_cache() -> list[SequenceQuantizedKVCache]:
+        return [faulty(PRECISION) for _ in setup.model.layers]
+
+    monkeypatch.setattr(setup.model, "make_cache", make_cache)
+    assert sum(setup.run(seed) for seed in range(12)) > 2

@@ -1,0 +1,193 @@
+"""Another API over chat completions: bodies, errors before and in a stream, beats, and the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import GenerationStopped, RequestRefused
+from mlx_lm_kvpersist.host.http import completion_output, request_checks
+from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.patching.probes import ARGS
+from tests.support.host import plugged
+
+from ..words import WordsServer, events, request
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+
+
+@pytest.fixture
+def words(patched_server: ModuleType) -> WordsServer:
+    return WordsServer(patched_server)
+
+
+def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFixture[str]) -> None:
+    words.generator.progress = (5, 9)
+    status, headers, body = words.post({"say": "x", "stream": True})
+    assert (status, headers["Content-type"]) == (200, "text/event-stream")
+    assert headers["X-Words"] == "yes" and "keepalive" not in body
+    assert [event["type"] for event in events(body)] == ["begin", *["word"] * 4, "end"]
+    assert events(body)[0]["prompt"] == events(body)[-1]["tokens"] == 3
+    status, headers, body = words.post({"say": "x"})
+    assert (status, json.loads(body)) == (200, {"words": "0 1 2 3 "})
+    assert headers["X-Words"] == "yes" and int(headers["Content-Length"]) == len(body)
+    assert words.plugin.sent == ["0 1 2 3 "] * 2
+    assert capsys.readouterr().err.count('"POST ') == 2  # what the clients got is logged
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        (request(b"{bad"), 400, "the body is no JSON that can be read"),
+        (request(b"\xff"), 400, "the body is no JSON that can be read"),
+        (request(b"[" * 100_000), 400, "the body is no JSON that can be read"),
+        (request(b"[1]"), 400, "the body is no JSON object"),
+        (request(b"{}", -1), 400, "Content-Length is -1, expected 0 or more"),
+        (request(b"{}", "two"), 400, "Content-Length is 'two', expected a number of bytes"),
+        (request(b"{}", "--5"), 400, "Content-Length is '--5', expected a number of bytes"),
+        (request(b"{}", "9" * 5000), 400, "expected a number of bytes"),
+        (request(b"{}", 1 << 40), 413, "expected at most 256 MiB"),
+        (request(b"{}", 100), 400, "the body ended after 2 of 100 bytes"),
+        (b"POST /words HTTP/1.1\r\n\r\n", 411, "Content-Length is missing"),
+    ],
+)
+def test_bad_requests(words: WordsServer, sent: bytes, status: int, says: str) -> None:
+    found, _, body = words.ask(sent, end=True)
+    assert found == status, body
+    assert json.loads(body)["status"] == status
+    assert says in json.loads(body)["oh"]
+
+
+@pytest.mark.parametrize("path", ["/words", "/read", "/v1/chat/completions"])
+def test_a_client_that_sends_too_much_reads_why(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It sends everything before it reads."""
+    monkeypatch.setattr(request_checks, "MAX_BODY_BYTES", 2 << 20)
+    sent = request(b"x" * (20 << 20)).replace(b"/words", path.encode())
+    status, _, body = words.ask(sent)
+    assert status == 413 and "expected at most 2 MiB" in body
+
+
+def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server.PluginAPIHandler, "timeout", 0.2)
+    status, _, body = words.ask(request(b'{"say"', 100))
+    assert (status, json.loads(body)["status"]) == (408, 408)
+    assert "94 of the body's 100 bytes did not come within" in json.loads(body)["oh"]
+
+
+def test_a_body_that_grows_too_large_on_its_way_is_told_so(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's own answer would close the connection before its client is told anything."""
+    monkeypatch.setattr(request_checks, "MAX_BODY_BYTES", 2 << 20)
+    status, _, body = words.ask(
+        request(json.dumps({"say": "é" * 900_000}, ensure_ascii=False).encode())
+    )
+    assert (status, json.loads(body)["status"]) == (413, 413)
+    assert "expected at most 2 MiB" in json.loads(body)["oh"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_before_the_reply_has_its_status(words: WordsServer, stream: bool) -> None:
+    words.generator.error = RequestRefused("no such agent", 413)
+    status, headers, body = words.post({"say": "x", "stream": stream})
+    assert (status, json.loads(body)) == (
+        413,
+        {"oh": "no such agent", "status": 413, "code": None},
+    )
+    assert "X-Words" not in headers
+    words.generator.error = RuntimeError("no such model")
+    assert words.post({"say": "x", "stream": stream})[0] == 404  # as stock has it
+
+
+def test_an_error_with_a_code_stands_where_clients_look_for_it(words: WordsServer) -> None:
+    words.generator.error = RequestRefused("too long", code="context_length_exceeded")
+    status, _, body = words.post({"say": "x", "stream": True})
+    *_, failed = events(body)
+    assert (status, failed["type"], failed["code"]) == (200, "failed", "context_length_exceeded")
+    status, _, body = words.post({"say": "x", "stream": False})
+    assert (status, json.loads(body)["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
+    words.generator.breaks = RuntimeError("out of memory")
+    status, _, body = words.post({"say": "x", "stream": stream})
+    if stream:
+        assert status == 200
+        assert [event["type"] for event in events(body)] == ["begin", "word", "failed"]
+        assert events(body)[-1]["why"] == "out of memory"
+    else:
+        assert (status, json.loads(body)["oh"]) == (500, "out of memory")
+        words.generator.breaks = GenerationStopped("the server ends")
+        status, headers, _ = words.post({"say": "x"})
+        assert status == 503 and "Retry-After" in headers
+    assert words.plugin.sent == []
+
+
+def test_headers_and_beats_while_nothing_comes(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_output, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(completion_output, "BEAT_S", 0.2)
+    words.generator.wait_s = 0.8
+    _, headers, body = words.post({"say": "x", "stream": True})
+    kinds = [event["type"] for event in events(body)]
+    assert kinds[0] == "begin" and kinds[-5:] == [*["word"] * 4, "end"]
+    assert 2 <= kinds.count("beat") <= 6
+    assert events(body)[0]["prompt"] == 0 and "X-Words" not in headers
+    words.generator.error = RequestRefused("no such agent")
+    status, _, body = words.post({"say": "x", "stream": True})
+    assert (status, events(body)[-1]) == (
+        200,
+        {"type": "failed", "status": 400, "why": "no such agent", "code": None},
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
+def test_a_model_that_is_unloaded_meanwhile_is_no_error(words: WordsServer, path: str) -> None:
+    class Provider:
+        """Another model is loaded as soon as anybody has asked for this one."""
+
+        cli_args = Namespace(**{**vars(ARGS), "model": None})
+        keys = iter([("m",)])
+        max_context = None
+
+        @property
+        def model_key(self) -> Any:
+            return next(self.keys, None)
+
+    words.generator.model_provider = Provider()
+    if path == "/v1/models":
+        status, _, body = words.ask(b"GET /v1/models HTTP/1.1\r\n\r\n")
+        assert "claude-m" in [model["id"] for model in json.loads(body)["data"]]
+    else:
+        message = {"role": "user", "content": "x"}
+        status, _, body = words.post({"model": "claude-x", "messages": [message]}, path)
+        assert json.loads(body)["model"] == "m"
+    assert status == 200
+
+
+def test_nobody_is_told_the_rest(words: WordsServer) -> None:
+    """A client that has gone away stops its generation, within a second.
+
+    Where nothing is sent before the end, the server's own generator sees that it went.
+    """
+    words.generator.pause_s = 0.02
+    payload = {"say": "x", "stream": True}
+    with plugged(words.plugin):
+        words.generator.cli_args = Namespace(**{**vars(ARGS), "max_tokens": 500})
+        theirs, thread = words.connect()
+        theirs.sendall(request(json.dumps(payload).encode()))
+        time.sleep(0.2)
+        theirs.close()
+        thread.join(5)
+        assert not thread.is_alive()
+    assert words.generator.n_said < 100
+    assert words.plugin.sent == []

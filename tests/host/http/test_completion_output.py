@@ -1,0 +1,218 @@
+"""Chat completions and text completions while nothing comes: headers, beats, and errors."""
+
+from __future__ import annotations
+
+import json
+import time
+from io import BytesIO
+from threading import Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.error_forms import openai_error
+from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.http import completion_output
+from mlx_lm_kvpersist.host.http.completion_output import CompletionOutput
+
+from ..words import WordsServer, request
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+TEXT = {"prompt": "x", "stream": True}
+BOTH = pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
+)
+TOO_LONG = RequestRefused(
+    "prompt is too long: 9 tokens > 8 maximum", code="context_length_exceeded"
+)
+
+
+@pytest.fixture
+def words(patched_server: ModuleType) -> WordsServer:
+    return WordsServer(patched_server)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion_output, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(completion_output, "BEAT_S", 0.2)
+
+
+def parts(body: str) -> list[str]:
+    assert body.endswith("\n\n")
+    return body.removesuffix("\n\n").split("\n\n")
+
+
+def comments(body: str) -> list[str]:
+    return [part for part in parts(body) if part.startswith(":")]
+
+
+def said(body: str) -> list[Any]:
+    """Return what the events of a stream hold, but the last one, which only ends it."""
+    found = [part.removeprefix("data: ") for part in parts(body) if not part.startswith(":")]
+    assert found.pop() == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+@BOTH
+def test_a_quick_reply_is_what_stock_sends(
+    words: WordsServer, path: str, body: dict[str, Any]
+) -> None:
+    status, headers, answer = words.post(body, path)
+    assert (status, headers["X-Words"]) == (200, "yes")
+    assert comments(answer) == [] and len(said(answer)) == 5
+    status, headers, answer = words.post({**body, "stream": False}, path)
+    assert (status, headers["X-Words"]) == (200, "yes")
+    assert int(headers["Content-Length"]) == len(answer) and len(json.loads(answer)["choices"]) == 1
+
+
+@BOTH
+def test_headers_and_comments_while_a_request_waits(
+    words: WordsServer, quick: None, path: str, body: dict[str, Any]
+) -> None:
+    words.generator.wait_s = 0.8
+    status, headers, answer = words.post(body, path)
+    assert (status, headers["Content-type"]) == (200, "text/event-stream")
+    assert "Access-Control-Allow-Origin" in headers and "X-Words" not in headers
+    waiting = [each for each in comments(answer) if each == ": waiting"]
+    assert 2 <= len(waiting) <= 5
+    assert ": X-Words: yes" in comments(answer)  # too late for a header
+    assert len(said(answer)) == 5 and answer.count("HTTP/") == 0
+
+
+def test_the_head_comes_while_the_request_waits(words: WordsServer, quick: None) -> None:
+    words.generator.wait_s = 2.0
+    theirs, thread = words.connect()
+    with theirs:
+        start = time.monotonic()
+        theirs.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
+        assert theirs.recv(1 << 16).startswith(b"HTTP/1.0 200")
+        assert time.monotonic() - start < 1.0
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_comments_tell_how_far_a_prefill_is(words: WordsServer, quick: None) -> None:
+    words.generator.progress = (4096, 31002)
+    words.generator.pause_s = 0.5
+    _, headers, answer = words.post(CHAT, "/v1/chat/completions")
+    assert headers["X-Words"] == "yes"
+    told = list(dict.fromkeys(comments(answer)))
+    assert told == [
+        ": prefill",
+        ": keepalive 4096/31002",
+        ": prefill 4,096 of 31,002",
+        ": generating",
+    ]
+    assert len(said(answer)) == 5
+
+
+def test_who_does_not_stream_gets_no_beat(words: WordsServer, quick: None) -> None:
+    words.generator.wait_s = 0.5
+    status, headers, answer = words.post({**CHAT, "stream": False}, "/v1/chat/completions")
+    assert (status, headers["X-Words"]) == (200, "yes") and json.loads(answer)
+    words.generator.error = RequestRefused("no such agent", 409)
+    status, _, answer = words.post({**CHAT, "stream": False}, "/v1/chat/completions")
+    assert (status, json.loads(answer)) == (409, openai_error(409, "no such agent"))
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_soon_has_its_status(
+    words: WordsServer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    words.generator.error = RequestRefused("no such agent", 409)
+    status, _, answer = words.post({**body, "stream": stream}, path)
+    assert (status, json.loads(answer)) == (409, openai_error(409, "no such agent"))
+    words.generator.error = TOO_LONG
+    status, _, answer = words.post({**body, "stream": stream}, path)
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"] == "prompt is too long: 9 tokens > 8 maximum"
+    assert error["type"] == "invalid_request_error"
+    words.generator.error = RuntimeError("no such model")
+    status, _, answer = words.post({**body, "stream": stream}, path)
+    assert (status, json.loads(answer)) == (
+        404,
+        openai_error(404, "no such model"),
+    )  # as stock has it
+
+
+@BOTH
+def test_a_late_error_stands_in_the_stream(
+    words: WordsServer, quick: None, path: str, body: dict[str, Any]
+) -> None:
+    words.generator.wait_s, words.generator.error = 0.5, TOO_LONG
+    status, _, answer = words.post(body, path)
+    *beats, last = parts(answer)
+    assert status == 200 and set(beats) == {": waiting"}
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+    words.generator.error = RuntimeError("no such model")
+    *_, last = parts(words.post(body, path)[2])
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "no such model"
+
+
+def test_an_error_in_the_reply_is_an_object(words: WordsServer) -> None:
+    words.generator.breaks = RuntimeError("out of memory")
+    *_, last = parts(words.post(CHAT, "/v1/chat/completions")[2])
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["message"], error["type"]) == ("out of memory", "server_error")
+
+
+@BOTH
+def test_an_error_in_a_reply_that_is_sent_whole_has_its_own_head_only(
+    words: WordsServer, path: str, body: dict[str, Any]
+) -> None:
+    words.generator.breaks = RuntimeError("out of memory")
+    status, headers, answer = words.post({**body, "stream": False}, path)
+    assert (status, json.loads(answer)) == (500, openai_error(500, "out of memory"))
+    assert "X-Words" not in headers
+
+
+def test_a_beat_after_the_reply_says_nothing() -> None:
+    client = BytesIO()
+    output = CompletionOutput(SimpleNamespace(wfile=client))
+    output._is_open = True
+    with output._lock:
+        beat = Thread(target=output._beat, daemon=True)
+        beat.start()
+        time.sleep(0.05)  # it waits for the lock
+        output._done.set()
+    beat.join(5)
+    assert client.getvalue() == b"" and not beat.is_alive()
+
+
+def test_a_beat_and_a_reply_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        n_writers, most = 0, 0
+
+        def write(self, written: bytes) -> None:
+            self.n_writers += 1
+            self.most = max(self.most, self.n_writers)
+            time.sleep(0.01)
+            self.n_writers -= 1
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(completion_output, "BEAT_S", 0.0)
+    output = CompletionOutput(SimpleNamespace(wfile=(client := Client())))
+    output._is_open = output.streams = True
+    with output.beating():
+        for _ in range(10):
+            output.write(b"data: {}\n\n")
+    assert client.most == 1
+
+
+def test_a_beat_to_nobody_harms_nobody(words: WordsServer, quick: None) -> None:
+    words.generator.wait_s = 0.8
+    theirs, thread = words.connect()
+    theirs.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
+    theirs.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    words.generator.wait_s = 0.0
+    assert len(said(words.post(CHAT, "/v1/chat/completions")[2])) == 5

@@ -1,0 +1,347 @@
+"""Requests and replies as plugins see them; headers go where they belong, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from socketserver import BaseServer
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import scan_cache_dir
+
+from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
+from mlx_lm_kvpersist.host.answers import Route, check_headers
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.http.server import handler_with, is_alias, plugin_routes
+from mlx_lm_kvpersist.host.patching.probes import ARGS, ProbeConnection, answer
+from tests.support.host import plugged
+
+from ..plugins import Echo
+
+HEALTH = b"GET /health HTTP/1.1\r\n\r\n"
+
+
+def completion(body: Any = None, path: str = "/v1/completions") -> bytes:
+    payload = json.dumps(body or {"prompt": "ping"}).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nX-Session-ID: s\r\nContent-Length: {len(payload)}\r\n\r\n"
+    ).encode() + payload
+
+
+@pytest.fixture
+def keep_alive(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A server that answers several requests on one connection, as stock one day may."""
+    monkeypatch.setattr(patched_server.APIHandler, "protocol_version", "HTTP/1.1")
+    return patched_server
+
+
+def heads(answered: str) -> list[str]:
+    """Return the head of each reply on a connection."""
+    return [f"HTTP/1.1{part}".partition("\r\n\r\n")[0] for part in answered.split("HTTP/1.1")[1:]]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_headers_stay_with_their_request(keep_alive: ModuleType) -> None:
+    bad = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\n{bad"
+    requests = (completion(), HEALTH, completion(), b"OPTIONS /v1/models HTTP/1.1\r\n\r\n", bad)
+    with plugged(Echo()):
+        replies = heads(answer(keep_alive, b"".join(requests)))
+    assert [head.split()[1] for head in replies] == ["200", "200", "200", "204", "400"]
+    assert ["X-Echo" in head for head in replies] == [True, False, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_refused_generation_gets_no_header(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock answers 404 with the error's text; the outcome of a request that failed is no one's."""
+    captured: list[Any] = []
+
+    class OneConnection:
+        def __init__(self, address: Any, make_handler: Any) -> None:
+            captured.append(make_handler)
+
+        def serve_forever(self) -> None:
+            captured.append(getattr(self, "request_queue_size", 5))
+            captured[0](connection, ("127.0.0.1", 0), self)
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such agent")
+
+    connection = ProbeConnection(completion())
+    generator = SimpleNamespace(cli_args=ARGS, generate=generate, stop_and_join=lambda: None)
+    with plugged(echo := Echo()):
+        patched_server._run_http_server("127.0.0.1", 0, generator, OneConnection)
+    reply = connection.written.getvalue().decode()
+    assert " 404 " in reply.splitlines()[0]
+    assert "X-Echo" not in reply
+    assert "no such agent" in reply
+    assert echo.calls == [["request_received", "s", False]]
+    assert captured[1] == 128  # connections may wait
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_is_told_once_and_before_its_last_part(
+    patched_server: ModuleType, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections: list[ProbeConnection] = []
+    stock_init = ProbeConnection.__init__
+
+    def init(self: ProbeConnection, request: bytes) -> None:
+        stock_init(self, request)
+        connections.append(self)
+
+    monkeypatch.setattr(ProbeConnection, "__init__", init)
+
+    class Notes(Echo):
+        @hookimpl
+        def reply_sent(
+            self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
+        ) -> None:
+            sent = connections[0].written.getvalue().decode()
+            self.record("reply_sent", content, '"finish_reason": "length"' in sent)
+
+    with plugged(notes := Notes()):
+        answered = answer(patched_server, completion({"prompt": "ping", "stream": stream}))
+    assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
+    assert answered.count('"finish_reason": "length"') == 1
+    # Without streaming the headers wait for the reply, and can tell of it.
+    assert ("X-Echo: 1" if stream else "X-Echo: 2") in answered
+
+
+class Broken:
+    """Fails in every hook of the HTTP thread."""
+
+    @hookimpl
+    def request_received(self, request: Any, headers: Any, body: Any) -> None:
+        raise RuntimeError("request_received")
+
+    @hookimpl
+    def response_headers(self, request: Any) -> list[tuple[str, str]]:
+        raise RuntimeError("response_headers")
+
+    @hookimpl
+    def reply_sent(self, request: Any, content: Any, reasoning: Any, tool_calls: Any) -> None:
+        raise RuntimeError("reply_sent")
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_failing_hooks_do_not_break_the_reply(
+    patched_server: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(Broken()):
+        answered = answer(patched_server, completion())
+    assert '"text": "pong"' in answered
+    failed = re.findall(r"failed in hook (\w+);", caplog.text)
+    assert sorted(failed) == ["reply_sent", "request_received", "response_headers"]
+
+
+class Refusing:
+    @hookimpl
+    def request_received(self, request: Any, headers: Any, body: Any) -> None:
+        raise RequestRefused("a header is wrong, expected none")
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_plugin_refuses_a_request(patched_server: ModuleType) -> None:
+    with plugged(Refusing()):
+        answered = answer(patched_server, completion())
+    assert answered.startswith("HTTP/1.0 400 ") and '"message": "a header is wrong' in answered
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_plugins_answer_paths_of_any_method(keep_alive: ModuleType) -> None:
+    with plugged(echo := Echo()):
+        echo.record("something")
+        requests = (
+            b"GET /echo?format=json HTTP/1.1\r\n\r\n",
+            b"DELETE /echo HTTP/1.1\r\n\r\n",
+            b"GET /echo HTTP/1.1\r\n\r\n",
+            b"DELETE /health HTTP/1.1\r\n\r\n",
+        )
+        answered = answer(keep_alive, b"".join(requests))
+    assert [head.split()[1] for head in heads(answered)] == ["200", "204", "200", "501"]
+    assert '[["something"]]' in answered
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_that_fails_is_a_500(
+    patched_server: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(Echo()):
+        answered = answer(patched_server, b"GET /echo/broken HTTP/1.1\r\n\r\n")
+    assert " 500 " in answered.splitlines()[0]
+    assert "GET /echo/broken failed" in caplog.text
+
+
+class Late:
+    """Fails when it has answered."""
+
+    @hookimpl
+    def routes(self) -> list[Route]:
+        def handle(handler: Any) -> None:
+            handler.send_response(503)
+            handler.end_headers()
+            raise RuntimeError("too late")
+
+        return [Route("GET", "/late", handle)]
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_path_that_fails_when_it_has_answered_says_nothing_more(
+    patched_server: ModuleType,
+) -> None:
+    with plugged(Late()):
+        answered = answer(patched_server, b"GET /late HTTP/1.1\r\n\r\n")
+    assert " 503 " in answered.splitlines()[0] and answered.count("HTTP/1.") == 1
+    assert "\r\nRetry-After: 5\r\n" in answered  # on a plugin's path, too
+
+
+def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> None:
+    braces, plain = Route("GET", "/x/{id}", print), Route("GET", "/x/y", print)
+    routes = {("GET", route.path): route for route in (braces, plain)}
+    handler = object.__new__(handler_with(server.APIHandler, routes))
+    handler.command = "GET"
+
+    def found(path: str) -> Route | None:
+        handler.path = path
+        route: Route | None = handler._route()
+        return route
+
+    paths = ("/x/y?a=/x/z", "/x/z", "/x/", "/x", "/x/y/z", "/v/y")
+    assert [found(path) for path in paths] == [plain, braces, None, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_full_precision"),
+    [("claude-opus-5", True), ("anthropic.claude", True), ("anthropic/claude-mlx", False)],
+)
+def test_names_of_anthropics_models_are_the_servers_own(
+    model: str, is_full_precision: bool
+) -> None:
+    assert is_alias(model) is is_full_precision
+
+
+def test_two_plugins_cannot_answer_one_path() -> None:
+    with (
+        plugged(Echo(), Echo()),
+        pytest.raises(ConfigError, match="two plugins answer GET /echo"),
+    ):
+        plugin_routes()
+
+
+def test_a_server_that_cannot_listen_ends_its_generation_thread(
+    patched_server: ModuleType,
+) -> None:
+    """A port in use: stock raises and leaves the thread, and the process never ends."""
+    stopped: list[bool] = []
+    generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
+
+    def refuse(*args: Any) -> Any:
+        raise OSError("Address already in use")
+
+    with pytest.raises(OSError, match="already in use"):
+        patched_server._run_http_server(
+            "127.0.0.1", 0, generator, type("S", (), {"__new__": refuse})
+        )
+    assert stopped == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_sent"),
+    [
+        ("X-A", "b; c=d", True),
+        ("X-A", "", True),
+        ("", "b", False),
+        ("X A", "b", False),
+        ("X-A", "b\r\nSet-Cookie: c", False),
+        ("X-A:", "b", False),
+        ("X-A", "é", False),
+    ],
+)
+def test_only_headers_that_end_where_they_should_are_sent(
+    name: str, value: str, is_sent: bool
+) -> None:
+    with nullcontext() if is_sent else pytest.raises(PluginFault):
+        check_headers([("X-B", "c"), (name, value)])
+
+
+@pytest.mark.parametrize(("error", "level"), [(OSError("closed"), "INFO"), (KeyError(), "ERROR")])
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_a_connection_that_fails_is_a_line_of_the_log(
+    patched_server: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    level: str,
+) -> None:
+    """A signal can close a connection that was accepted and is not read yet."""
+
+    class Failing(BaseServer):
+        def __init__(self, address: Any, make_handler: Any) -> None: ...
+
+        def serve_forever(self, poll_interval: float = 0.5) -> None:
+            try:
+                raise error
+            except Exception:
+                self.handle_error(None, ("127.0.0.1", 0))  # type: ignore[arg-type]
+
+    caplog.set_level("INFO")
+    patched_server._run_http_server("127.0.0.1", 0, SimpleNamespace(), Failing)
+    lines = [line for line in caplog.records if line.name == http_server.__name__]
+    assert [line.levelname for line in lines] == [level]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
+    class Own(server.APIHandler):  # type: ignore[misc, name-defined]
+        pass
+
+    route = Route("GET", "/x", lambda handler: None)
+    handler = handler_with(Own, {("GET", "/x"): route})
+    assert issubclass(handler, Own)
+    assert handler.plugin_routes == {("GET", "/x"): route}
+
+
+@pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
+def test_downloaded_models_and_the_own_one_under_two_names(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Claude Code offers only names that begin with "claude"."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors.index.json", "tokenizer_config.json"):
+        (snapshot / name).write_text("{}", encoding="utf-8")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc", encoding="utf-8")
+    monkeypatch.setattr(http_server, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(patched_server, "scan_cache_dir", partial(scan_cache_dir, tmp_path))
+    own = tmp_path / "Qwen3 8B_4bit"
+    own.mkdir()
+    arguments = Namespace(**{**vars(ARGS), "model": str(own)})
+    provider = SimpleNamespace(
+        model_key=(str(own), None, None), cli_args=arguments, max_context=None
+    )
+
+    def listed(path: str) -> Any:
+        sent = f"GET {path} HTTP/1.1\r\n\r\n".encode()
+        answered = answer(patched_server, sent, model_provider=provider, cli_args=arguments)
+        return json.loads(answered.partition("\r\n\r\n")[2])
+
+    names = [model["id"] for model in listed("/v1/models")["data"]]
+    assert names == ["some/model", str(own), "claude-Qwen3-8B-4bit"]
+    alias = listed("/v1/models/claude-Qwen3-8B-4bit")
+    assert (alias["type"], alias["object"]) == ("model", "model")
+    assert listed("/v1/models/some/model")["id"] == "some/model"
+    assert listed("/v1/models/some/other")["error"]["code"] == "model_not_found"
+    monkeypatch.chdir(own)
+    arguments.model, provider.model_key = ".", (".", None, None)
+    assert [model["id"] for model in listed("/v1/models")["data"]] == names

@@ -1,0 +1,47 @@
+"""A text in pieces is cut where its first stop word is complete, and shown as far as is known."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.host.http.stop_words import StopWords
+
+PIECES = st.lists(st.text("ab ", max_size=4), max_size=12)
+WORDS = st.lists(st.text("ab ", max_size=4), max_size=3)
+
+
+def first_stop(text: str, words: list[str]) -> tuple[str, str | None]:
+    """Return the text before the stop word that is complete first, and that word."""
+    for end in range(len(text) + 1):
+        complete = [word for word in words if word and text[:end].endswith(word)]
+        if complete:
+            word = max(complete, key=len)
+            return text[: end - len(word)], word
+    return text, None
+
+
+@given(PIECES, WORDS)
+def test_the_text_is_cut_at_the_first_stop_word(pieces: list[str], words: list[str]) -> None:
+    stops, shown = StopWords(words), ""
+    for n, piece in enumerate(pieces, start=1):
+        shown += stops.cut(piece)
+        so_far = "".join(pieces[:n])
+        if stops.found is None:
+            held = so_far[len(shown) :]
+            assert so_far.startswith(shown)
+            assert not held or any(word.startswith(held) and word != held for word in words)
+    shown += stops.rest()
+    assert (shown, stops.found) == first_stop("".join(pieces), words)
+
+
+@given(st.text("ab "), WORDS, st.data())
+def test_how_the_text_is_cut_into_pieces_does_not_matter(
+    text: str, words: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    whole, pieces = StopWords(words), StopWords(words)
+    shown = whole.cut(text) + whole.rest()
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert "".join(map(pieces.cut, parts)) + pieces.rest() == shown
+    assert pieces.found == whole.found

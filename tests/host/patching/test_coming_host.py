@@ -1,0 +1,176 @@
+"""Changes of mlx-lm that are in sight do not stop the server, and what plugins see stays whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.cli.selftest import check_patch, check_startup
+from mlx_lm_kvpersist.error_forms import openai_error
+from mlx_lm_kvpersist.errors import PatchNotEffective, SignatureChanged
+from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.patching.patch import Patch, Signature
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.taken import Taken, TakenTokens
+from tests.support import ServerProcess, StartServer, coming_host, synthetic_text
+from tests.support.host import REPOSITORY
+
+ANSWERS = "/v1/answers"
+BODY = {"input": synthetic_text(400, seed=3)}
+BY_NAME = {patch.name: patch for patch in PATCHES}
+
+
+@pytest.fixture
+def coming(server: ModuleType) -> Iterator[ModuleType]:
+    """The server's module with changes that stand as pull requests, for one test."""
+    before, defaults = dict(vars(server)), server._run_http_server.__defaults__
+    coming_host.change(server)
+    yield server
+    server._run_http_server.__defaults__ = defaults
+    vars(server).clear()
+    vars(server).update(before)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_every_patch_takes_effect_on_the_coming_host(patch: Patch, coming: ModuleType) -> None:
+    check_patch(patch)
+
+
+def test_the_coming_host_starts_with_the_plugin(coming: ModuleType) -> None:
+    check_startup(["kvpersist"], [])
+
+
+def test_1409_the_prompt_cache_passes_on_what_it_does_not_know(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    class Grown(server.LRUPromptCache):  # type: ignore[name-defined,misc]
+        def fetch_nearest_cache(
+            self, model: Any, tokens: list[int], limit: int = 0, *, consume: bool = False
+        ) -> Any:
+            given.append((limit, consume))
+            return None, tokens
+
+        def insert_cache(
+            self,
+            model: Any,
+            tokens: list[int],
+            prompt_cache: Any,
+            owner: str = "",
+            *,
+            cache_type: str = "assistant",
+            pinned: bool = False,
+        ) -> None:
+            given.append((owner, cache_type, pinned))
+
+    monkeypatch.setattr(server, "LRUPromptCache", Grown)
+    BY_NAME["prompt_cache"].check_host()
+    cache = BY_NAME["prompt_cache"].replace(Grown)(10)
+    cache.fetch_nearest_cache("m", [1, 2], 3, consume=True)
+    cache.insert_cache("m", [1, 2], [], "me", cache_type="user", pinned=True)
+    assert given == [(3, True), ("me", "user", True)]
+    taken = TakenTokens([1, 2], Taken("probe", TakenRequest(Prompt([1, 2], [[1, 2]], ["user"]))))
+    taken.taken.caches, taken.taken.n_cached = ["caches"], 1
+    assert cache.fetch_nearest_cache("m", taken, consume=True) == (["caches"], [2])
+
+
+def test_a_parameter_that_the_host_requires_is_not_passed_on_blindly(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changed(server.LRUPromptCache):  # type: ignore[name-defined,misc]
+        def fetch_nearest_cache(self, model: Any, tokens: list[int], limit: int) -> Any: ...
+
+    monkeypatch.setattr(server, "LRUPromptCache", Changed)
+    with pytest.raises(SignatureChanged, match=r"is \(self, model, tokens, limit\)"):
+        BY_NAME["prompt_cache"].check_host()
+
+
+@pytest.mark.parametrize(
+    ("source", "fits"),
+    [
+        ("def f(a, b=1): ...", True),
+        ("def f(a, b=1, c=2): ...", True),
+        ("def f(a, c=2, b=1): ...", True),
+        ("def f(a, b=1, *args, c=None, **more): ...", True),
+        ("def f(a, b=2, c=2): ...", False),
+        ("def f(a, b=1, *, c): ...", False),
+        ("def f(b=1, c=2): ...", False),
+        ("def f(c, a, b=1): ...", False),
+    ],
+)
+def test_a_signature_may_grow_by_what_has_a_default(source: str, fits: bool) -> None:
+    module = ModuleType("host")
+    exec(source, vars(module))
+    expectation = Signature("f", "(a, b=1)", may_grow=True)
+    if fits:
+        expectation.check(module)
+    else:
+        with pytest.raises(SignatureChanged):
+            expectation.check(module)
+
+
+def test_1392_a_prompt_cache_that_is_not_made_here_is_noticed(
+    coming: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that holds the class itself would leave the patch without effect."""
+    stock = coming.LRUPromptCache
+    monkeypatch.setattr(coming, "make_lru_prompt_cache", lambda args: stock(10))
+    applied = BY_NAME["prompt_cache"].apply()
+    try:
+        with pytest.raises(PatchNotEffective, match="has no effect"):
+            BY_NAME["prompt_cache"].check()
+    finally:
+        applied.undo()
+
+
+@pytest.fixture(scope="module")
+def coming_server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    launcher = ("-m", "tests.support.coming_host")
+    return started.with_plugin(tiny_model, launcher=launcher, cwd=REPOSITORY)
+
+
+def ask(server: ServerProcess, **headers: str) -> tuple[dict[str, str], Any]:
+    """Ask the new path; return the headers of its reply, and what it says."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    status, found, body = server.request("POST", ANSWERS, BODY, named)
+    assert status == 200, body
+    return found, json.loads(body)
+
+
+def test_1207_a_new_path_that_generates_has_sessions_tenants_and_headers(
+    coming_server: ServerProcess,
+) -> None:
+    headers, first = ask(coming_server, X_Session_ID="new-path")
+    assert headers["x-kvpersist"].startswith("outcome=")
+    assert first["cached"] == 0
+    headers, again = ask(coming_server, X_Session_ID="new-path")
+    assert again["answer"] == first["answer"]
+    assert again["cached"] > 100
+    headers, other = ask(coming_server, X_KVPersist_Namespace="another")
+    assert other["cached"] == 0
+    requests = json.loads(coming_server.request("GET", "/v1/kvpersist/requests")[2])
+    assert [(each["session"], each["namespace"]) for each in requests[:3]] == [
+        (None, "another"),
+        ("new-path", ""),
+        ("new-path", ""),
+    ]
+
+
+def test_1207_a_request_that_a_plugin_refuses_is_refused_on_a_new_path(
+    coming_server: ServerProcess,
+) -> None:
+    keep = {"X-KVPersist-Keep": "perhaps"}
+    status, _, body = coming_server.request("POST", ANSWERS, BODY, keep)
+    assert (status, json.loads(body)) == (
+        400,
+        openai_error(400, "X-KVPersist-Keep is 'perhaps', expected yes or no"),
+    )
+    reply = coming_server.chat([{"role": "user", "content": "Hello?"}], max_tokens=2)
+    assert reply.completion_tokens > 0

@@ -1,0 +1,281 @@
+"""Every patch proves itself, says what it needs, and can be taken back."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache
+
+from mlx_lm_kvpersist.cli.selftest import check_patch
+from mlx_lm_kvpersist.errors import (
+    PatchError,
+    PatchNotEffective,
+    SelfTestFailed,
+    SignatureChanged,
+    TargetMissing,
+)
+from mlx_lm_kvpersist.host import install, manager, uninstall
+from mlx_lm_kvpersist.host.patching import versions
+from mlx_lm_kvpersist.host.patching.patch import (
+    PATCH_SET,
+    Patch,
+    PatchSet,
+    Signature,
+    Uses,
+    written_signature,
+)
+from mlx_lm_kvpersist.host.patching.patches import PATCHES, SEVERAL_GPUS, PatchChecks, needed
+from tests.support.host import plugged
+
+from ..plugins import Echo
+
+each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+
+
+@each_patch
+def test_probe_fails_on_the_unpatched_host(patch: Patch, server: ModuleType) -> None:
+    # "has no effect", not "could not be verified": the probe saw a stock server work.
+    with pytest.raises(PatchNotEffective, match="has no effect"):
+        patch.check()
+
+
+@each_patch
+def test_probe_passes_with_its_patch_alone_and_fails_after_undo(
+    patch: Patch, server: ModuleType
+) -> None:
+    stock = getattr(patch.module, patch.attribute)
+    applied = patch.apply()
+    try:
+        assert getattr(patch.module, patch.attribute) is not stock
+        patch.check()
+    finally:
+        applied.undo()
+    assert getattr(patch.module, patch.attribute) is stock
+    with pytest.raises(PatchNotEffective, match="has no effect"):
+        patch.check()
+
+
+@each_patch
+def test_probe_passes_with_all_patches_and_asks_no_real_plugin(
+    patch: Patch, patched_server: ModuleType
+) -> None:
+    echo = Echo()
+    with plugged(echo):
+        patch.check()
+    assert echo.calls == []
+
+
+@each_patch
+def test_missing_target_is_named_and_nothing_stays_patched(
+    patch: Patch, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(server))
+    with monkeypatch.context() as doctored:
+        doctored.delattr(patch.module, patch.attribute)
+        with pytest.raises(TargetMissing, match=patch.attribute):
+            PATCH_SET.apply(PATCHES)
+        assert not PATCH_SET.is_applied
+    assert vars(server) == before
+
+
+@pytest.mark.parametrize(
+    ("patch", "name"),
+    [(patch, e.name) for patch in PATCHES for e in patch.expect if isinstance(e, Signature)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_changed_signature_is_named(
+    patch: Patch, name: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner_name, _, attribute = name.rpartition(".")
+    owner = getattr(patch.module, owner_name) if owner_name else patch.module
+
+    def changed(self: Any, /, surprise: int = 3) -> None: ...
+
+    monkeypatch.setattr(owner, attribute, changed)
+    with pytest.raises(SignatureChanged, match=r"surprise=3.*expected \(.*update") as caught:
+        patch.check_host()
+    assert name in str(caught.value)
+    with pytest.raises(SignatureChanged):
+        PATCH_SET.apply(PATCHES)
+    assert not PATCH_SET.is_applied
+
+
+@pytest.mark.parametrize(
+    ("patch", "expectation"),
+    [(patch, e) for patch in PATCHES for e in patch.expect if isinstance(e, Uses)],
+    ids=lambda value: f"{value.name}-{value.uses}" if isinstance(value, Uses) else value.name,
+)
+def test_a_global_that_the_host_no_longer_uses_is_named(
+    patch: Patch, expectation: Uses, server: ModuleType
+) -> None:
+    expectation.check(patch.module)
+    with pytest.raises(SignatureChanged, match="no longer uses"):
+        Uses(expectation.name, "not_" + expectation.uses).check(patch.module)
+
+
+def test_a_patch_that_fails_undoes_those_before_it(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stock: Any) -> Any:
+        raise RuntimeError("cannot be replaced")
+
+    last = PATCHES[-1]
+    broken = Patch(last.name, last.target, last.why, last.expect, refuse, last.verify)
+    before = dict(vars(server))
+    with pytest.raises(RuntimeError, match="cannot be replaced"):
+        PATCH_SET.apply((*PATCHES[:-1], broken))
+    assert vars(server) == before
+    assert not PATCH_SET.is_applied
+
+
+def test_two_patches_of_one_target_are_undone(server: ModuleType) -> None:
+    stock = server.convert_chat
+    given: Any = {"target": "mlx_lm.server:convert_chat", "why": "", "expect": ()}
+    twice = [Patch(name, replace=lambda below: [below], verify=print, **given) for name in "ab"]
+    patches = PatchSet()
+    patches.apply(twice)
+    assert server.convert_chat == [[stock]]
+    patches.undo()
+    assert server.convert_chat is stock
+
+
+def test_nothing_leaks(server: ModuleType) -> None:
+    """Other users of mlx_lm in the process see what they saw before."""
+    names = ("mlx_lm", "mlx_lm.models.cache", "mlx_lm.generate", "mlx_lm.utils", "argparse")
+    modules = [importlib.import_module(name) for name in names]
+    before = [dict(vars(module)) for module in modules]
+    stock = {
+        cls: dict(vars(cls))
+        for cls in vars(server).values()
+        if isinstance(cls, type) and cls.__module__.startswith("mlx_lm")
+    }
+    server_before = dict(vars(server))
+    PATCH_SET.apply(PATCHES)
+    try:
+        changed = {k for k, v in vars(server).items() if server_before.get(k) is not v}
+        assert changed == {patch.attribute for patch in PATCHES if patch.module is server}
+        for patch in PATCHES:
+            patch.check()
+        assert [dict(vars(module)) for module in modules] == before
+        assert {cls: dict(vars(cls)) for cls in stock} == stock
+    finally:
+        PATCH_SET.undo()
+    assert vars(server) == server_before
+
+
+def test_attention_over_packed_keys_is_the_only_change_outside_the_server(
+    server: ModuleType,
+) -> None:
+    (patch,) = (patch for patch in PATCHES if patch.module is not server)
+    before = dict(vars(patch.module))
+    PATCH_SET.apply(PATCHES)
+    try:
+        changed = {k for k, v in vars(patch.module).items() if before.get(k) is not v}
+        assert changed == {"quantized_scaled_dot_product_attention"}
+    finally:
+        PATCH_SET.undo()
+    assert vars(patch.module) == before
+
+
+def test_stocks_own_packed_keys_are_attended_to_once_by_stock(server: ModuleType) -> None:
+    patch = next(patch for patch in PATCHES if patch.name == "attention")
+    calls: list[tuple[Any, ...]] = []
+
+    def stock(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "stock's"
+
+    attention = patch.replace(stock)
+    keys = QuantizedKVCache(group_size=32, bits=4).update_and_fetch(
+        mx.ones((1, 1, 2, 32)), mx.ones((1, 1, 2, 32))
+    )
+    assert attention("queries", *keys, scale=2.0, mask=None, group_size=32, bits=4) == "stock's"
+    assert calls == [(("queries", *keys, 2.0, None), {"group_size": 32, "bits": 4})]
+
+
+def test_install_twice_patches_once(server: ModuleType) -> None:
+    install([])
+    try:
+        patched = server.run
+        install([])
+        assert server.run is patched
+    finally:
+        uninstall()
+    assert server.run is not patched
+
+
+def test_patches_are_probed_before_plugins_test_themselves(patched_server: ModuleType) -> None:
+    echo = Echo()
+    with plugged(echo, PatchChecks()):
+        PATCH_SET.undo()
+        with pytest.raises(PatchNotEffective):
+            manager.ask("self_test")
+        assert echo.calls == []
+        PATCH_SET.apply(PATCHES)
+        manager.ask("self_test")
+        assert echo.calls == [["self_test"]]
+
+
+def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:
+    patch = PATCHES[0]
+    blind = Patch(
+        patch.name, patch.target, patch.why, patch.expect, patch.replace, lambda server: None
+    )
+    with pytest.raises(SelfTestFailed, match="proves nothing"):
+        check_patch(blind)
+
+
+def test_every_supported_version_is_a_patch_error_away(server: ModuleType) -> None:
+    assert issubclass(TargetMissing, PatchError)
+    assert versions.is_known(versions.installed("mlx-lm"), versions.installed("mlx"))
+
+
+def test_signatures_are_written_alike_by_every_python() -> None:
+    def function(a: int, b: type = dict, *, c: str = "x", d: float | None = None) -> None: ...
+
+    assert written_signature(function) == "(a, b=..., *, c='x', d=None)"
+
+
+def test_clearing_the_cache_is_replaced_beside_several_gpus_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mx, "device_count", lambda kind: 1)
+    assert SEVERAL_GPUS not in needed()
+    monkeypatch.setattr(mx, "device_count", lambda kind: 2)
+    assert SEVERAL_GPUS in needed()
+
+
+def test_a_thread_computes_after_it_cleared_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation takes a thread back to its GPU. Made-up MLX: clearing leaves the GPU."""
+    place = ["first"]
+    stock_eval = mx.eval
+
+    def evaluate(*args: Any) -> None:
+        stock_eval(*args)
+        place.append("first")
+
+    monkeypatch.setattr(mx, "clear_cache", lambda: place.append("last"))
+    monkeypatch.setattr(mx, "eval", evaluate)
+    applied = SEVERAL_GPUS.apply()
+    try:
+        mx.clear_cache()
+    finally:
+        applied.undo()
+    assert place == ["first", "last", "first"]
+
+
+def test_a_gpu_whose_buffers_cannot_be_read_fails_the_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    SEVERAL_GPUS.check()
+
+    def failing(*args: Any) -> None:
+        raise RuntimeError("cudaMemcpy(data, buf.data, buf.size, kind) failed: invalid argument")
+
+    monkeypatch.setattr(mx, "array", failing)
+    with pytest.raises(PatchNotEffective, match=r"has no effect.*invalid argument"):
+        SEVERAL_GPUS.check()

@@ -1,0 +1,150 @@
+"""A generation thread that ends, ends the server: clients are told, turns are written."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+
+from mlx_lm_kvpersist.errors import GenerationStopped
+from mlx_lm_kvpersist.host.patching.probes import ARGS
+from mlx_lm_kvpersist.host.scheduling.response_generator import RequestQueue
+from tests.support import ServerProcess, wait_until
+from tests.support.host import Environment
+
+USER = [{"role": "user", "content": "Hello?"}]
+CHAT = "/v1/chat/completions"
+LONG = {"messages": USER, "max_tokens": 100_000}
+
+
+class InThread(threading.Thread):
+    """Runs a function in a thread and keeps what it returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        self.result = self.function()
+
+
+def test_a_dead_generation_thread_ends_the_server(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "calls.json"
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(record), "--plugin", "failing"),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+        env={"FAIL_IN": "generation"},
+    ) as server:
+        events = server.events(CHAT, {**LONG, "stream": True})
+        next(events)
+        streamed = InThread(lambda: list(events))
+        whole = InThread(lambda: server.request("POST", CHAT, LONG))
+        wait_until(lambda: server.log.count("progress") >= 2, "two requests being served")
+        start = time.monotonic()
+        killer = server.request("POST", CHAT, {"messages": USER, "top_k": 13})
+        health = server.request("GET", "/health")
+        later = server.request("POST", CHAT, {"messages": USER})
+        whole.join(5)
+        streamed.join(5)
+        status = server.wait(10)
+        assert time.monotonic() - start < 8
+    for found in (killer, whole.result, later):
+        assert found[0] == 503, found
+        assert int(found[1]["retry-after"]) > 0
+        assert "RuntimeError: ended by a test" in json.loads(found[2])["error"]["message"]
+    assert health[0] == 503
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]
+    assert status == 1
+    assert server.log.splitlines()[-1] == (
+        "mlx_lm.server --plugin echo --plugin failing: the server ends: its generation thread "
+        "was stopped by RuntimeError: ended by a test"
+    )
+    assert json.loads(record.read_text())[-1] == ["shutdown"]
+
+
+def test_whoever_waits_when_the_queue_closes_is_answered() -> None:
+    requests = RequestQueue()
+    waiting: Queue[Any] = Queue()
+    requests.put((waiting, "request", "args"))
+    assert requests.get_nowait()[0] is waiting  # being served: it is not in the queue any more
+    error = GenerationStopped("the end")
+    requests.close(error)
+    assert waiting.get_nowait() is error
+    with pytest.raises(GenerationStopped):
+        requests.put((Queue(), "request", "args"))
+
+
+def test_nobody_slips_in_while_the_queue_closes() -> None:
+    is_there = threading.Event()
+
+    class Slow(WeakSet[Any]):
+        def add(self, item: Any) -> None:
+            is_there.set()
+            time.sleep(0.1)
+            super().add(item)
+
+    requests, waiting = RequestQueue(), Queue[Any]()
+    requests._reply_queues = Slow()
+    late = InThread(lambda: requests.put((waiting, "request", "args")))
+    assert is_there.wait(5)
+    requests.close(error := GenerationStopped("the end"))
+    late.join()
+    assert waiting.get_nowait() is error
+
+
+def test_the_end_is_told_whatever_provides_the_model(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider of mlx-lm's own tests has no `is_ready`; what ended the thread is still told."""
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("bad luck")
+
+    monkeypatch.setattr(patched_server.ResponseGenerator.__mro__[2], "_generate", fail)
+    monkeypatch.setattr("_thread.interrupt_main", lambda *args: None)
+    provider = SimpleNamespace(cli_args=ARGS)
+    generator = patched_server.ResponseGenerator(provider, None)
+    generator.join()
+    with pytest.raises(GenerationStopped, match="stopped by RuntimeError: bad luck"):
+        generator.requests.put((Queue(), None, None))
+
+
+def test_a_server_that_takes_no_requests_is_not_healthy(patched_server: ModuleType) -> None:
+    generator = object.__new__(patched_server.ResponseGenerator)
+    generator.model_provider = SimpleNamespace(is_ready=True)
+    generator._generation_thread = threading.current_thread()
+    generator.requests = Queue()
+    assert generator.is_healthy
+    generator.requests.refuse(GenerationStopped("the end"))
+    assert not generator.is_healthy
+
+
+def test_a_server_that_is_stopped_answers_whoever_waits(
+    environment: Environment, tiny_model: Path, tmp_path: Path
+) -> None:
+    with ServerProcess(
+        tiny_model,
+        *("--plugin", "echo", "--echo-file", str(tmp_path / "calls.json")),
+        python=str(environment.python),
+        log_path=tmp_path / "server.log",
+    ) as server:
+        events = server.events(CHAT, {**LONG, "stream": True})
+        next(events)
+        streamed = InThread(lambda: list(events))
+        assert server.terminate(25.0) == 0
+        streamed.join(5)
+    assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from mlx_lm_kvpersist.host.scheduling.pace import Pace
+
+
+def test_pace_is_careful_where_nothing_is_known() -> None:
+    pace = Pace()
+    assert pace.tokens(0, 1.0) == 0
+    pace.learn(0, 500, 0.5)
+    assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+    assert pace.tokens(0, 9.0) == pytest.approx(2000, abs=1)  # four times as many at once
+    for seconds, n_tokens in ((1.0, 500), (2.0, 1000)):  # twice as slow so far from the start
+        assert pace.tokens(5000, seconds) == pytest.approx(n_tokens, abs=1)
+    for n in (300, 500):
+        pace.learn(5000, n, n * 4e-3)
+    assert pace.tokens(5000, 1.0) == pytest.approx(250, abs=1)
+    assert pace.tokens(0, 1.0) == pytest.approx(1000, abs=1)
+
+
+def test_pace_goes_by_the_nearest_place_that_it_knows() -> None:
+    pace = Pace()
+    for position, seconds in ((5000, 1.0), (50_000, 5.0)):
+        pace.learn(position, 500, seconds)
+    assert pace.tokens(0, 1.0) == pytest.approx(500, abs=1)
+
+
+def test_pace_of_one_chunk_is_that_of_its_tokens() -> None:
+    """Only a short one may be all overhead; one that was quick enough tells nothing of that."""
+    short, long = Pace(), Pace()
+    short.learn(0, 32, 0.01)
+    assert short.tokens(0, 1.0) == 128
+    long.learn(0, 512, 1.0)
+    assert long.tokens(0, 0.5) == 256
+
+
+@pytest.mark.parametrize(
+    ("overhead_s", "quick", "slow"), [(0.025, 150, 37), (0.045, 256, 150), (0.2, 256, 256)]
+)
+def test_pace_tells_what_a_chunk_costs_from_what_its_tokens_do(
+    overhead_s: float, quick: int, slow: int
+) -> None:
+    """Small chunks are mostly overhead; taken for the cost of tokens, they would stay small."""
+    pace, n_tokens = Pace(), 32
+    for _ in range(20):
+        pace.learn(5000, n_tokens, overhead_s + n_tokens * 1e-4)
+        n_tokens = max(32, pace.tokens(5000, 0.04))
+    assert n_tokens == pytest.approx(quick, abs=2)
+    for _ in range(40):  # the device slows down
+        pace.learn(5000, n_tokens, overhead_s + n_tokens * 4e-4)
+        n_tokens = max(32, pace.tokens(5000, 0.04))
+    assert 32 <= n_tokens <= slow + 2
+
+
+def test_a_kernel_that_is_compiled_is_no_slow_device() -> None:
+    pace = Pace()
+    for n_tokens in (256, 512, 256, 512):
+        pace.learn(5000, n_tokens, 0.02 + n_tokens * 1e-4)
+    before = pace.tokens(5000, 0.1)
+    pace.learn(5000, 384, 3.0)
+    assert pace.tokens(5000, 0.1) == before
+    pace.learn(5000, 1024, 1.5 * (0.02 + 1024e-4))  # this much slower is a slower device
+    assert before / 2 < pace.tokens(5000, 0.1) < before
+    before = pace.tokens(5000, 0.1)
+    pace.learn(5000, 384, 3.0)
+    assert pace.tokens(5000, 0.1) < before / 2
+
+
+def test_the_time_of_a_prompt_adds_up_over_its_positions() -> None:
+    pace = Pace()
+    assert pace.seconds(0, 1000) is None
+    for position, token_s in ((0, 1e-3), (4096, 2e-3), (8192, 4e-3)):
+        for n_tokens in (256, 512, 256, 512):
+            pace.learn(position, n_tokens, n_tokens * token_s)
+    for position, n_tokens, seconds in (
+        (0, 4096, 4.096),
+        (4096, 1000, 2.0),
+        (4000, 1096, 0.096 + 2.0),
+        (0, 16_384, 4.096 + 8.192 + 32.768),
+        (1 << 20, 10, 0.04),
+        (5000, 0, 0.0),
+    ):
+        assert pace.seconds(position, n_tokens) == pytest.approx(seconds)
+
+
+def test_the_time_of_a_prompt_does_not_depend_on_the_chunks_that_were_measured() -> None:
+    """Beside replies chunks are short: their overhead is told apart, and paid once a long chunk."""
+    found = []
+    for sizes in ((512, 2048), (32, 64, 96)):
+        pace = Pace()
+        for n_tokens in sizes * 4:
+            pace.learn(0, n_tokens, 0.05 + n_tokens * 1e-3)
+        found.append(pace.seconds(0, 4096))
+    assert found[0] == pytest.approx(4096 * 1e-3 + 8 * 0.05)
+    assert found[1] == pytest.approx(found[0])
+
+
+def test_a_few_short_chunks_tell_nothing_of_a_long_prompt() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.learn(0, 20, 0.5)
+    assert pace.seconds(0, 4096) is None
+
+
+def test_the_pace_is_described_by_position() -> None:
+    pace = Pace()
+    assert pace.describe() == {}
+    pace.learn(0, 512, 1.0)
+    pace.learn(5000, 512, 2.0)
+    assert pace.describe() == {"0": 512.0, "4096": 256.0}

@@ -1,0 +1,624 @@
+"""Prompts beside replies: their order, their chunks, and what ends one of them alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.taken import Taken, TakenTokens
+from mlx_lm_kvpersist.request.speed import Speed
+from mlx_lm_kvpersist.store.tier import DISK
+from tests.support.host import plugged
+
+VOCABULARY = 1 << 14
+POISON = VOCABULARY - 1
+
+
+class Counting:
+    """A model that answers every token with the next number; its keys are the ids it has read."""
+
+    layers = (None,)
+    make_cache: Any
+
+    def __init__(self) -> None:
+        self.computed: list[list[int]] = []
+        self.failing_step = False
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        read: Any = ids.tolist()
+        if any(POISON in row for row in read) or (self.failing_step and len(read) > 1):
+            raise RuntimeError("bad luck")
+        self.computed.append([len(row) for row in read])
+        keys = mx.broadcast_to(ids[:, None, :, None], (*ids.shape[:1], 1, ids.shape[1], 8))
+        cache[0].update_and_fetch(keys.astype(mx.float32), keys.astype(mx.float32))
+        follow = (ids[..., None] + 1) % VOCABULARY
+        return mx.where(mx.arange(VOCABULARY) == follow, 1.0, 0.0)
+
+
+class Plugin:
+    """Takes requests and sees what is saved of them."""
+
+    def __init__(self, limits: PrefillLimits) -> None:
+        self.limits = limits
+        self.saved: list[tuple[Any, str, list[int], list[int]]] = []
+
+    def limit(self, model: Counting) -> None:
+        """Have the model's prompts computed within the limits."""
+        support = ModelSupport(list, limits=self.limits)
+        model.make_cache = PluginCaches(model, "saves", support)
+
+
+class Saving(TakenRequest):
+    """Notes what is saved of a request, by the first id of its prompt."""
+
+    def __init__(self, plugin: Plugin, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.plugin = plugin
+
+    def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
+        saved = self.prompt.ids[0], cache_type, list(tokens), keys_of(caches)
+        self.plugin.saved.append(saved)
+
+
+def keys_of(caches: list[Any]) -> list[int]:
+    keys: list[int] = caches[0].state[0][0, 0, :, 0].astype(mx.int32).tolist()
+    return keys
+
+
+class Client:
+    """One request, from its prompt to the reply as stock would pass it on."""
+
+    def __init__(self, plugin: Any, first: int, n_prompt: int) -> None:
+        self.ids = list(range(first, first + n_prompt))
+        self.request = SimpleNamespace(client_gone=False)
+        self.queue: Queue[Any] = Queue()
+        self.reply = ReplyQueue(self.queue, self.request)
+        self.context = SimpleNamespace(stopped=False, _should_stop=False)
+        self.context.stop = lambda: setattr(self.context, "_should_stop", True)
+        self.reply.put(self.context)
+        prompt = Prompt(self.ids, [self.ids], ["user"])
+        taken = Taken("saves", Saving(plugin, prompt))
+        taken.reply = self.reply
+        self.tokens = TakenTokens(self.ids, taken)
+        self.answer: list[int] = []
+        self.uid = -1
+
+    @property
+    def error(self) -> Any:
+        items = [self.queue.get() for _ in range(self.queue.qsize())]
+        return next((item for item in items if isinstance(item, Exception)), None)
+
+
+class Serving:
+    """The server's batch generator, driven as the server's loop does."""
+
+    def __init__(self, generator: Any, plugin: Plugin, model: Counting) -> None:
+        self.generator, self.plugin, self.model = generator, plugin, model
+        self.clients: dict[int, Client] = {}
+        self.order: list[int] = []
+        """Whose prompt each step went on with, by its first id."""
+        self.progress: list[tuple[int, int]] = []
+        self.segment_ends: list[tuple[list[int], list[int]]] = []
+        """The tokens and the keys of each prompt where a segment ended: there stock saves."""
+
+    def ask(
+        self, first: int, n_prompt: int, max_tokens: int = 4, *, is_taken: bool = True
+    ) -> Client:
+        client = Client(self.plugin, first, n_prompt)
+        (client.uid,) = self.generator.insert_segments(
+            segments=[[client.ids[: n_prompt // 2], client.ids[n_prompt // 2 :]]],
+            max_tokens=[max_tokens],
+            caches=[[KVCache()]],
+            all_tokens=[client.tokens[:0] if is_taken else []],
+        )
+        self.clients[client.uid] = client
+        return client
+
+    def step(self) -> None:
+        prompts, replies = self.generator.next()
+        ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
+        for caches, tokens in self.generator.extract_cache(ended).values():
+            self.segment_ends.append((list(tokens), keys_of(caches)))
+        gone = []
+        for response in prompts:
+            client = self.clients[response.uid]
+            self.order.append(client.ids[0])
+            self.progress.append(response.progress)
+            client.reply.put(response.progress)
+            if client.context._should_stop:
+                gone.append(response.uid)
+        for response in replies:
+            client = self.clients[response.uid]
+            client.reply.put(response)
+            client.answer.append(response.token)
+            if client.context._should_stop:
+                gone.append(response.uid)
+        self.generator.remove(gone)
+
+    def run(self, *clients: Client, most: int = 500) -> None:
+        for _ in range(most):
+            self.step()
+            if all(len(client.answer) == 4 for client in clients):
+                return
+        raise AssertionError([len(client.answer) for client in clients])
+
+
+def right_answer(client: Client) -> list[int]:
+    return [client.ids[-1] + n for n in range(1, 5)]
+
+
+@pytest.fixture
+def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
+    made = []
+
+    def start(most: int = 64, max_stall_s: float = 1.0) -> Serving:
+        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most))
+        plugin.limit(model := Counting())
+        stream = mx.default_stream(mx.default_device())
+        generator = patched_server.BatchGenerator(model, stream=stream)
+        made.append(generator)
+        return Serving(generator, plugin, model)
+
+    yield start
+    for generator in reversed(made):
+        generator.close()
+
+
+def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=70)
+    clients = [serving.ask(1000 * i, n) for i, n in enumerate((400, 31, 200), 1)]
+    serving.run(*clients)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    prompts = [rows for rows in serving.model.computed if rows != [1] * len(rows)]
+    assert max(len(rows) for rows in prompts) == 1 and max(prompts) == [64]
+
+
+@pytest.mark.parametrize(
+    ("most", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 5, 14])]
+)
+def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
+    serve: Callable[..., Serving], most: int, chunks: list[int]
+) -> None:
+    serving = serve(most=most)
+    serving.run(client := serving.ask(1000, 40))
+    assert client.answer == right_answer(client)
+    assert [rows[0] for rows in serving.model.computed[: len(chunks)]] == chunks
+
+
+def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving]) -> None:
+    """Else the next step of the replies would wait for it, however long it is."""
+    serving = serve(most=64)
+    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not look at
+    gc.collect()
+    before = mx.get_active_memory()
+    serving.step()
+    assert mx.get_active_memory() - before >= serving.generator.prompt_cache_nbytes > 0
+
+
+@pytest.mark.parametrize("unused_bytes", [1 << 10, 1 << 40])
+def test_freed_memory_above_the_plugins_limit_is_given_back(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, unused_bytes: int
+) -> None:
+    serving = serve(most=64)
+    serving.ask(1000, 600)
+    cleared: list[None] = []
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: unused_bytes)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(None))
+    for _ in range(3):
+        serving.step()
+    assert len(cleared) == (3 if unused_bytes > serving.plugin.limits.max_unused_bytes else 0)
+
+
+def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    long = serving.ask(1000, 2000)
+    serving.step()
+    short = serving.ask(5000, 60)
+    while not short.answer:
+        serving.step()
+    assert serving.order.count(1000) <= 3  # the chunk before it, and beside its last steps
+    n_short, begun = 0, len(serving.order)
+    while not long.answer:
+        n_short += 1
+        serving.ask(6000 + 40 * n_short, 30, max_tokens=1)
+        serving.step()
+        assert len(serving.order) < 2000
+    turns = serving.order[begun:]
+    others = [turn for turn in turns if turn != 1000]
+    n_chunks = len(turns) - len(others)
+    n_at_once = serving.generator.prefill_batch_size
+    assert n_chunks >= 2000 // 64 - 1 and n_short <= n_at_once * (n_chunks + 2)
+    assert long.answer[0] == 3000
+
+
+def test_a_prompt_that_is_nearly_done_goes_before_a_shorter_one(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    serving.ask(1000, 800)
+    for _ in range(10):
+        serving.step()
+    serving.ask(5000, 300)
+    serving.step()
+    assert serving.order == [1000] * 11
+
+
+def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    client = serving.ask(1000, 300)
+    serving.run(client)
+    saved = [(kind, len(tokens)) for _, kind, tokens, _ in serving.plugin.saved]
+    # Where a segment ends the server saves; the last chunk of each is not saved twice.
+    assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 192), ("prefill", 256)]
+    for handle, _, tokens, keys in serving.plugin.saved:
+        assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
+
+
+def test_the_server_is_told_how_far_a_prompt_is(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.run(client := serving.ask(1000, 300))
+    assert serving.progress == [(n, 300) for n in (64, 128, 150, 192, 256, 299, 300)]
+    assert serving.segment_ends == [(client.ids[:n],) * 2 for n in (150, 299)]
+
+
+def test_a_segment_of_one_token_is_not_the_last(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.run(client := serving.ask(1000, 3))
+    assert client.answer == right_answer(client)
+
+
+def test_without_limits_of_a_plugin_stock_computes_prompts(patched_server: ModuleType) -> None:
+    model = Counting()
+    stream = mx.default_stream(mx.default_device())
+    with plugged():
+        generator = patched_server.BatchGenerator(model, stream=stream)
+        serving = Serving(generator, Plugin(PrefillLimits(1.0, lambda position: 64)), model)
+        serving.run(*(clients := [serving.ask(1000 * n, 40) for n in (1, 2)]))
+        generator.close()
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    assert any(len(rows) == 2 and rows[0] > 1 for rows in model.computed)
+
+
+@pytest.mark.parametrize("n_prompts", [1, 8])
+def test_no_more_at_a_time_than_the_server_allows(
+    serve: Callable[..., Serving], n_prompts: int
+) -> None:
+    serving = serve(most=64)
+    serving.generator.completion_batch_size = 2
+    serving.generator.prefill_batch_size = n_prompts
+    clients = [serving.ask(1000 * n, 50, max_tokens=12) for n in range(1, 6)]
+    while not all(len(client.answer) == 12 for client in clients):
+        serving.step()
+        assert len(serving.generator._prefills) <= n_prompts
+    assert max(map(len, serving.model.computed)) == 2
+
+
+def test_a_request_that_no_plugin_took_is_computed_too(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 1
+    clients = [serving.ask(1000 * n, 100, is_taken=False) for n in (1, 2)]
+    serving.run(*clients)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    bad = serving.ask(POISON - 50, 51, is_taken=False)
+    with pytest.raises(RuntimeError, match="bad luck"):
+        serving.run(bad)
+
+
+def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 2
+    decoding, stays = serving.ask(1000, 20, 4000), serving.ask(2000, 500)
+    while not decoding.answer:
+        serving.step()
+    prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 700)
+    serving.step()
+    assert prefilling.uid in [one.uid for one in serving.generator._prefills]
+    assert waiting.uid in [one[0] for one in serving.generator._unprocessed_sequences]
+    for client in (decoding, prefilling, waiting):
+        client.request.client_gone = True
+    serving.order.clear()
+    serving.step()
+    gone = decoding, prefilling, waiting
+    # Stock forgets a request after a response.
+    assert {3000, 4000} <= set(serving.order)
+    assert all(isinstance(client.error, ClientGone) for client in gone)
+    assert not serving.generator.extract_cache([client.uid for client in gone])
+    n_computed = len(serving.model.computed)
+    serving.run(stays)
+    assert stays.answer == right_answer(stays) and len(serving.model.computed) - n_computed < 20
+
+
+def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=64)
+    decoding = serving.ask(1000, 20, 100)
+    while not decoding.answer:
+        serving.step()
+    computed = serving.ask(2000, 300)
+    serving.step()
+    uids = [decoding.uid, computed.uid]
+    removed = serving.generator.remove(uids, return_prompt_caches=True)
+    for client in (decoding, computed):
+        caches, tokens = removed[client.uid]
+        assert keys_of(caches)[: len(tokens)] == tokens
+        assert tokens[:20] == client.ids[:20]
+    assert not serving.generator.extract_cache(uids) and not serving.generator._prefills
+    other = serving.ask(3000, 300)
+    serving.step()
+    assert serving.generator.remove([other.uid]) == {}
+
+
+def test_clients_that_left_cost_neither_time_nor_lines_of_the_log(
+    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = serve(most=64)
+    serving.generator.prefill_batch_size = 1
+    clients = [serving.ask(1000 * n, 300) for n in (1, 2)]
+    serving.step()
+    for client in clients:
+        client.request.client_gone = True
+    serving.model.computed.clear()
+    serving.step()
+    assert not serving.model.computed and not caplog.records
+
+
+def test_an_error_in_a_prompt_ends_this_request_alone(
+    serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = serve(most=64)
+    good = serving.ask(1000, 200)
+    bad = serving.ask(POISON - 150, 151)
+    serving.run(good)
+    assert good.answer == right_answer(good)
+    assert "bad luck" in str(bad.error) and bad.context._should_stop and not bad.answer
+    assert "bad luck" in caplog.text
+    assert not serving.generator.extract_cache([bad.uid])
+    serving.run(again := serving.ask(2000, 70))
+    assert again.answer == right_answer(again)
+
+
+def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Serving]) -> None:
+    """The server removes those that failed only when the batch's time is over."""
+    serving = serve(most=64)
+    pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
+    while not all(client.answer for client in pair):
+        serving.step()
+    joins = serving.ask(3000, 2)
+    serving.step()
+    serving.model.failing_step = True
+    for _ in range(3):
+        serving.generator.next()
+    assert all("bad luck" in str(client.error) for client in pair)
+    assert not joins.context._should_stop
+
+
+def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
+    serve: Callable[..., Serving],
+) -> None:
+    def most(position: int) -> int:
+        if position >= 200:
+            raise RuntimeError("bad luck")
+        return 64
+
+    serving = serve(most=64)
+    serving.generator._limits = PrefillLimits(1.0, most)
+    good, bad = serving.ask(1000, 200), serving.ask(2000, 400)
+    serving.run(good)
+    assert good.answer == right_answer(good)
+    while not bad.context._should_stop:
+        serving.step()
+    assert "bad luck" in str(bad.error) and not bad.answer
+
+
+def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
+    while not all(client.answer for client in pair):
+        serving.step()
+    serving.model.failing_step = True
+    serving.step()
+    assert all("bad luck" in str(client.error) for client in pair)
+    serving.model.failing_step = False
+    serving.run(again := serving.ask(3000, 70))
+    assert again.answer == right_answer(again)
+
+
+@pytest.mark.parametrize(("step_s", "most"), [(0.0, 512), (0.1, 256)])
+def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, step_s: float, most: int
+) -> None:
+    """A clock that goes on by 0.35 ms a token stands for a device; a step takes time, too."""
+    now_s = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.batch_generator.time", clock)
+    serving = serve(most=4096, max_stall_s=0.2)
+    computed = Counting.__call__
+
+    def slow(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+        nonlocal now_s
+        now_s += 0.35e-3 * ids.shape[1] if ids.shape[1] > 1 else step_s
+        return computed(model, ids, cache)
+
+    monkeypatch.setattr(Counting, "__call__", slow)
+    alone = serving.ask(1000, 9000, 500)
+    serving.step()
+    while not alone.answer:
+        serving.step()
+    longest = max(max(rows) for rows in serving.model.computed)
+    assert longest == 768  # what less than 0.3 s takes
+    serving.model.computed.clear()
+    beside = serving.ask(11_000, 3000)
+    while not beside.answer:
+        serving.step()
+    chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
+    assert max(chunks) <= most and sum(chunks) == 2999
+    assert sorted(chunks)[len(chunks) // 2] == most
+
+
+@pytest.mark.parametrize("n_beside", [0, 3])
+def test_replies_beside_a_prompt_do_not_change_the_pace_that_is_learned(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
+) -> None:
+    """A device that is given work ahead, as MLX gives it: a chunk waits for the replies' step."""
+    now_s = given_s = built_s = 0.0
+
+    class Device:
+        """Stands for `mx` in our own code: work is done when it is waited for."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+        def synchronize(self) -> None:
+            nonlocal now_s, given_s
+            now_s, given_s = now_s + given_s, 0.0
+
+        def eval(self, *arrays: Any) -> None:
+            nonlocal given_s, built_s
+            given_s, built_s = given_s + built_s, 0.0
+            self.synchronize()
+            mx.eval(*arrays)
+
+    computed = Counting.__call__
+
+    def timed(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+        nonlocal given_s, built_s
+        if ids.shape[1] > 1:
+            built_s += 0.02 + 1e-3 * ids.shape[1]
+        else:
+            given_s += 0.08  # stock evaluates a step ahead
+        return computed(model, ids, cache)
+
+    serving = serve(most=4096, max_stall_s=0.4)
+    clock = SimpleNamespace(perf_counter=lambda: now_s)
+    generator = "mlx_lm_kvpersist.host.scheduling.batch_generator"
+    monkeypatch.setattr(f"{generator}.time", clock)
+    monkeypatch.setattr(f"{generator}.mx", Device())
+    monkeypatch.setattr(Counting, "__call__", timed)
+    for n in range(n_beside):
+        running = serving.ask(1000 * n, 20, 4000)
+        while not running.answer:
+            serving.step()
+    speed = Speed(pace=serving.plugin.limits.pace)
+    for first in (4000, 9000):
+        asked = serving.ask(first, 4000)
+        while not asked.answer:
+            serving.step()
+    chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
+    assert (max(chunks) == 256) is (n_beside > 0)
+    assert speed.pace.seconds(0, 4000) == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
+    speed.restores[DISK].learn(1 << 30, 1.0)
+    for seconds, is_restored in ((3.5, True), (4.7, False)):
+        assert speed.is_restored(0, 4000, {DISK: int(seconds * (1 << 30))}) is is_restored
+
+
+class Unmergeable(KVCache):  # type: ignore[misc]
+    """A cache that cannot become a batch, or join one."""
+
+    def merge(self, caches: Any) -> Any:
+        raise RuntimeError("bad luck")
+
+
+def test_caches_that_cannot_be_merged_end_their_request_alone(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=64)
+    bad = Client(serving.plugin, 2000, 50)
+    (bad.uid,) = serving.generator.insert_segments(
+        segments=[[bad.ids]], max_tokens=[4], caches=[[Unmergeable()]], all_tokens=[bad.tokens[:0]]
+    )
+    serving.clients[bad.uid] = bad
+    serving.run(good := serving.ask(1000, 100))
+    assert good.answer == right_answer(good)
+    assert "bad luck" in str(bad.error) and not bad.answer
+    assert not serving.generator._currently_processing, "its prompt is still held"
+
+
+def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve(most=64)
+    running = serving.ask(1000, 20, 100)
+    while not running.answer:
+        serving.step()
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("bad luck")
+
+        patch.setattr("mlx_lm.models.cache.BatchKVCache.extend", fails)
+        joins = serving.ask(2000, 20)
+        while not joins.context._should_stop:
+            serving.step()
+    assert all("bad luck" in str(client.error) for client in (running, joins))
+    serving.run(again := serving.ask(3000, 70))
+    assert again.answer == right_answer(again)
+
+
+@pytest.mark.parametrize("n_long", [2, 7, 8, 9])
+def test_a_short_prompt_does_not_wait_beside_many_long_ones(
+    serve: Callable[..., Serving], n_long: int
+) -> None:
+    """Nor for one of them to end, where as many are computed as the server allows."""
+    serving = serve(most=64)
+    for n in range(n_long):
+        serving.ask(1000 * (n + 1), 3000 + n)
+    for _ in range(3 * n_long):
+        serving.step()
+    short = serving.ask(15_000, 120)
+    n_before = len(serving.order)
+    while not short.answer:
+        serving.step()
+        assert len(serving.order) < n_before + 50
+    others = [one for one in serving.order[n_before:] if one != 15_000]
+    assert len(others) <= 3, others
+    assert len(serving.generator._unprocessed_sequences) == max(0, n_long - 8)
+
+
+def test_freed_memory_is_given_back_beside_a_long_reply(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = serve(most=64)
+    client = serving.ask(1000, 20, max_tokens=1100)
+    while not client.answer:
+        serving.step()
+    cleared: list[int] = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(len(client.answer)))
+    while len(client.answer) < 1090:
+        serving.step()
+    assert len(cleared) == 2
+
+
+def test_an_error_does_not_hold_the_caches_of_its_prompt(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Pytest keeps what is logged, with its traceback.
+    monkeypatch.setattr(
+        "mlx_lm_kvpersist.host.scheduling.batch_generator.logger.error", lambda *_, **__: None
+    )
+    serving = serve(most=64)
+    client = serving.ask(1000, 400)
+    (sequence,) = serving.generator._unprocessed_sequences
+    sequence[1][1][-2] = POISON
+    serving.step()
+    prefill = weakref.ref(serving.generator._prefills[0])
+    while serving.generator._prefills:
+        serving.step()
+    error = client.error  # as the client's thread holds it
+    gc.collect()
+    assert error is not None and prefill() is None

@@ -1,0 +1,121 @@
+"""Replies on their way to their clients, and clients that went away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests, ReplyQueue, UntilAsked
+from tests.support import wait_until
+
+
+class Context:
+    """What stock puts first into the queue of a reply."""
+
+    _should_stop = False
+
+    def stop(self) -> None:
+        self._should_stop = True
+
+
+def reply_of(request: Any) -> tuple[ReplyQueue, Context, Queue[Any]]:
+    queue: Queue[Any] = Queue()
+    reply, context = ReplyQueue(queue, request), Context()
+    reply.put(context)
+    return reply, context, queue
+
+
+def taken(queue: Queue[Any]) -> list[Any]:
+    return [queue.get() for _ in range(queue.qsize())]
+
+
+@pytest.mark.parametrize("end", [None, ValueError("bad luck")])
+def test_a_reply_ends_once(end: Any) -> None:
+    reply, context, queue = reply_of(SimpleNamespace())
+    for item in ((1, 9), "token", end, "late", None):
+        reply.put(item)
+    reply.fail(ValueError("too late"))
+    assert taken(queue) == [context, (1, 9), "token", end]
+    assert reply.is_over and reply.is_stopped
+
+
+def test_an_error_is_told_and_stops_the_reply() -> None:
+    reply, context, queue = reply_of(SimpleNamespace())
+    assert not (reply.is_stopped or reply.is_over)
+    reply.fail(error := ValueError("bad luck"))
+    reply.put("token")
+    assert taken(queue) == [context, error] and context._should_stop
+
+
+@pytest.mark.parametrize("end", [ReplyQueue.put, ReplyQueue.fail])
+def test_a_reply_that_never_began_can_fail(end: Callable[[ReplyQueue, Exception], None]) -> None:
+    queue: Queue[Any] = Queue()
+    reply = ReplyQueue(queue, SimpleNamespace(client_gone=False))
+    end(reply, error := ValueError("no such model"))
+    assert taken(queue) == [error] and reply.is_over and not reply.is_stopped
+
+
+@pytest.mark.parametrize("in_one_piece", [False, True])
+def test_nothing_more_is_sent_to_a_client_that_left(in_one_piece: bool) -> None:
+    """A prompt that stock computes in one piece is given up where its progress is told."""
+    reply, context, queue = reply_of(request := SimpleNamespace(client_gone=False))
+    reply.stops_by_raising = in_one_piece
+    reply.put((1, 9))
+    assert not reply.is_gone
+    request.client_gone = True
+    assert reply.is_gone and reply.is_stopped
+    if in_one_piece:
+        with pytest.raises(ClientGone):
+            reply.put((2, 9))
+    else:
+        reply.put((2, 9))
+    reply.put("token")
+    first, progress, error = taken(queue)
+    assert (first, progress) == (context, (1, 9)) and isinstance(error, ClientGone)
+    assert context._should_stop
+
+
+def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
+    requests = OpenRequests()
+    assert requests.wait_for_none(0)
+    for _ in range(2):  # the thread that looks ends in between
+        left = threading.Event()
+        unknown = SimpleNamespace()
+        leaves = SimpleNamespace(client=SimpleNamespace(has_left=left.is_set))
+        before = set(threading.enumerate())
+        requests.begin(unknown)
+        requests.begin(leaves)
+        (looking,) = set(threading.enumerate()) - before
+        assert looking.daemon, "the process would not end before the reply"
+        assert len(requests) == 2 and not requests.wait_for_none(0.25)
+        assert not hasattr(leaves, "client_gone")
+        left.set()
+        wait_until(lambda: len(requests) == 1, "the client that left", 5)
+        assert leaves.client_gone and not hasattr(unknown, "client_gone")
+        requests.end(unknown)
+        requests.end(unknown)
+        assert requests.wait_for_none(5)
+        wait_until(lambda: not requests._is_watched, "the end of the thread", 5)
+
+
+def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
+    requests = OpenRequests()
+    requests.begin(request := SimpleNamespace())
+    clock = threading.Timer(0.2, requests.end, (request,))
+    clock.start()
+    began = time.monotonic()
+    assert requests.wait_for_none(30) and time.monotonic() - began < 20
+    clock.join()
+
+
+def test_a_batchs_time_ends_by_itself_or_when_asked() -> None:
+    asked = iter([False, False, True])
+    assert len(list(UntilAsked(range(9), lambda: next(asked)))) == 3
+    assert len(list(UntilAsked(range(9), lambda: False))) == 9

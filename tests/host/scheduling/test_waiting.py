@@ -1,0 +1,527 @@
+"""Requests that wait for a plugin's prefetch: which requests pass them, and which do not."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.errors import RequestRefused
+from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
+from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
+from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
+from tests.support.host import plugged
+
+TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
+SERVING = None
+IDLE = 0.01
+
+
+class Fetched(TakenRequest):
+    """A request that can enter when its plugin says so."""
+
+    def __init__(self, plugin: Fetches, text: str, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.plugin, self.text = plugin, text
+        self.is_there: Callable[[], bool] | None = None
+
+    def advance(self) -> bool:
+        if self.is_there is None:
+            self.plugin.begun.append(self.text)
+            self.is_there = self.plugin.is_there(self.text)
+        return self.is_there()
+
+
+class Fetches:
+    """Fetches for every prompt that begins with a "w", until the test says that it is there."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.begun: list[str] = []
+        self.serving: list[bool] = []
+        self.failing: BaseException | None = None
+        self.n_prepared = 0
+
+    @hookimpl
+    def serving_changed(self, serving: bool) -> None:
+        self.serving.append(serving)
+
+    @hookimpl
+    def prepare_messages(self, messages: list[Any]) -> None:
+        self.n_prepared += 1
+        if messages == []:
+            raise RequestRefused("refused")
+
+    @hookimpl
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> Fetched:
+        if request.prompt == "raise":
+            raise ValueError("bug")
+        return Fetched(self, request.prompt, prompt)
+
+    def is_there(self, prompt: str) -> Callable[[], bool]:
+        def there() -> bool:
+            if self.failing is not None:
+                raise self.failing
+            return prompt in self.there or not prompt.startswith("w")
+
+        return there
+
+
+@pytest.fixture
+def fetches() -> Iterator[Fetches]:
+    with plugged(made := Fetches()):
+        yield made
+
+
+@pytest.fixture
+def generator(patched_server: ModuleType, fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The server's generator, whose thread has ended before it took a request."""
+    monkeypatch.setattr(patched_server.ResponseGenerator, "_generate", lambda self: None)
+    provider = SimpleNamespace(
+        cli_args=ARGS,
+        tokenizer=TOKENIZER,
+        processor=None,
+        reads_images=False,
+        is_batchable=True,
+        max_context=40,
+    )
+    made = patched_server.ResponseGenerator(provider, None)
+    made.join()
+    put(made, "first")
+    assert take(made, IDLE) == "first"
+    return made
+
+
+def put(
+    generator: Any, prompt: str, model: str = "model", seed: int | None = None, **request: Any
+) -> Any:
+    made = SimpleNamespace(request_type="text", prompt=prompt, messages=[], tools=None, **request)
+    args = {**vars(GENERATION_ARGS), "model": model, "seed": seed}
+    generator.requests.put((Queue(), made, SimpleNamespace(**args)))
+    return made
+
+
+def take(generator: Any, timeout: float | None = SERVING) -> str | None:
+    """Take a request as the server's loop does, and tokenize it as that would."""
+    queued = generator._next_request(timeout)
+    if queued is None:
+        return None
+    _, request, args = queued
+    ids, *_ = generator._tokenize(TOKENIZER, request, args)
+    assert bytes(ids).decode() == request.prompt
+    return str(request.prompt)
+
+
+def test_ready_requests_pass_those_that_wait(
+    generator: Any, fetches: Fetches, caplog: pytest.LogCaptureFixture
+) -> None:
+    for prompt in ("w1", "a", "w2", "b"):
+        put(generator, prompt)
+    assert [take(generator) for _ in range(3)] == ["a", "b", None]
+    fetches.there |= {"w2"}
+    assert [take(generator) for _ in range(2)] == ["w2", None]
+    fetches.there |= {"w1"}
+    assert [take(generator) for _ in range(2)] == ["w1", None]
+    assert fetches.begun == ["w1", "a", "w2", "b"]
+    assert "prefetch failed" not in caplog.text
+
+
+class Works:
+    """A plugin's answers to `prefetch` that take time: so many calls of `seconds` each."""
+
+    def __init__(self, fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.n_calls: dict[str, int] = {}
+        monkeypatch.setattr(fetches, "is_there", self.is_there)
+
+    def is_there(self, prompt: str) -> Callable[[], bool]:
+        def works() -> bool:
+            self.asked.append(prompt)
+            time.sleep(self.seconds.get(prompt, 0.0))
+            return self.asked.count(prompt) >= self.n_calls.get(prompt, 1)
+
+        return works
+
+
+@pytest.fixture
+def works(fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> Works:
+    return Works(fetches, monkeypatch)
+
+
+def test_between_two_steps_one_that_waits_does_some_work(generator: Any, works: Works) -> None:
+    works.seconds["w2"] = 2 * WORK_S
+    works.n_calls = dict.fromkeys(("w1", "w2", "w3"), 9)
+    for prompt in ("w1", "w2", "w3"):
+        put(generator, prompt)
+    assert take(generator) is None
+    works.asked.clear()
+    assert not generator._is_asked() and works.asked == ["w1", "w2"]
+    assert not generator._is_asked() and works.asked == ["w1", "w2", "w1", "w2"]
+
+
+def test_one_that_is_ready_enters_before_others_are_worked_on(generator: Any, works: Works) -> None:
+    works.n_calls = {"w1": 2, "w2": 9}
+    put(generator, "w1")
+    put(generator, "w2")
+    assert take(generator) is None and generator._is_asked()
+    works.asked.clear()
+    assert generator._is_asked() and not works.asked
+    assert take(generator) == "w1"
+
+
+def test_a_small_restore_passes_a_large_one_which_gets_on_all_the_same(
+    generator: Any, works: Works
+) -> None:
+    works.seconds = {"w1": LARGE_S / 4, "w2": 2 * WORK_S}
+    works.n_calls = {"w1": 99, "w2": 9}
+    put(generator, "w1")
+    put(generator, "w2")
+    for _ in range(40):
+        if generator._is_asked() and take(generator) == "w2":
+            break
+    else:
+        take(generator)
+        pytest.fail(f"w2 still waits after {works.asked}")
+    # The first is not passed until it has proved to be large, and has every third gap then.
+    assert 6 <= works.asked.count("w1") < 12
+
+
+def test_a_gone_client_is_not_worked_for(generator: Any, works: Works) -> None:
+    works.n_calls["w1"] = 99
+    request = put(generator, "w1")
+    assert take(generator) is None
+    request.client_gone = True
+    works.asked.clear()
+    assert generator._is_asked() and not works.asked
+    assert take(generator) is None and not generator._line
+
+
+def test_where_nobody_waits_the_replies_go_on() -> None:
+    assert not Line().step_ended()
+
+
+@pytest.mark.parametrize(("n_restores", "n_short"), [(0, 12), (12, 0), (8, 8)])
+def test_many_that_come_at_once_let_the_replies_go_on(
+    generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch, n_restores: int, n_short: int
+) -> None:
+    """Between two steps they take GAP_S and what one of them takes; and all get in."""
+    monkeypatch.setattr(generator, "_rendered", delayed(generator._rendered, GAP_S / 2))
+    names = [f"w{n}" for n in range(n_restores)] + [f"a{n}" for n in range(n_short)]
+    works.seconds = dict.fromkeys(names, GAP_S / 2)
+    works.n_calls = dict.fromkeys(names, 2)
+    for name in names:
+        put(generator, name)
+    entered: list[str] = []
+    gaps, began = [0.0], time.perf_counter()
+    while len(entered) < len(names):
+        while (entering := take(generator)) is not None:
+            entered.append(entering)
+        for _ in generator._time_budget:
+            gaps.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            if len(entered) == len(names):
+                break
+    assert sorted(entered) == sorted(names)
+    assert max(gaps) < 6 * GAP_S, gaps
+
+
+def delayed(act: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def later(*args: Any) -> Any:
+        time.sleep(seconds)
+        return act(*args)
+
+    return later
+
+
+def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) -> None:
+    before = len(generator._replies)
+    for _ in range(20):
+        put(generator, "s", seed=1)
+        reply = generator._next_request(IDLE)[0]
+        reply._queue = SimpleNamespace(put=lambda item: None)
+        reply.put(SimpleNamespace(_should_stop=False))
+        reply.put(None)
+    assert len(generator._replies) <= before + 1
+
+
+def test_a_reply_that_its_own_thread_stopped_is_told_once(generator: Any) -> None:
+    """Otherwise every step of the replies would end the batch's time."""
+    put(generator, "s", seed=1)
+    reply = generator._next_request(IDLE)[0]
+    reply._queue = SimpleNamespace(put=lambda item: None)
+    reply.put(context := SimpleNamespace(_should_stop=False))
+    assert not generator._is_asked()
+    context._should_stop = True
+    assert [generator._is_asked(), generator._is_asked()] == [True, False]
+
+
+CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.fixture
+def chat(generator: Any) -> Any:
+    """A chat with a tool call, for the loaded model."""
+    provider = generator.model_provider
+    provider.is_ready, provider.is_loading, provider._model_map = True, False, {}
+    provider.model_key, provider.tokenizer = ("m", None, None), chat_tokenizer()
+    provider.max_context = None
+    provider.cli_args.chat_template_args = {}
+    call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [{"role": "user", "content": "x"}, call, {"role": "tool", "content": "y"}]
+    return SimpleNamespace(
+        request_type="chat", prompt="", messages=messages, tools=None, role_mapping=None
+    )
+
+
+def chat_tokenizer() -> Any:
+    return SimpleNamespace(
+        has_chat_template=True,
+        has_tool_calling=True,
+        has_thinking=False,
+        response_initial_state=None,
+        apply_chat_template=lambda messages, **_: list(repr(messages).encode()),
+    )
+
+
+def chat_args() -> Any:
+    model = SimpleNamespace(model="m")
+    return SimpleNamespace(
+        **{**vars(GENERATION_ARGS), "model": model, "chat_template_kwargs": None}
+    )
+
+
+def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
+    generator: Any, chat: Any
+) -> None:
+    """Rendering changes messages; mlx-lm 0.31.3 fails on those that it has changed."""
+
+    class Marks:
+        @hookimpl
+        def prepare_messages(self, messages: list[Any]) -> None:
+            messages[0]["content"] += "!"
+
+    before = copy.deepcopy(chat.messages)
+    with plugged(Marks()):
+        generator._render_ahead(chat, chat_args())
+        assert chat.rendered is not None and chat.rendered.given == (before, None)
+        own = generator.model_provider.tokenizer
+        ahead, *_ = generator._rendered(own, chat, chat_args()).stock
+        again, *_ = generator._tokenize(chat_tokenizer(), chat, chat_args())
+    assert again == ahead and b"x!'" in bytes(again)
+
+
+def test_a_prompt_that_cannot_be_made_ahead_says_why_when_it_enters(
+    generator: Any, chat: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("the template's own reason")
+
+    tokenizer = generator.model_provider.tokenizer
+    tokenizer.apply_chat_template = fail
+    before = copy.deepcopy(chat.messages)
+    generator._render_ahead(chat, chat_args())
+    assert chat.messages == before
+    with pytest.raises(RequestRefused, match="the template's own reason"):
+        generator._tokenize(tokenizer, chat, chat_args())
+
+
+def test_nothing_is_made_ahead_while_a_model_is_loaded(generator: Any, chat: Any) -> None:
+    generator.model_provider.is_loading = True
+    generator._render_ahead(chat, chat_args())
+    assert not hasattr(chat, "rendered")
+
+
+def test_with_nothing_to_serve_the_oldest_enters(generator: Any, fetches: Fetches) -> None:
+    put(generator, "w1")
+    put(generator, "w2")
+    assert take(generator) is None
+    put(generator, "c")
+    assert [take(generator, IDLE) for _ in range(4)] == ["w1", "w2", "c", None]
+    assert fetches.begun == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "other"},
+        {"seed": 7},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+)
+def test_what_would_end_the_batch_passes_nobody(
+    generator: Any, fetches: Fetches, other: dict[str, Any]
+) -> None:
+    put(generator, "w1")
+    if "messages" in other:
+        request = put(generator, "image")
+        request.messages = other["messages"]
+    else:
+        put(generator, "image", **other)
+    put(generator, "a")
+    put(generator, "w3", "other")
+    assert take(generator) is None
+    # Neither does anybody pass that: it would wait for ever on a busy server.
+    assert fetches.begun == ["w1"]
+    fetches.there |= {"w1"}
+    assert [take(generator) for _ in range(2)] == ["w1", "image"]
+    assert fetches.begun == ["w1"], "the next model's tokenizer is not loaded yet"
+
+
+def test_a_waiting_request_is_tokenized_once(generator: Any, fetches: Fetches) -> None:
+    request = put(generator, "w1")
+    request.request_type, request.role_mapping = "chat", None
+    request.tools, request.messages = None, [{"role": "user", "content": "x"}]
+    assert generator._next_request() is None
+    fetches.there |= {"w1"}
+    queued = generator._next_request()
+    generator._tokenize(TOKENIZER, request, queued[2])
+    assert fetches.n_prepared == 1
+    generator._tokenize(TOKENIZER, request, queued[2])
+    assert fetches.n_prepared == 2
+
+
+def test_what_a_plugin_takes_knows_where_its_tokens_go(generator: Any) -> None:
+    """By that the batch generator finds out that a client left, and tells it of errors."""
+
+    class Takes:
+        @hookimpl
+        def take_request(self, prompt: Prompt) -> TakenRequest:
+            return TakenRequest(prompt)
+
+    with plugged(Takes()):
+        put(generator, "a")
+        reply, request, args = generator._next_request(IDLE)
+        ids, *_ = generator._tokenize(TOKENIZER, request, args)
+        assert ids.taken.reply is reply
+        other, *_ = generator._tokenize(TOKENIZER, request, args)
+        assert other.taken.reply is None
+
+
+def test_a_model_that_was_loaded_meanwhile_tokenizes_itself(
+    generator: Any, fetches: Fetches
+) -> None:
+    request = put(generator, "w1")
+    assert generator._next_request() is None
+    queued = generator._next_request(IDLE)
+    other = SimpleNamespace(has_chat_template=False, encode=lambda text: [1, 2, 3])
+    assert generator._tokenize(other, request, queued[2])[0] == [1, 2, 3]
+
+
+def test_a_refused_request_is_handed_on_to_be_refused(generator: Any, fetches: Fetches) -> None:
+    request = put(generator, "refuse")
+    request.request_type = "chat"
+    queued = generator._next_request()
+    with pytest.raises(RequestRefused, match="refused"):
+        generator._tokenize(TOKENIZER, request, queued[2])
+    assert fetches.n_prepared == 1
+
+
+def test_a_hook_that_fails_holds_nothing(
+    generator: Any, fetches: Fetches, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(generator, "raise")
+    assert take(generator) == "raise"
+    put(generator, "w1")
+    assert take(generator) is None
+    fetches.failing = ValueError("bug")
+    assert take(generator) == "w1"
+    assert "failed in hook take_request" in caplog.text
+
+
+@pytest.mark.parametrize("messages", [["hi"], [None], "hi", 5, [{"content": [None]}]])
+def test_a_malformed_request_is_its_clients_and_ends_no_thread(
+    generator: Any, messages: Any
+) -> None:
+    """mlx-lm 0.31.3 and 0.32.0 queue what 0.32.2 refuses; nothing catches what is raised here."""
+    put(generator, "w1")
+    assert take(generator) is None
+    request = put(generator, "a")
+    request.request_type, request.messages = "chat", messages
+    queued = generator._next_request()
+    assert queued is not None and queued[1] is request
+    with pytest.raises((AttributeError, TypeError, ValueError, KeyError)):
+        generator._tokenize(
+            SimpleNamespace(has_chat_template=False, encode=len), request, queued[2]
+        )
+    put(generator, "b")
+    assert take(generator) == "b"
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_not_fetched(
+    generator: Any, fetches: Fetches
+) -> None:
+    request = put(generator, "w" * 41)
+    queued = generator._next_request()
+    assert queued[1] is request and fetches.begun == []
+    with pytest.raises(ValueError, match="41 tokens > 40 maximum"):
+        generator._tokenize(TOKENIZER, request, queued[2])
+
+
+def test_an_empty_prompt_is_still_refused(generator: Any) -> None:
+    request = put(generator, "")
+    queued = generator._next_request()
+    with pytest.raises(ValueError, match="no tokens"):
+        generator._tokenize(TOKENIZER, request, queued[2])
+
+
+def test_a_batchs_time_ends_when_a_request_is_ready(generator: Any, fetches: Fetches) -> None:
+    put(generator, "w1")
+    assert take(generator) is None
+    n_steps = 0
+    for _ in generator._time_budget:
+        n_steps += 1
+        if n_steps == 3:
+            fetches.there |= {"w1"}
+    assert n_steps == 3
+    assert take(generator) == "w1"
+
+
+def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
+    ended, running = generator._generation_thread, threading.current_thread()
+    found = []
+    for is_ready, thread in ((True, running), (False, running), (True, ended)):
+        generator.model_provider.is_ready, generator._generation_thread = is_ready, thread
+        found.append(generator.is_healthy)
+    assert found == [True, False, False]
+    generator._generation_thread = running
+    generator.requests.refuse(ValueError("the server ends"))
+    assert generator.is_healthy is False
+
+
+def test_between_two_steps_is_asked_once(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    monkeypatch.setattr(generator, "_is_asked", lambda: asked.append(None))
+    for _ in range(3):
+        assert take(generator) is None
+    steps = iter(generator._time_budget)
+    for _ in range(3):
+        next(steps)
+    assert len(asked) == 2
+
+
+def test_plugins_know_when_requests_are_served(generator: Any, fetches: Fetches) -> None:
+    take(generator)
+    take(generator)
+    take(generator, IDLE)
+    take(generator, IDLE)
+    put(generator, "a")
+    take(generator, IDLE)
+    assert fetches.serving == [True, False, True]
+
+
+def test_without_a_plugin_that_fetches_stocks_queue_is_all(
+    patched_server: ModuleType, generator: Any
+) -> None:
+    with plugged():
+        put(generator, "w1")
+        assert take(generator) == "w1"
+        assert not generator._line

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.host.scheduling.pace import Pace
+from mlx_lm_kvpersist.request.speed import MIN_RESTORE_BYTES, Rate, Speed
+from mlx_lm_kvpersist.store.tier import DISK, RAM
+
+MB = 10**6
+
+
+def speed(tokens_per_s: float = 1000.0) -> Speed:
+    """Disk gives 1 GB/s, and 10 GB/s are joined."""
+    found = Speed()
+    for n_tokens in (256, 512):
+        found.pace.learn(0, n_tokens, n_tokens / tokens_per_s)
+    found.restores[DISK].learn(1000 * MB, 1.0)
+    found.restores[RAM].learn(10_000 * MB, 1.0)
+    return found
+
+
+def test_a_rate_follows_what_is_measured() -> None:
+    rate = Rate()
+    assert rate.seconds(10 * MB) == 0.0
+    rate.learn(100 * MB, 1.0)
+    assert rate.seconds(50 * MB) == 0.5
+    for _ in range(50):
+        rate.learn(1000 * MB, 1.0)
+    seconds = rate.seconds(1000 * MB)
+    assert seconds == pytest.approx(1.0, abs=0.01)
+    rate.learn(0, 1.0)
+    rate.learn(5 * MB, 0.0)
+    assert rate.seconds(1000 * MB) == seconds
+
+
+def test_one_odd_measurement_moves_a_rate_by_a_fifth_of_the_way() -> None:
+    rate = Rate()
+    for n_bytes, expected in ((100 * MB, 100), (10 * MB, 82), (582 * MB, 182)):
+        rate.learn(n_bytes, 1.0)
+        assert rate.per_s == pytest.approx(expected * MB)
+
+
+def test_a_small_restore_teaches_no_rate() -> None:
+    rate = Rate()
+    rate.learn(MIN_RESTORE_BYTES - 1, 2.0)
+    assert rate.per_s is None
+    rate.learn(MIN_RESTORE_BYTES, 2.0)
+    assert rate.per_s == MIN_RESTORE_BYTES / 2
+
+
+def test_what_is_unknown_is_restored() -> None:
+    found = Speed()
+    assert found.is_restored(0, 1, {DISK: 1 << 40})
+    found.pace.learn(0, 512, 0.1)
+    assert found.is_restored(0, 1, {DISK: 1 << 40})
+    found.restores[DISK].learn(1 << 30, 1.0)
+    assert not found.is_restored(0, 1, {DISK: 1 << 40})
+
+
+def test_the_quicker_way_is_taken() -> None:
+    # 16 MB take 16 ms from disk: as long as it takes to compute 16 tokens.
+    assert speed().is_restored(0, 17, {DISK: 16 * MB})
+    assert not speed().is_restored(0, 15, {DISK: 16 * MB})
+    assert speed().is_restored(0, 15, {RAM: 16 * MB})
+    assert not speed().is_restored(0, 1, {RAM: 16 * MB})
+    assert not speed().is_restored(0, 17, {RAM: 16 * MB, DISK: 16 * MB})
+
+
+def test_tokens_far_from_the_start_are_worth_more() -> None:
+    found = speed()
+    for n_tokens in (256, 512):
+        found.pace.learn(40_000, n_tokens, n_tokens / 250)
+    assert not found.is_restored(0, 100, {DISK: 200 * MB})
+    assert found.is_restored(40_000, 100, {DISK: 200 * MB})
+
+
+def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory() -> None:
+    assert Speed().limits(0.5) is None
+    memory = PrefillMemory(1 << 20, 0.0, 0.0, 64 << 20)
+    found = Speed(memory, Pace())
+    limits = found.limits(0.5)
+    assert limits is not None and (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
+    assert limits.most_tokens(0) == memory.most_tokens(0) == 64
+    limits.pace.learn(0, 512, 1.0)
+    assert found.pace.seconds(0, 1024) == pytest.approx(2.0)
+    assert found.describe() == {
+        "prefill_tokens_per_s": {"0": 512.0},
+        "restore_bytes_per_s": {RAM: None, DISK: None},
+    }

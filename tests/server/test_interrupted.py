@@ -1,0 +1,167 @@
+"""A reply that its client interrupts is a turn: the next prompt goes on from where it stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    heed_biases,
+    make_zoo_model,
+    synthetic_text,
+)
+from tests.support.reply import parse_outcome
+from tests.support.scripted import ScriptedServer
+from tests.support.waiting import wait_until
+
+from .stored import n_tokens, wait_for_writer
+
+CHAT = "/v1/chat/completions"
+ASK: Message = {"role": "user", "content": "What does the west tower see? " + synthetic_text(300)}
+NEXT: Message = {"role": "user", "content": "[Request interrupted by user]\nGo on."}
+N_READ = 250
+"""Tokens that are read before the client leaves."""
+N_NEXT = 40
+"""The next message, with what the template writes around it, has fewer tokens."""
+APIS = {
+    "chat": (CHAT, "messages", "max_tokens"),
+    "messages": ("/v1/messages", "messages", "max_tokens"),
+    "responses": ("/v1/responses", "input", "max_output_tokens"),
+}
+
+
+def store_of(server: ServerProcess) -> Path:
+    return Path(server.extra[server.extra.index("--kvpersist-dir") + 1])
+
+
+def texts(
+    server: ServerProcess, path: str, body: dict[str, Any], session: str
+) -> Generator[str, None, None]:
+    """Yield the text of each event of a stream, of any of the three APIs."""
+    for _, data in server.events(path, {**body, "stream": True}, {"X-Session-ID": session}):
+        event = {} if data == "[DONE]" else json.loads(data)
+        delta = event.get("delta") or (event.get("choices") or [{}])[0].get("delta") or ""
+        text = delta if isinstance(delta, str) else delta.get("text") or delta.get("content")
+        if text:
+            yield text
+
+
+def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: str) -> str:
+    """Read the text of `N_READ` tokens and leave; return it once the turn is saved."""
+    with closing(texts(server, path, body, session)) as stream:
+        read = "".join(next(stream) for _ in range(N_READ))
+    wait_for_turn(server, session)
+    return read
+
+
+def wait_for_turn(server: ServerProcess, session: str) -> None:
+    """Wait until a turn is on disk, and then its reply's ids: a kill loses what is not."""
+    wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}", 30)
+    wait_for_writer(server)
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_what_the_client_has_read_is_reused(scripted_server: ScriptedServer, name: str) -> None:
+    server, session = scripted_server.process, f"interrupted {name}"
+    path, key, n_most = APIS[name]
+    scripted_server.say(synthetic_text(9000, seed=32))
+    text = interrupt(server, path, {"model": "claude-local", n_most: 4000, key: [ASK]}, session)
+    talk = [ASK, {"role": "assistant", "content": text}, NEXT]
+    status, headers, _ = server.request(
+        "POST", path, {"model": "claude-local", n_most: 4, key: talk}
+    )
+    assert status == 200
+    alone = server.request("POST", path, {"model": "claude-local", n_most: 1, key: [ASK]})
+    n_prompt = int(parse_outcome(alone[1]["x-kvpersist"])["reused"]) + 1
+    assert int(parse_outcome(headers["x-kvpersist"])["reused"]) >= n_prompt + 0.95 * N_READ
+
+
+def words_alone(model: Path) -> dict[str, float]:
+    """Return a `logit_bias` with which replies are made of " word" tokens.
+
+    Tokenized again, such a text gives the same ids: a server without a store reads the same.
+    """
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    others = (i for i in range(config["vocab_size"]) if not _is_word(tokenizer, i))
+    return {str(i): -100.0 for i in others}
+
+
+def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
+    return bool(re.fullmatch(" [a-z]+", tokenizer.decode([token_id])))
+
+
+def test_the_next_reply_is_what_stock_says(started: StartServer, tiny_model: Path) -> None:
+    server = started.with_plugin(tiny_model, "--kvpersist-kv-bits", "16")
+    bias: dict[str, Any] = {"logit_bias": words_alone(tiny_model), "temperature": 0.0}
+    heed_biases(server)
+    text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **bias}, "biased")
+    server.restart(kill=True)
+    heed_biases(server)
+    reply = server.chat([ASK, {"role": "assistant", "content": text}, NEXT], **bias)
+    stock = started(tiny_model)
+    heed_biases(stock)
+    expected = stock.chat(as_produced(text), **bias)
+    n_restored = int(reply.kvpersist["restored"])
+    assert n_restored == reply.cached_tokens > expected.prompt_tokens - 0.05 * N_READ - N_NEXT
+    assert expected.text == reply.text
+
+
+def as_produced(text: str) -> list[Message]:
+    """Return the next prompt of a server without a store, with the same ids.
+
+    The server's detokenizer drops the space in front, which the model has produced.
+    """
+    return [ASK, {"role": "assistant", "content": f" {text}"}, NEXT]
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [("llama", 7), ("gemma3_text", None), ("qwen3_next", None), ("mamba2", None)],
+)
+def test_the_next_reply_is_that_of_a_computed_prompt(
+    family: str, seed: int | None, start_server: StartServer, tmp_path: Path
+) -> None:
+    """Also where requests are served one by one, as those with a seed, or from checkpoints."""
+    model = make_zoo_model(tmp_path / "model", family)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = 8192
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    server = start_server.with_plugin(model)
+    sampling: dict[str, Any] = {"logit_bias": words_alone(model), "temperature": 0.0, "seed": seed}
+    heed_biases(server)
+    text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **sampling}, "biased")
+    heed_biases(server)
+    reply = server.chat([ASK, {"role": "assistant", "content": text}, NEXT], **sampling)
+    elsewhere = {"X-KVPersist-Namespace": "elsewhere"}
+    computed = server.chat(as_produced(text), headers=elsewhere, **sampling)
+    assert computed.cached_tokens == 0 and computed.text == reply.text
+    n_prompt = computed.prompt_tokens - N_READ
+    assert reply.cached_tokens > (0.95 * N_READ if family == "llama" else 0.8 * n_prompt)
+
+
+def test_a_client_that_left_without_streaming_finds_its_prompt(
+    started: StartServer, tiny_model: Path
+) -> None:
+    server = started.with_plugin(tiny_model)
+    body = json.dumps({"messages": [ASK], "max_tokens": 30_000}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nX-Session-ID: left\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port or 0), timeout=60) as client:
+        client.sendall(head.encode() + body)
+        wait_until(lambda: "kvp-" in server.log, "a lookup", 30)
+        time.sleep(1.0)  # its reply begins
+    wait_for_turn(server, "left")
+    again = server.chat([ASK], max_tokens=4)
+    assert again.cached_tokens == again.prompt_tokens - 1

@@ -1,0 +1,125 @@
+"""A client that leaves is one line of the log at INFO, on every API and in every stage."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ServerProcess, StartServer, synthetic_text, wait_until
+
+USER = [{"role": "user", "content": "Hello?"}]
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 4000},
+    "/v1/completions": {"prompt": "Hello?", "max_tokens": 4000},
+    "/v1/messages": {"model": "claude-local", "messages": USER, "max_tokens": 4000},
+    "/v1/responses": {"model": "default_model", "input": "Hello?", "max_output_tokens": 4000},
+}
+STREAMS = pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+
+
+@pytest.fixture(scope="module")
+def server(started: StartServer, tiny_model: Path) -> ServerProcess:
+    return started.with_plugin(tiny_model)
+
+
+@contextmanager
+def quiet(server: ServerProcess, n_leaving: int) -> Iterator[None]:
+    """Check what the block adds to the log: one line for each client that leaves, and no worse."""
+    start = len(server.log)
+
+    def left() -> list[str]:
+        return re.findall(r" - INFO - (?:the|a) client .*left", server.log[start:])
+
+    yield
+    wait_until(lambda: len(left()) >= n_leaving, f"{n_leaving} lines of the log", 30)
+    time.sleep(0.3)
+    added = server.log[start:]
+    assert len(left()) == n_leaving, added
+    assert not re.search(r" - (WARNING|ERROR|CRITICAL) - |Traceback|Exception", added), added
+    for path in APIS:
+        assert sum(f"POST {path} left" in line for line in left()) == n_leaving // len(APIS)
+
+
+def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:
+    body = json.dumps({**APIS[path], **changes}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port or 0), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@STREAMS
+def test_in_a_reply(server: ServerProcess, stream: bool) -> None:
+    with quiet(server, len(APIS)):
+        clients = [send(server, path, stream=stream) for path in APIS]
+        time.sleep(1.0)
+        for client in clients:
+            assert not stream or client.recv(100).startswith(b"HTTP/1.0 200")
+            client.close()
+
+
+@STREAMS
+def test_in_the_queue(server: ServerProcess, stream: bool) -> None:
+    """A request with a seed is served alone, and the others wait for its end."""
+    with quiet(server, len(APIS)), ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(server.chat, USER, seed=1, max_tokens=400)
+        time.sleep(0.3)
+        clients = [send(server, path, stream=stream) for path in APIS]
+        time.sleep(0.2)
+        for client in clients:
+            client.close()
+        assert alone.result().completion_tokens > 0
+
+
+def long(path: str, seed: int, n_chars: int = 20_000) -> dict[str, Any]:
+    """Return the field of a request that makes its prompt long."""
+    text = synthetic_text(n_chars, seed=seed)
+    (name,) = {"messages", "prompt", "input"} & set(APIS[path])
+    return {name: [{"role": "user", "content": text}] if name == "messages" else text}
+
+
+@STREAMS
+def test_in_the_prefill(server: ServerProcess, stream: bool) -> None:
+    with quiet(server, len(APIS)):
+        clients = [
+            send(server, path, stream=stream, **long(path, 2 * n + stream))
+            for n, path in enumerate(APIS)
+        ]
+        time.sleep(0.5)
+        for client in clients:
+            client.close()
+
+
+@STREAMS
+def test_while_a_conversation_is_restored(server: ServerProcess, stream: bool) -> None:
+    asks = {path: long(path, 100 + n, 3000) for n, path in enumerate(APIS)}
+    for path, ask in asks.items():
+        one = {"max_output_tokens" if "input" in ask else "max_tokens": 1}
+        assert server.request("POST", path, {**APIS[path], **ask, **one})[0] == 200
+    server.restart()
+    server.warm_up()
+    with quiet(server, len(APIS)):
+        clients = [send(server, path, stream=stream, **ask) for path, ask in asks.items()]
+        time.sleep(0.02)
+        for client in clients:
+            client.close()
+
+
+def test_before_the_request_is_whole(server: ServerProcess) -> None:
+    start = len(server.log)
+    for sent in (b"", b"GET /hea", b"POST /v1/messages HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
+        client = socket.create_connection(("127.0.0.1", server.port or 0), timeout=30)
+        client.sendall(sent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()  # with a reset
+    time.sleep(0.5)
+    assert not re.search(r"- (WARNING|ERROR) -|Traceback|Exception", server.log[start:])

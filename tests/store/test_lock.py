@@ -1,0 +1,74 @@
+"""Waiting for a store that another process is changing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from tests.support import wait_until
+from tests.support.lock_holder import lock_holder
+
+from .conftest import ROOT, arrays_of, chain, save_turn
+
+
+@pytest.fixture
+def folder(store: BlockStore) -> Path:
+    """A store of one session, closed."""
+    save_turn(store, chain([1], [2]), "s")
+    store.close()
+    return store.folder
+
+
+def test_opening_takes_no_lock(folder: Path, limits: StoreLimits) -> None:
+    with lock_holder(folder):
+        disk = DiskStore(folder, limits)
+        assert disk.index.totals().n_blocks == 2
+        disk.close()
+
+
+def test_a_change_stops_with_the_name_of_the_holder(folder: Path, limits: StoreLimits) -> None:
+    disk = DiskStore(folder, limits)
+    with lock_holder(folder) as holder:
+        with pytest.raises(StoreError) as told:
+            disk.files.sweep()
+        said = str(told.value)
+        assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in said
+        assert " since 20" in said and "secret" not in said
+        holder.kill()
+        holder.wait()
+        assert disk.files.sweep() == 0  # its lock went with it
+    disk.close()
+
+
+def test_an_index_that_must_be_rebuilt_waits_no_longer(folder: Path, limits: StoreLimits) -> None:
+    (folder / "index.sqlite").unlink()
+    with lock_holder(folder) as holder, pytest.raises(StoreError, match=str(holder.pid)):
+        DiskStore(folder, limits)
+    disk = DiskStore(folder, limits)
+    assert disk.index.totals().n_blocks == 2
+    disk.close()
+
+
+def test_a_server_reads_meanwhile_and_writes_afterwards(
+    folder: Path, limits: StoreLimits, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock_holder(folder) as holder, caplog.at_level(logging.INFO):
+        store = BlockStore(folder, limits)
+        first, second = chain([1], [2])
+        assert store.children(first.key) == [second] and store.reader.load(second, ROOT) is not None
+        longer = chain([1], [2], [3])
+        turn = Commit(ROOT, tuple(longer))
+        store.commit(turn, [(longer[-1], arrays_of(longer[-1]))])
+        wait_until(lambda: str(holder.pid) in caplog.text, "a line that names the holder")
+        assert longer[-1].key not in store.index
+        holder.kill()
+        holder.wait()
+        store.drain()
+        assert longer[-1].key in store.index and store.counters.turns_saved == 1
+    assert caplog.text.count(str(holder.pid)) == 1
+    store.close()

@@ -1,0 +1,95 @@
+"""The files of sessions with a name or a pin: counted in the budget, and not one by one."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.index import Leaf
+
+from .conftest import ROOT, arrays_of, chain, save_turn
+
+
+def store_bytes(folder: Path) -> int:
+    """Return the size of all that counts: all but the lock and the marker."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    counted = [path for path in paths if path.name not in ("lock", "kvpersist-store")]
+    return sum(path.stat().st_size for path in counted)
+
+
+def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
+    disk = store.disk
+
+    def check() -> None:
+        assert disk.files.used_bytes() == store_bytes(store.folder)
+        assert disk.index.faults() == []
+
+    save_turn(store, chain([1], [2, 3]), "a name")
+    save_turn(store, chain([1], [9]))
+    check()
+    (unnamed,) = (one for one in disk.index.sessions() if one.name is None)
+    assert disk.index.totals().sidecar_bytes > 0
+    before = disk.index.totals().sidecar_bytes
+    pinned = disk.files.set_pinned(unnamed, True)
+    check()
+    assert disk.index.totals().sidecar_bytes > before
+    disk.files.set_pinned(pinned, False)
+    check()
+    assert disk.index.totals().sidecar_bytes == before
+    old, new = chain([1], [2, 3])[1], chain([1], [2, 3, 4])[1]
+    save_turn(store, chain([1], [2, 3, 4]), "a name", replaced=((old.key, new.key),))
+    save_turn(store, chain([1], [2, 3, 4]), "another")
+    check()
+    with disk.lock.held():
+        disk.files.remove_session(disk.index.sessions_named("another")[0])
+    check()
+    disk.files.forget(new.key)
+    check()
+    assert disk.index.totals().sidecar_bytes == 0
+
+
+@contextmanager
+def counted_file_operations() -> Iterator[Counter[str]]:
+    """Count what this thread asks of the file system."""
+    counted: Counter[str] = Counter()
+    asks = {"stat", "lstat", "scandir", "listdir", "open", "unlink", "replace", "mkdir"}
+
+    def see(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in asks:
+            counted[called.__name__] += 1
+
+    sys.setprofile(see)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
+    tmp_path: Path, limits: StoreLimits
+) -> None:
+    asked = []
+    with closing(DiskStore(tmp_path / "store", limits)) as disk:
+        for turn, n_sessions in enumerate((0, 10, 1_000)):
+            with disk.index.database.transaction():
+                for number in range(n_sessions):
+                    (first, *_) = disk.index.sessions_named("s")
+                    other = replace(first, id=f"{number:08x}", name=f"other {number}")
+                    disk.files.write_sidecar(other)
+                    disk.index.put_session(other)
+            nodes = chain([1], [2 + turn])
+            keys = tuple(node.key for node in nodes)
+            arrays = {node.key: arrays_of(node) for node in nodes}
+            commit = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop, keys))
+            with counted_file_operations() as counted:
+                assert disk.save(commit, arrays.get)
+            asked.append(sum(counted.values()))
+    assert asked[0] > 5 and asked[2] == asked[1], asked
