@@ -16,7 +16,7 @@ from tests.support import Reply
 from .models import DEFAULT_MODELS_DIR, SYNTHETIC, BenchmarkModel, find_model
 from .prompts import Prompts
 from .report import FOLDER, Result, device_slug
-from .servers import DEFAULT_SIDES, SIDES, Fleet
+from .servers import BEFORE, DEFAULT_SIDES, REPOSITORY, SIDES, Fleet
 
 
 def parsed_out(about: str | None) -> Path | None:
@@ -70,6 +70,7 @@ class Run:
     sides: tuple[str, ...] = DEFAULT_SIDES
     deadline: Deadline = field(default_factory=Deadline)
     costs: Costs = field(default_factory=Costs)
+    before: Path = REPOSITORY
     _results: dict[str, Result] = field(default_factory=dict)
 
     @cached_property
@@ -77,7 +78,7 @@ class Run:
         return Prompts(self.model.tokenizer)
 
     def fleet(self, sides: Sequence[str] | None = None, extra: Sequence[str] = ()) -> Fleet:
-        return Fleet(self.model.path, sides or self.sides, extra)
+        return Fleet(self.model.path, sides or self.sides, extra, self.before)
 
     def result(self, name: str, about: str, setting: dict[str, Any]) -> Result:
         """Return the result of this name: a benchmark may add to it in several steps."""
@@ -115,6 +116,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--sides", nargs="+", choices=SIDES, default=list(DEFAULT_SIDES), help="what to compare"
     )
     made.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="compare with the code of this folder, too: side `before`",
+    )
+    made.add_argument(
         "--deadline", type=float, metavar="SECONDS", help="end cleanly before that, with what is"
     )
     return made
@@ -126,8 +133,9 @@ def run_of(args: argparse.Namespace) -> Run:
     return Run(
         find_model(args.model, args.models_dir),
         args.out or FOLDER / device_slug(),
-        tuple(args.sides),
+        (*args.sides, *((BEFORE,) if args.before else ())),
         deadline,
+        before=args.before.resolve() if args.before else REPOSITORY,
     )
 
 

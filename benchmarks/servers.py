@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,8 @@ class Side:
     name: str
     flags: tuple[str, ...]
     kv_bits: int
+    checkout: Path = REPOSITORY
+    """Whose code it runs."""
 
     @property
     def keeps(self) -> bool:
@@ -70,15 +72,24 @@ SIDES = {
     )
 }
 DEFAULT_SIDES = ("ours", "stock", "stock-4")
+BEFORE = "before"
+"""The side that runs `ours` by the code of another checkout."""
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Fleet:
     """A server for each side, all running, for a `with` block. Requests go to one at a time."""
 
-    def __init__(self, model: Path, sides: Iterable[str], extra: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        sides: Iterable[str],
+        extra: Sequence[str] = (),
+        before: Path = REPOSITORY,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
-        self.sides = {name: SIDES[name] for name in sides}
+        known = {**SIDES, BEFORE: replace(SIDES["ours"], name=BEFORE, checkout=before)}
+        self.sides = {name: known[name] for name in sides}
         self.servers: dict[str, ServerProcess] = {}
         self.start_s = 0.0  # how long the last start of all took
         for name, side in self.sides.items():
@@ -88,8 +99,12 @@ class Fleet:
                 *flags,
                 *extra,
                 launcher=("-m", "benchmarks.measured_server"),
-                cwd=REPOSITORY,
-                env={MEMORY_FILE: str(self._memory_file(name))},
+                cwd=side.checkout,
+                # A .pth file imports the package before the current folder is looked at.
+                env={
+                    MEMORY_FILE: str(self._memory_file(name)),
+                    "PYTHONPATH": str(side.checkout),
+                },
                 log_path=self.folder / f"{name}.log",
                 start_timeout_s=300.0,
                 request_timeout_s=900.0,

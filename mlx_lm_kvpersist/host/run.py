@@ -31,7 +31,7 @@ DRAIN_S = 5.0
 LAST_BYTES_S = 0.2
 """How long after its last token a reply may take to be written."""
 
-LAST_ANSWERS_S = 1.0
+LAST_ANSWERS_S = 5.0
 """How long the process waits until those whose replies were cut off have been told."""
 
 GRACE_S = 30.0

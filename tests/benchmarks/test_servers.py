@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import mlx_lm_kvpersist
 from benchmarks import decode, stall, ttft
 from benchmarks.measured_server import peak_rss_bytes
 from benchmarks.page_cache import drop_cached_pages
@@ -32,6 +33,21 @@ def test_first_tokens(run: Run) -> None:
     assert kept["model"]["fingerprint"]
     assert kept["setting"]["sides"].keys() == {"ours", "stock"}
     assert kept["setting"]["page cache left after dropping"] in (0.0, None)
+
+
+def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path) -> None:
+    """Its package notes that it was imported, and becomes ours."""
+    package = tmp_path / "checkout" / "mlx_lm_kvpersist"
+    package.mkdir(parents=True)
+    ours = Path(mlx_lm_kvpersist.__file__)
+    (package / "__init__.py").write_text(
+        f"open({str(tmp_path / 'imported')!r}, 'w').close()\n"
+        f"__path__ = [{str(ours.parent)!r}]\nexec(open({str(ours)!r}).read())\n"
+    )
+    run.sides, run.before = ("ours", "before"), tmp_path / "checkout"
+    with run.fleet() as fleet:
+        assert fleet.sides["before"].flags == fleet.sides["ours"].flags
+        assert (tmp_path / "imported").exists()
 
 
 def test_decoding(run: Run) -> None:
