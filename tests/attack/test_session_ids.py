@@ -146,6 +146,7 @@ def test_ids_that_http_does_not_carry(start_server: StartServer, tiny_model: Pat
         if name in ("nul", "line feed"):
             assert b" 200 " in answer[:20], name
     two_turns(server, "afterwards", b"a-plain-name")
+    server.terminate()  # it writes what is left first
     assert all(len(path.name) < 80 for path in start_server.store.rglob("*"))
     with sqlite3.connect(start_server.store / "index.sqlite") as db:
         names = [name for (name,) in db.execute("SELECT name FROM sessions")]
