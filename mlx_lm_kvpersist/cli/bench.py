@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
 from .asking import ask
 from .bench_report import as_markdown, row
-from .machine import blas, device, openblas_advice, versions
+from .machine import cpu_gflops, device, openblas_advice, versions
 from .output import ongoing
 from .started_server import Message, Reply, StartedServer, wait_until_written
 from .story import document
@@ -166,7 +166,7 @@ class Bench:
         single = [n for n in lengths if needed_s(n, 1) <= left_s]
         if not single:
             minutes = (self.seconds + starts_s + needed_s(LENGTHS[0], 1)) / 60
-            slow = f"; {openblas_advice()}" if (found := blas()) and found.is_reference else ""
+            slow = f"; {advice}" if (advice := openblas_advice(cpu_gflops())) else ""
             raise KVPersistError(
                 f"this machine computes {speed.prompt_tokens_per_s:.3g} tokens of a prompt a "
                 f"second and loads the model in {speed.load_s:.0f} s; "
@@ -248,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
             "seconds": round(bench.seconds),
             "versions": versions(),
             "device": device(),
-            "blas": (found := blas()) and asdict(found),
+            "cpu_gflops": cpu_gflops(),
             "load_before": round(load, 2),
             "model": _model(args.model, path),
             "kv": bench.spec,

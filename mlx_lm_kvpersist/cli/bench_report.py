@@ -8,7 +8,6 @@ from typing import Any
 
 from ..cache.geometry.precision import layout_in_words
 from ..units import show_bytes
-from .machine import Blas
 
 _COLUMNS = ("", "stock", "kvpersist", "times as fast", "kvpersist reused")
 
@@ -47,7 +46,8 @@ def as_markdown(content: dict[str, Any]) -> str:
     kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
     n_bytes = device.get("memory_size")
     memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
-    cpu = f", {Blas(**content['blas'])}" if content["blas"] else ""
+    gflops = content["cpu_gflops"]
+    cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
     lines = [
         f"mlx-lm-kvpersist {found['mlx-lm-kvpersist']}, mlx-lm {found['mlx-lm']}, "
         f"mlx {found['mlx']}, Python {found['python']}",

@@ -23,14 +23,14 @@ from pathlib import Path
 from ..errors import PluginNotFound, UnsupportedVersion
 from ..host import manager
 from ..host.patching import versions
-from .machine import Blas, openblas_advice
+from .machine import openblas_advice
 from .output import console, print_json, print_table
 
 PLUGIN = "kvpersist"
 PTH_NAME = "mlx_lm_kvpersist.pth"
 WITHOUT_PTH = "mlx-lm-kvpersist server …, which needs no .pth file"
 IS_ACTIVE = "import sys; print(any(type(f).__name__ == 'ServerFinder' for f in sys.meta_path))"
-USES_MLX = "import mlx.core as mx; print((mx.array(1) + 1).item() and mx.default_device())"
+MACHINE = f"{__package__}.machine"
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,23 @@ def examine() -> list[Finding]:
     # The folders whose .pth files Python executes.
     folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
     return [
-        *(check() for check in (python, package, mlx_lm, mlx)),
-        *blas(),
-        plugin(),
+        *(check() for check in (package, mlx_lm, mlx, plugin)),
         pth_file([Path(folder) for folder in folders]),
         activation([sys.executable], "this Python"),
         *scripts(os.environ.get("PATH", "")),
     ]
 
 
-def python() -> Finding:
-    """Check this Python: with -S it ignores .pth files."""
-    found = f"{sys.version.split()[0]} at {sys.executable}"
-    if not sys.flags.no_site:
-        return Finding("python", True, found)
-    found += ", started with -S, which ignores .pth files"
-    return Finding("python", False, found, f"start it without -S, or run {WITHOUT_PTH}")
-
-
 def package() -> Finding:
     """Check that this package is installed."""
     folder = Path(__file__).resolve().parent.parent
+    place = f"{folder}, for Python {sys.version.split()[0]} at {sys.executable}"
     try:
         version = metadata.version("mlx-lm-kvpersist")
     except metadata.PackageNotFoundError:
-        found = f"imported from {folder}, not installed in this environment"
         advice = f"{shlex.quote(sys.executable)} -m pip install mlx-lm-kvpersist"
-        return Finding("mlx-lm-kvpersist", False, found, advice)
-    return Finding("mlx-lm-kvpersist", True, f"{version} at {folder}")
+        return Finding("mlx-lm-kvpersist", False, f"imported from {place}: not installed", advice)
+    return Finding("mlx-lm-kvpersist", True, f"{version} at {place}")
 
 
 def mlx_lm() -> Finding:
@@ -91,25 +80,22 @@ def mlx_lm() -> Finding:
 
 
 def mlx() -> Finding:
-    """Check that MLX computes, in a process of its own because MLX can abort."""
-    status, output = ask([sys.executable, "-c", USES_MLX])
-    if status == 0:
-        return Finding("mlx", True, f"computes on {output}")
-    advice = (
-        "on macOS use a native (arm64) Python on Apple silicon; "
-        "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
-    )
-    return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
+    """Check that MLX computes, in a process of its own because MLX can abort.
 
-
-def blas() -> Iterator[Finding]:
-    """Say what computes MLX's products where that is a CPU: the wheel's reference BLAS is slow."""
-    status, output = ask([sys.executable, "-m", f"{__package__}.machine"])
-    if status == 0 and (found := json.loads(output)):
-        library = Blas(**found)
-        advice = openblas_advice() if library.is_reference else ""
-        slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
-        yield Finding("BLAS", True, f"{library}{slow}", advice)
+    MLX's wheel for Linux computes with a slow BLAS, which is no fault.
+    """
+    status, output = ask([sys.executable, "-m", MACHINE])
+    if status != 0:
+        advice = (
+            "on macOS use a native (arm64) Python on Apple silicon; "
+            "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
+        )
+        return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
+    device, gflops = json.loads(output)
+    found = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
+    advice = openblas_advice(gflops)
+    slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
+    return Finding("mlx", True, f"{found}{slow}", advice)
 
 
 def plugin() -> Finding:
@@ -213,32 +199,28 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and return the exit status: 0 if the plugin works here."""
-    findings = examine()
-    works = all(finding.passed for finding in findings)
-    if args.json:
-        print_json({"works": works, "findings": [asdict(finding) for finding in findings]})
-    else:
-        print_findings(findings)
-    return 0 if works else 1
+    return report(args, examine())
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Print the findings as a table, then the first cause and what to do."""
-    rows = [[_mark(each), each.name, each.found] for each in findings]
-    print_table(["", "what", "found"], rows)
+def report(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
+    """Print findings, then the first cause and what to do; return 1 unless all passed."""
     broken = next((finding for finding in findings if not finding.passed), None)
+    status = 0 if broken is None else 1
+    if args.json:
+        print_json({"works": not status, "findings": [asdict(finding) for finding in findings]})
+        return status
+    marks = {False: "no", True: "ok"}
+    rows = [
+        ["slow" if each.passed and each.advice else marks[each.passed], each.name, each.found]
+        for each in findings
+    ]
+    print_table(["", "what", "found"], rows)
     out, command = console(), f"mlx_lm.server --plugin {PLUGIN}"
     if broken is None:
-        out.print(f"{command} works here. mlx-lm-kvpersist selftest proves every patch.")
-        for slow in findings:
-            if slow.advice:
-                out.print(f"Slow: {slow.name}. What to do: {slow.advice}")
+        out.print(f"{command} works here.")
     else:
         out.print(f"{command} does not work here: {broken.name}: {broken.found}")
-        out.print(f"What to do: {broken.advice}")
-
-
-def _mark(finding: Finding) -> str:
-    if not finding.passed:
-        return "no"
-    return "slow" if finding.advice else "ok"
+    for each in findings if broken is None else [broken]:
+        if each.advice:
+            out.print(f"What to do: {each.advice}")
+    return status

@@ -1,4 +1,4 @@
-"""The conditions of a measurement: the machine, the versions, the BLAS of MLX's CPU backend.
+"""The conditions of a measurement: the machine, the versions, the speed of MLX's CPU backend.
 
 MLX's wheel for Linux brings netlib's reference BLAS. A server that computes prompts with it takes
 many times as long as with OpenBLAS; `doctor` and `bench` say so.
@@ -6,41 +6,20 @@ many times as long as with OpenBLAS; `doctor` and `bench` say so.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
 import sys
 import time
 from ctypes.util import find_library
-from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
-_PRODUCT = "cblas_sgemm"
-_OPTIMISED = ("openblas_get_config", "mkl_get_version", "bli_info_get_version_str")
-"""Functions that OpenBLAS, MKL and BLIS export, and netlib's reference BLAS does not."""
 _SIZE, _REPEATS = 384, 3
-
-
-@dataclass(frozen=True)
-class Blas:
-    """The library that computes MLX's products of matrices on this CPU.
-
-    file: its path. gflops: 10^9 operations a second in a float32 product of 384 x 384, the best of
-    three.
-    """
-
-    file: str
-    is_reference: bool
-    gflops: float
-
-    def __str__(self) -> str:
-        kind = ", the reference BLAS" if self.is_reference else ""
-        return f"{Path(self.file).name}{kind}, {self.gflops:.3g} GFLOP/s"
+_SLOW_GFLOPS = 10.0
+"""A core with OpenBLAS computes several times as much, with the reference BLAS a fifth of it."""
 
 
 def versions() -> dict[str, str]:
@@ -63,49 +42,17 @@ def device() -> dict[str, Any]:
     }
 
 
-def blas() -> Blas | None:
-    """Return what computes MLX's products in this process; None on a GPU and where none is found.
+def cpu_gflops() -> float | None:
+    """Return 10^9 operations a second in a float32 product of 384 x 384, the best of three.
 
-    The dynamic linker takes a preloaded library before the one that MLX was linked with.
+    None where MLX computes on a GPU.
     """
-    if sys.platform != "linux" or device()["kind"] != "cpu":
-        return None
-    host = next((name for *_, name in _mapped() if name.endswith("/libmlx.so")), None)
-    for place in (None, host):
-        library = ctypes.CDLL(place)
-        if hasattr(library, _PRODUCT):
-            address = ctypes.cast(getattr(library, _PRODUCT), ctypes.c_void_p).value or 0
-            file = next((name for begin, end, name in _mapped() if begin <= address < end), None)
-            if file is not None:
-                own = ctypes.CDLL(file)
-                is_reference = not any(hasattr(own, name) for name in _OPTIMISED)
-                return Blas(file, is_reference, _gflops())
-    return None
-
-
-def openblas_advice() -> str:
-    """Return how to preload OpenBLAS, as a sentence."""
-    library = find_library("openblas")
-    first = "" if library else "install OpenBLAS (Debian, Ubuntu: libopenblas0-pthread), then "
-    start = f"LD_PRELOAD={library or 'libopenblas.so.0'} OPENBLAS_NUM_THREADS=1 mlx_lm.server …"
-    return f"{first}start the server as {start}"
-
-
-def _mapped() -> list[tuple[int, int, str]]:
-    """Return (begin, end, file) of what is mapped into this process, see proc(5)."""
-    found = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        span, *_, name = f"{line} ".split(" ", 5)
-        begin, _, end = span.partition("-")
-        found.append((int(begin, 16), int(end, 16), name.strip()))
-    return found
-
-
-def _gflops() -> float:
     import mlx.core as mx
 
     matrix = mx.random.uniform(shape=(_SIZE, _SIZE))
-    mx.eval(matrix)
+    mx.eval(matrix @ matrix)
+    if device()["kind"] != "cpu":
+        return None
     best_s = float("inf")
     for _ in range(_REPEATS):
         started = time.perf_counter()
@@ -114,7 +61,18 @@ def _gflops() -> float:
     return 2e-9 * _SIZE**3 / best_s
 
 
+def openblas_advice(gflops: float | None) -> str:
+    """Return how to preload OpenBLAS, where a CPU computes as slowly as without it; else ""."""
+    if gflops is None or gflops >= _SLOW_GFLOPS or sys.platform != "linux":
+        return ""
+    library = find_library("openblas")
+    first = "" if library else "install OpenBLAS (Debian, Ubuntu: libopenblas0-pthread), then "
+    start = f"LD_PRELOAD={library or 'libopenblas.so.0'} OPENBLAS_NUM_THREADS=1 mlx_lm.server …"
+    return f"{first}start the server as {start}"
+
+
 if __name__ == "__main__":
     # `doctor` asks in a process of its own, because MLX can abort.
-    found_blas = blas()
-    print(json.dumps(found_blas and asdict(found_blas)))
+    import mlx.core as mx
+
+    print(json.dumps([str(mx.default_device()), cpu_gflops()]))

@@ -269,19 +269,10 @@ def _add_selftest(add: Any) -> None:
         "store and without a model, up to the point where it would listen."
     )
     selftest.add_argument(
-        "--plugin",
-        action="append",
-        metavar="NAME",
-        help="start these plugins instead of kvpersist; can be given more than once",
-    )
-    selftest.add_argument(
-        "--no-plugin", action="store_true", help="check the patches and start without a plugin"
-    )
-    selftest.add_argument(
         "server_options",
         nargs="*",
         metavar="SERVER OPTION",
-        help="after --, options for the server that is started",
+        help="after --, options for the server; --plugin NAME starts others than kvpersist",
     )
 
 

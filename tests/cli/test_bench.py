@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from mlx_lm_kvpersist.cli import bench
 from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed
 from mlx_lm_kvpersist.cli.bench_report import as_markdown, row
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.machine import Blas
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.errors import KVPersistError
 
@@ -98,7 +96,7 @@ CONTENT: dict[str, Any] = {
         "platform": "macOS-15",
         "processors": 12,
     },
-    "blas": None,
+    "cpu_gflops": None,
     "load_before": 0.5,
     "model": {"name": "some/model", "type": "llama", "weights": "4.2 GiB", "weight_bits": 4},
     "kv": {"kept": True, "layout": "4rb64"},
@@ -123,8 +121,7 @@ def test_the_table_names_its_conditions() -> None:
         "| reply | 40 tokens/s | 50 tokens/s | 1.25 |  |",
     ):
         assert said in text
-    for blas in (Blas("/lib/libblas.so.3", True, 1.7), Blas("/lib/libopenblas.so.0", False, 74.0)):
-        assert f", gpu, 64.0 GiB, {blas}, macOS" in as_markdown({**CONTENT, "blas": asdict(blas)})
+    assert ", gpu, 64.0 GiB, 74 GFLOP/s, macOS" in as_markdown({**CONTENT, "cpu_gflops": 74.04})
     assert "nothing is kept (no)" in as_markdown({**CONTENT, "kv": {"why_not": "no"}})
 
 

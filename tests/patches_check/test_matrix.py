@@ -119,13 +119,13 @@ def test_a_row_with_a_broken_patch_fails_with_its_line(
         "python": "3.11.7",
         "passed": False,
         "versions": {"passed": True},
-        "patches": {"run": [{"passed": True}, {"passed": False}], "options": [{"passed": True}]},
-        "failures": ["patch run, works: no effect", "startup: no effect"],
+        "patches": [{"passed": False}, {"passed": True}],
+        "failures": ["patch run: no effect", "startup: no effect"],
         "conversation": None,
     }
     outcome = outcome_of(monkeypatch, tmp_path, f"print({json.dumps(report)!r})")
     assert (outcome.result, outcome.n_patches, outcome.mlx) == ("fails", 1, "0.32.4")
-    assert outcome.says == "patch run, works: no effect | startup: no effect"
+    assert outcome.says == "patch run: no effect | startup: no effect"
     assert matrix.line(outcome).startswith("FAIL mlx-lm 0.32.2, mlx 0.32.4, Python 3.11.7: fails")
 
 

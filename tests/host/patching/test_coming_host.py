@@ -43,7 +43,7 @@ def test_every_patch_takes_effect_on_the_coming_host(patch: Patch, coming: Modul
 
 
 def test_the_coming_host_starts_with_the_plugin(coming: ModuleType) -> None:
-    check_startup(["kvpersist"], [])
+    check_startup()
 
 
 def test_1409_the_prompt_cache_passes_on_what_it_does_not_know(
