@@ -68,18 +68,6 @@ def operator_change(
     return answering(checked)
 
 
-def check_operator(handler: Any, key: str | None) -> None:
-    """Raise RequestRefused where `why_refused` says why."""
-    if refusal := why_refused(handler.client_address[0], handler.headers, key):
-        raise RequestRefused(refusal, 403)
-
-
-def check_site(headers: Message, key: str | None) -> None:
-    """Refuse a browser that shows another page than this server's own: it knows no key."""
-    if key is None and (refusal := why_foreign(headers)):
-        raise RequestRefused(refusal, 403)
-
-
 def answering(
     answer: Callable[[Any], Any], headers: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Any], None]:
@@ -113,17 +101,20 @@ def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) ->
     handler.wfile.write(body)
 
 
-def why_refused(address: str, headers: Message, key: str | None) -> str:
-    """Return why a request may not be answered; "" when it may.
+def check_operator(handler: Any, key: str | None) -> None:
+    """Refuse a request that is not the operator's; see `operator_view`.
 
     A proxy on this machine has this machine's address. So has a browser on this machine that shows
     a hostile page whose name was made to resolve to this machine. The headers reveal both.
     """
+    address, headers = handler.client_address[0], handler.headers
     if key is not None:
         # http.server reads headers as Latin-1.
         sent = headers.get("Authorization", "").encode("latin-1", "replace")
-        right = hmac.compare_digest(sent, f"Bearer {key}".encode())
-        return "" if right else f"expected the header Authorization: Bearer <{KEY_VARIABLE}>"
+        if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+            expected = f"expected the header Authorization: Bearer <{KEY_VARIABLE}>"
+            raise RequestRefused(expected, 403)
+        return
     origin = headers.get("Origin")
     forwarded = [
         name
@@ -139,19 +130,25 @@ def why_refused(address: str, headers: Message, key: str | None) -> str:
     elif origin is not None and not is_loopback(origin.partition("://")[2]):
         found = "the header Origin names another site"
     else:
-        return ""
-    return f"only for programs of the server's own machine, and {found}; or set {KEY_VARIABLE}"
+        return
+    raise RequestRefused(
+        f"only for programs of the server's own machine, and {found}; or set {KEY_VARIABLE}", 403
+    )
 
 
-def why_foreign(headers: Message) -> str:
-    """Return why a browser's request is not one of this server's own page; "" when it may be."""
-    origin, host = headers.get("Origin"), headers.get("Host", "")
-    if origin is not None and origin.partition("://")[2] != host:
-        return f"only this server's own page may change something, and the Origin is {origin!r}"
-    site = headers.get("Sec-Fetch-Site", "same-origin")
-    if site not in ("same-origin", "none"):
-        return f"only this server's own page may change something, and Sec-Fetch-Site is {site!r}"
-    return ""
+def check_site(headers: Message, key: str | None) -> None:
+    """Refuse a browser that shows another page than this server's own: it knows no key."""
+    if key is not None:
+        return
+    origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
+    found = None
+    if origin is not None and origin.partition("://")[2] != headers.get("Host", ""):
+        found = f"the Origin is {origin!r}"
+    elif site not in ("same-origin", "none"):
+        found = f"Sec-Fetch-Site is {site!r}"
+    if found is not None:
+        why = f"only this server's own page may change something, and {found}"
+        raise RequestRefused(why, 403)
 
 
 def is_loopback(host: str) -> bool:

@@ -16,12 +16,12 @@ from email.message import Message as Headers
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
 from ..error_forms import openai_error
 from ..errors import RequestRefused
-from ..fields import refuse, require, require_objects, require_text
+from ..fields import require, require_objects, require_text
 from .admin import check_operator, check_site, send
 from .session_keys import names_namespace, namespace
 
@@ -36,32 +36,6 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PAGE, _MAX_PAGE = 20, 100
 
 Body = dict[str, Any]
-
-
-class Chat(Protocol):
-    """Stock's chat completions. Every method raises RequestRefused with a sentence."""
-
-    def read_body(self, handler: Any) -> Body:
-        """Return a request's JSON object, {} if it has no body."""
-        ...
-
-    def answer(self, handler: Any, chat_body: Body) -> None:
-        """Answer a request with a chat completion."""
-        ...
-
-    def prefill(self, handler: Any, chat_body: Body) -> Mapping[str, Any]:
-        """Compute a prompt; return the chat completion's usage."""
-        ...
-
-
-class AgentSessions(Protocol):
-    """What the store has of a name in a namespace. Every method may raise RequestRefused."""
-
-    def describe(self, namespace: str, name: str) -> dict[str, Any]: ...
-    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool: ...
-    def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None: ...
-    def evict(self, namespace: str, name: str) -> None: ...
-    def remove(self, namespace: str, name: str) -> None: ...
 
 
 @dataclass
@@ -87,15 +61,16 @@ Call = Callable[[Any, Body], Answer | None]
 class AgentsAPI:
     """Answers `/v1/agents`. Agents of one namespace are not seen from another.
 
-    forget: removes what is remembered of the requests of a session, given by its name. key: the
-    operator's, see `why_refused`. by_key: whether API keys have namespaces of their own.
-    session_header: the header that is looked at first for a session's name, if any.
+    chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
+    `NamedSessions`. What either refuses raises RequestRefused. forget: removes what is remembered
+    of the requests of a session, given by its name. key: the operator's. by_key: whether API keys
+    have namespaces of their own. session_header: looked at first for a session's name, if any.
     """
 
     def __init__(
         self,
-        chat: Chat,
-        sessions: Callable[[], AgentSessions],
+        chat: Any,
+        sessions: Callable[[], Any],
         forget: Callable[[str], None],
         *,
         key: str | None,
@@ -284,15 +259,11 @@ def _beginning(body: Body) -> Body:
 
 
 def _messages(messages: Any) -> list[Body]:
-    """Return messages whose roles and contents have the right types."""
-    for i, message in enumerate(require_objects("messages", messages)):
-        require_text(f"messages[{i}].role", message.get("role"))
-        content = message.get("content")
-        if isinstance(content, str):
-            require_text(f"messages[{i}].content", content)
-        elif isinstance(content, list):
-            require_objects(f"messages[{i}].content", content)
-        elif content is not None:
-            refuse(f"messages[{i}].content", content, "text, a list of parts, or null")
-    found: list[Body] = messages
+    """Return messages; the server checks the parts of their contents."""
+    found = require_objects("messages", messages)
+    for i, message in enumerate(found):
+        name, content = f"messages[{i}]", message.get("content")
+        require_text(f"{name}.role", message.get("role"))
+        is_content = isinstance(content, str | list | None)
+        require(is_content, f"{name}.content", content, "text, a list of parts, or null")
     return found

@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..fields import require, require_text
 from .admin import answering, check_operator
@@ -20,16 +20,6 @@ DELETE_PATH = f"{SESSIONS_PATH}/delete"
 
 _PAGE = Path(__file__).with_name("page.html")
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
-
-
-class Sessions(Protocol):
-    """What can be done with a stored session. All raise RequestRefused."""
-
-    def pin(self, session_id: str, pinned: bool) -> dict[str, Any]: ...
-
-    def evict(self, session_id: str) -> dict[str, Any]: ...
-
-    def delete(self, session_id: str) -> tuple[Any, dict[str, Any]]: ...
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
@@ -63,11 +53,12 @@ def page_view(key: str | None) -> Callable[[Any], None]:
 
 
 def session_changes(
-    sessions: Callable[[], Sessions], forget: Callable[[str | None], None]
+    sessions: Callable[[], Any], forget: Callable[[str | None], None]
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Return, by path, what takes a request's body and changes a session.
 
-    forget: removes what is remembered of the requests of a session, given by its name.
+    sessions: returns the store's `StoredSessions`. forget: removes what is remembered of the
+    requests of a session, given by its name.
     """
 
     def pin(body: dict[str, Any]) -> Any:

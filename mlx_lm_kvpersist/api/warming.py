@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import ConfigError, RequestRefused
 from ..fields import require
 from .admin import answering, check_operator, check_site
-from .agents import AgentSessions, Body, Chat
+from .agents import Body
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
 from .session_keys import namespace
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 class Warming:
-    """Computes a prompt, and pins the session that holds it."""
+    """Computes a prompt, and pins the session that holds it; see `AgentsAPI` for its arguments."""
 
     def __init__(
         self,
-        chat: Chat,
-        sessions: Callable[[], AgentSessions],
+        chat: Any,
+        sessions: Callable[[], Any],
         *,
         key: str | None,
         by_key: bool,
@@ -55,7 +55,7 @@ class Warming:
         """The handler of the route: a body `{"name": …, "request": …}`."""
         return answering(self._answer)
 
-    def _answer(self, handler: Any) -> Body:
+    def _answer(self, handler: Any) -> Any:
         check_operator(handler, self._key)
         check_site(handler.headers, self._key)
         body = self._chat.read_body(handler)
@@ -63,7 +63,7 @@ class Warming:
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
         return self.warm(handler, str(name), body.get("request"))
 
-    def warm(self, handler: Any, name: str, content: Any) -> Body:
+    def warm(self, handler: Any, name: str, content: Any) -> Any:
         """Compute and pin `content`: messages, or the body of a request to one of the APIs.
 
         Raises RequestRefused where it is none, or is not stored.

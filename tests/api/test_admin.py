@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import is_loopback, why_refused
+from mlx_lm_kvpersist.api.admin import check_operator, is_loopback
+from mlx_lm_kvpersist.errors import RequestRefused
 
 
-def headers(values: dict[str, str]) -> Message:
+def why_refused(address: str, headers: dict[str, str], key: str | None) -> str:
+    """Return why a request is refused, "" if it is not."""
     message = Message()
-    for name, value in values.items():
+    for name, value in headers.items():
         message[name] = value
-    return message
+    try:
+        check_operator(SimpleNamespace(client_address=(address, 0), headers=message), key)
+    except RequestRefused as error:
+        assert error.status == 403
+        return str(error)
+    return ""
 
 
 LOCAL = {"Host": "127.0.0.1:8080"}
@@ -45,7 +53,7 @@ LOCAL = {"Host": "127.0.0.1:8080"}
     ],
 )
 def test_only_programs_of_this_machine(address: str, sent: dict[str, str], says: str) -> None:
-    refusal = why_refused(address, headers(sent), None)
+    refusal = why_refused(address, sent, None)
     assert bool(refusal) is bool(says)
     assert says in refusal
 
@@ -62,7 +70,7 @@ def test_only_programs_of_this_machine(address: str, sent: dict[str, str], says:
 )
 def test_with_a_key_the_key_decides(authorization: str, is_right: bool) -> None:
     for address in ("127.0.0.1", "203.0.113.9"):
-        sent = headers({"Host": "public.example", "Authorization": authorization})
+        sent = {"Host": "public.example", "Authorization": authorization}
         assert (why_refused(address, sent, "secret") == "") is is_right
 
 

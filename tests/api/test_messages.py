@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mlx_lm_kvpersist.api.messages import MessagesAPI
-from mlx_lm_kvpersist.api.messages_reply import MessagesReply
+from mlx_lm_kvpersist.api.messages import MessagesAPI, MessagesReply
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.attachments import fit_attachments
 

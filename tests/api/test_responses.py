@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.api.responses import ResponsesAPI
-from mlx_lm_kvpersist.api.responses_reply import ResponsesReply
+from mlx_lm_kvpersist.api.responses import ResponsesAPI, ResponsesReply
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.attachments import fit_attachments
 

@@ -40,8 +40,6 @@ SECTIONS = {
     "Commands": "One line, and exit status 1.",
 }
 DYNAMIC = {
-    ("api/admin.py", "refusal"),
-    ("api/agents.py", "refusal"),
     ("cli/asking.py", "why"),
     ("cli/spec.py", "str(error)"),
     ("host/dialects/translated_output.py", "str(error)"),
@@ -49,7 +47,7 @@ DYNAMIC = {
     ("host/http/server.py", "message"),
     ("store/disk.py", "str(error)"),
 }
-"""What is raised with words from elsewhere: stock's own, or those of `why_refused`."""
+"""What is raised with words from elsewhere: such as stock's own."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,171 @@
+"""What the translations of other APIs share: requests as chat completions, and their replies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..fields import require, require_object, require_text
+
+Message = dict[str, Any]
+Part = dict[str, Any]
+Event = dict[str, Any]
+Kind = Literal["thinking", "text"]
+
+_MAX_TOKENS = 2**31 - 1
+_READABLE = ("title", "source", "url", "context", "text", "content", "stdout", "stderr")
+"""Fields that hold what a reader of a block sees, in the order in which they are read."""
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request as a chat completion, and the reply that it will get.
+
+    `tools` also has deferred tools, which may be called but are not in the chat completion's list.
+    `reply` is a `ReplyTranslation` of the host's.
+    """
+
+    chat_body: dict[str, Any]
+    tools: list[dict[str, Any]]
+    stream: bool
+    reply: Any
+
+
+def max_tokens(name: str, n: Any) -> int:
+    """Return a client's limit, brought into the range that stock takes."""
+    require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
+    return min(max(int(n), 1), _MAX_TOKENS)
+
+
+def is_stream(body: Mapping[str, Any]) -> bool:
+    """Tell whether a client wants its reply as a stream."""
+    stream = body.get("stream") or False
+    require(isinstance(stream, bool), "stream", stream, "a boolean")
+    return bool(stream)
+
+
+def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """Return a tool as a chat completion has it; `parameters` names the field of its schema."""
+    made: dict[str, Any] = {"name": name}
+    if tool.get("description") is not None:
+        made["description"] = require_text(f"{place}.description", tool["description"])
+    made["parameters"] = require_object(f"{place}.{parameters}", tool.get(parameters))
+    return {"type": "function", "function": made}
+
+
+def text_part(name: str, text: Any) -> Part:
+    return {"type": "text", "text": require_text(name, text)}
+
+
+def image_part(url: str) -> Part:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part:
+    """Return a part that no model reads; the server puts a line of text in its place."""
+    named = {"file_data": f"data:{media_type};base64,", "filename": filename}
+    return {"type": kind, "file": named}
+
+
+def readable(value: Any, depth: int = 0) -> str:
+    """Return the text in a block of a kind that is not known, "" if it has none.
+
+    Clients send back blocks of any server. An unknown block must not end the conversation.
+    """
+    if isinstance(value, str):
+        return value
+    if depth == _MAX_DEPTH:
+        return ""
+    if isinstance(value, dict):
+        value = [value[name] for name in _READABLE if name in value]
+    texts = (readable(each, depth + 1) for each in value) if isinstance(value, list) else ()
+    return "\n".join(text for text in texts if text)
+
+
+@dataclass
+class OpenPart:
+    """Text of one kind, so far. `index` counts all parts of a reply, including calls."""
+
+    kind: Kind
+    index: int
+    text: str = ""
+
+
+class ReplyParts(ABC):
+    """One reply, on its way from the chunks of a chat completion to another API's events.
+
+    White space alone makes no part: clients drop such a part and would send back another reply.
+    """
+
+    def __init__(self) -> None:
+        self._n_parts = 0
+        self._open: OpenPart | None = None
+        self._held: tuple[Kind, str] = ("text", "")
+        """White space that may begin a part."""
+        self._texts: list[str] = []
+
+    @property
+    def content(self) -> str:
+        """The text that the client was shown so far."""
+        return "".join(self._texts)
+
+    @abstractmethod
+    def start_part(self, part: OpenPart) -> Iterator[Event]:
+        """Yield the events that begin a part."""
+
+    @abstractmethod
+    def add_text(self, part: OpenPart, text: str) -> Iterator[Event]:
+        """Yield the events for new text of a part. The part's `text` includes it already."""
+
+    @abstractmethod
+    def end_part(self, part: OpenPart) -> Iterator[Event]:
+        """Yield the events that end a part."""
+
+    @abstractmethod
+    def add_call(self, index: int, call_id: str, name: str, arguments: str) -> Iterator[Event]:
+        """Yield a whole call; `arguments` is JSON."""
+
+    def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
+        """Return the events for a part of the reply."""
+        events: list[Event] = []
+        if reasoning:
+            events += self._add("thinking", reasoning)
+        if text:
+            events += self._add("text", text)
+        for call in tool_calls:
+            events += self.close()
+            self._held = ("text", "")
+            function = call["function"]
+            given = call["id"], function["name"], function["arguments"]
+            events += self.add_call(self._next_index(), *given)
+        return events
+
+    def close(self) -> Iterator[Event]:
+        """Yield the events that end the open part, if there is one."""
+        if self._open is not None:
+            part, self._open = self._open, None
+            yield from self.end_part(part)
+
+    def _add(self, kind: Kind, text: str) -> Iterator[Event]:
+        part = self._open
+        if part is None or part.kind != kind:
+            held_kind, held = self._held
+            text = held + text if held_kind == kind else text
+            if not text.strip():
+                self._held = (kind, text)
+                return
+            yield from self.close()
+            self._held = (kind, "")
+            part = self._open = OpenPart(kind, self._next_index())
+            yield from self.start_part(part)
+        part.text += text
+        if kind == "text":
+            self._texts.append(text)
+        yield from self.add_text(part, text)
+
+    def _next_index(self) -> int:
+        self._n_parts += 1
+        return self._n_parts - 1
