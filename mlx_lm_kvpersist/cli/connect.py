@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A file that exists is merged: its other settings stay. The merged text is parsed again; if anything
-but our own keys changed, nothing is written.
+A JSON file that exists is merged: its other settings stay. A TOML file is our own and is replaced.
+The former content is kept beside the file.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import json
 import os
 import re
 import shlex
-import sys
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
@@ -34,8 +33,6 @@ _CLAUDE_MODEL = "claude-local"
 """Every name that begins so is the server's own model, and Claude Code lists no other."""
 _NO_KEY = "none"
 _MAX_OUTPUT = 32_000
-_TOML_VALUE = r"""("[^"\n]*"|'[^'\n]*'|[^#"'\n]*?)\s*(#.*)?$"""
-"""A value of one line, and a comment behind it."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
             "connect again when the server runs.\n"
         )
     for file, settings in client.files.items():
-        ours = _format_of(file).merge("", settings)
+        ours = _text(file, settings, "")
         if not args.write:
             print(f"What --write adds to {file}:\n\n{ours}")
             continue
         try:
             _write(file, settings)
-        except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
-            # RuntimeError: links in a circle, deep JSON. ArithmeticError: huge numbers.
+        except (ValueError, OSError, RuntimeError) as error:
+            # RuntimeError: links in a circle, deep JSON.
             print(f"What to add to {file}:\n\n{ours}")
             why = " ".join(str(error).split())
             raise ConfigError(
@@ -93,19 +90,14 @@ def _write(file: Path, settings: Settings) -> None:
     Raises ValueError where it cannot be merged, OSError or RuntimeError where it cannot be read or
     written.
     """
-    form = _format_of(file)
     path = file.resolve()  # a link stays one
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    there = form.parse(before) if before.strip() else {}
-    wanted = _merged(there, settings)
-    if there == wanted:
+    after = _text(file, settings, before)
+    if before == after:
         print(f"{file} says all of it already.\n")
         return
-    after = form.merge(before, settings)
-    if before.strip() and form.parse(after) != wanted:
-        raise ValueError("its lines cannot be merged")
     old, new = before.splitlines(), after.splitlines()
     print("\n".join(difflib.unified_diff(old, new, str(file), str(file), lineterm="")))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,16 +105,30 @@ def _write(file: Path, settings: Settings) -> None:
     if path.exists():
         mode = path.stat().st_mode & 0o777
         backup = next(p for n in count(1) if not os.path.lexists(p := f"{path}.bak{n}"))
+        shutil.copy2(path, backup)
         kept = f"; its former content is in {backup}"
-        _replace(Path(backup), path.read_bytes(), mode)
-    _replace(path, after.encode(), mode)
+    with whole_file(path, fsync=True) as out:
+        os.fchmod(out.fileno(), mode)
+        out.write(after.encode())
     print(f"\n{file} is written{kept}.\n")
 
 
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    with whole_file(path, fsync=True) as out:
-        os.fchmod(out.fileno(), mode)
-        out.write(content)
+def _text(file: Path, settings: Settings, before: str) -> str:
+    """Return a file's text with the settings in it. Raises ValueError where it cannot be merged."""
+    if file.suffix == ".toml":
+        lines = _toml_lines(settings)
+        for name, group in settings.items():
+            if isinstance(group, Mapping):  # tables two deep, as a provider's are
+                for key, table in group.items():
+                    lines += [f"[{name}.{key}]", *_toml_lines(table)]
+        return "".join(f"{line}\n" for line in lines)
+    there = json.loads(before) if before.strip() else {}
+    merged = _merged(there, settings)
+    if merged == there:
+        return before
+    found = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
+    indent = found[1] if found else 2
+    return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _merged(there: Any, settings: Settings) -> dict[str, Any]:
@@ -133,76 +139,6 @@ def _merged(there: Any, settings: Settings) -> dict[str, Any]:
     for key, value in settings.items():
         merged[key] = _merged(there.get(key, {}), value) if isinstance(value, Mapping) else value
     return merged
-
-
-@dataclass(frozen=True)
-class FileFormat:
-    """How a file is read, and how settings are merged into its text; both raise ValueError."""
-
-    parse: Callable[[str], Any]
-    merge: Callable[[str, Settings], str]
-
-
-def _format_of(file: Path) -> FileFormat:
-    if file.suffix == ".toml":
-        return FileFormat(_parse_toml, _merge_toml)
-    return FileFormat(_parse_json, _merge_json)
-
-
-def _parse_json(text: str) -> Any:
-    """Return what a text says. Raises ValueError where it would not be written as it was."""
-
-    def number(written: str) -> float:
-        value = float(written)
-        if Decimal(repr(value)) != Decimal(written):
-            raise ValueError(f"the number {written} cannot be kept")
-        return value
-
-    def constant(written: str) -> NoReturn:
-        raise ValueError(f"{written} is no JSON")
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"the key {json.dumps(twice[0])} is there twice")
-        return dict(pairs)
-
-    return json.loads(text, parse_float=number, parse_constant=constant, object_pairs_hook=table)
-
-
-def _merge_json(text: str, settings: Settings) -> str:
-    indent = re.search(r"^([ \t]+)\S", text, re.MULTILINE)
-    merged = _merged(_parse_json(text) if text.strip() else {}, settings)
-    return json.dumps(merged, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
-
-
-def _parse_toml(text: str) -> Any:
-    if sys.version_info < (3, 11):
-        raise ValueError("Python 3.10 cannot read TOML")
-    import tomllib
-
-    return tomllib.loads(text)
-
-
-def _merge_toml(text: str, settings: Settings) -> str:
-    """Put lines in the place of those with their keys, or last. A comment behind a value stays."""
-    lines = _toml_lines(settings)
-    for name, group in settings.items():
-        if isinstance(group, Mapping):  # tables two deep, as a provider's are
-            for key, table in group.items():
-                lines += [f"[{name}.{key}]", *_toml_lines(table)]
-    added = []
-    for line in lines:
-        key = re.match(r"[\w-]+(?=\s*=)", line)
-        found = key and re.search(rf"^{key[0]}\s*=\s*{_TOML_VALUE}", text, re.MULTILINE)
-        if found:
-            comment = f"  {found[2]}" if found[2] else ""
-            text = text[: found.start()] + line + comment + text[found.end() :]
-        elif line not in text.splitlines():
-            added.append(line)
-    if added and text and not text.endswith("\n"):
-        text += "\n"
-    return text + "".join(f"{line}\n" for line in added)
 
 
 def _toml_lines(settings: Settings) -> list[str]:

@@ -85,8 +85,6 @@ def test_printing_touches_nothing(
 
 def test_what_each_client_reads(home: Path) -> None:
     for client, file in FILES.items():
-        if client == "codex" and sys.version_info < (3, 11):
-            continue
         assert connect(client, "--write") == 0
         path = home / file
         assert path.stat().st_mode & 0o777 == 0o600 and backups(path) == []
@@ -128,16 +126,15 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert backups(real) == [SETTINGS, written.decode()]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read TOML")
-def test_codex_keeps_what_was_added_to_its_profile(home: Path) -> None:
+def test_codexs_profile_is_replaced_and_its_former_content_is_kept(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["connect", "codex", "--write"]) == 0
     file = home / FILES["codex"]
-    own = 'sandbox_mode = "read-only" # mine\n'
-    file.write_text(own + file.read_text() + "[tui]\nnotifications = true\n")
-    before = read(file)
+    file.write_text(before := file.read_text() + "[tui]\nnotifications = true\n")
     assert connect("codex", "--write") == 0
-    before["model_providers"]["kvpersist"]["base_url"] = f"{URL}/v1"
-    assert read(file) == before and file.read_text().startswith(own)
+    assert "-notifications = true" in capsys.readouterr().out
+    assert f'base_url = "{URL}/v1"' in file.read_text() and backups(file) == [before]
 
 
 @pytest.mark.parametrize(
@@ -146,14 +143,9 @@ def test_codex_keeps_what_was_added_to_its_profile(home: Path) -> None:
         ("opencode", '{\n  // mine\n  "theme": "dark"\n}\n', "Expecting property name"),
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
-        ("claude", '{"a": 1e400}', "the number 1e400 cannot be kept"),
-        ("claude", '{"a": 0.10000000000000000001}', "cannot be kept"),
-        ("claude", '{"a": 1e-99999999999999999999}', "left as it is"),
-        ("claude", '{"a": Infinity}', "Infinity is no JSON"),
-        ("claude", '{"a": {"b": 1, "b": 2}}', 'the key "b" is there twice'),
+        ("claude", '{"a": 1e400}', "not JSON compliant"),
+        ("claude", '{"a": Infinity}', "not JSON compliant"),
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
-        ("codex", 'model = "a" "b#c"\n', "TOML|left as it is"),
-        ("codex", '[model_providers.kvpersist]\nname = "x"\n', "TOML|cannot be merged"),
     ],
 )
 def test_what_cannot_be_merged_is_left_alone(
@@ -164,7 +156,7 @@ def test_what_cannot_be_merged_is_left_alone(
     file.write_text(there)
     assert connect(client, "--write") == 1
     out, err = capsys.readouterr()
-    assert any(each in err for each in why.split("|")) and err.count("\n") == 1
+    assert why in err and err.count("\n") == 1
     assert file.read_text() == there and backups(file) == []
     assert URL in out and "by hand" in err
 
@@ -221,8 +213,7 @@ def test_each_client_gets_the_length_of_the_context(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for client in FILES:
-        if client != "codex" or sys.version_info >= (3, 11):
-            assert connect(client, "--write") == 0
+        assert connect(client, "--write") == 0
     assert "context" not in capsys.readouterr().err
     assert read(home / FILES["claude"])["env"]["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "32768"
     provider = read(home / FILES["opencode"])["provider"]["kvpersist"]
