@@ -302,8 +302,7 @@ def _add_sessions(commands: Any) -> None:
 def _add_store(commands: Any) -> None:
     add = _adder(commands, _folder(), _budgets())
     add("stats", "store:stats", "say what the store holds and what it may use")
-    gc = add("gc", "store:gc", "remove what was not used for longest until the budgets are kept")
-    gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    add("gc", "store:gc", "remove what was not used for longest until the budgets are kept")
     add = _adder(commands, _folder())
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
-import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ..config import default_disk_bytes, default_folder
 from ..errors import StoreError
@@ -47,29 +46,22 @@ def check_exists(folder: Path) -> None:
 def reading(folder: Path) -> Iterator[Index]:
     """Open a store's index to read it; no lock is taken and nothing is repaired.
 
-    SQLite writes beside an index even to read it. An index that may not be written to is copied
-    to a temporary folder first.
+    SQLite writes beside an index even to read it. Raises PermissionError where it may not.
     """
     check_exists(folder)
     path = folder / "index.sqlite"
     advice = "mlx-lm-kvpersist store rebuild makes it anew from the files"
     if not path.exists() or path.stat().st_size == 0:
         raise StoreError(f"{path} is missing; {advice}")
-    with ExitStack() as stack:
-        opened = path
-        if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
-            scratch = stack.enter_context(TemporaryDirectory(prefix="kvpersist-index-"))
-            opened = Path(scratch) / path.name
-            for suffix in ("", "-wal"):
-                if (source := Path(f"{path}{suffix}")).exists():
-                    shutil.copyfile(source, f"{opened}{suffix}")
-        try:
-            index = Index(opened)
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            raise StoreError(f"{path} is damaged ({error}); {advice}") from error
-        stack.callback(index.close)
+    if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    try:
+        index = Index(path)
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        raise StoreError(f"{path} is damaged ({error}); {advice}") from error
+    with closing(index):
         yield index
 
 
@@ -83,8 +75,5 @@ def changing(
     """
     if not create:
         check_exists(folder)
-    disk = DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))
-    try:
+    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))) as disk:
         yield disk
-    finally:
-        disk.close()

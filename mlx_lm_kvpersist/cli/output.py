@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,9 +26,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ..cache.geometry.precision import layout_in_words
+from ..store.records import Session
+from ..units import show_bytes
+
 _PIPE_WIDTH = 200
 """Columns where there is no terminal to ask."""
-_LONG_S = 2.0
 
 
 def shown(text: str, max_chars: int = 40) -> str:
@@ -47,27 +50,27 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def named(session: Session) -> str:
+    """Return a session's id and name."""
+    return f"{session.id}  {'-' if session.name is None else shown(session.name)}"
+
+
 def local_time(time_s: float) -> str:
     """Return seconds since the epoch as local date and time, to the minute."""
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
-
-
-def utc_time(time_s: float) -> str:
-    """Return seconds since the epoch as ISO 8601 in UTC."""
-    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-def tell(args: argparse.Namespace, content: Any, *lines: str) -> None:
-    """Print `content` as JSON where --json asks for it, else the lines."""
+def tell(args: argparse.Namespace, content: Any, *parts: str | Table) -> None:
+    """Print `content` as JSON where --json asks for it, else the lines and tables for people."""
     if args.json:
         print_json(content)
         return
-    for line in lines:
-        console().print(line)
+    for part in parts:
+        console().print(part)
 
 
 def console() -> Console:
@@ -76,47 +79,61 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
-    """Print a table; `right` names the columns of numbers, separated by blanks.
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> Table:
+    """Return a table; `right` names the columns of numbers, separated by blanks.
 
     Cells that are too long for the terminal go on in the next line; none is cut.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:
         align: Any = "right" if column in right.split() else "left"
-        table.add_column(Text(column), justify=align, overflow="fold")
+        made.add_column(Text(column), justify=align, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
-    console().print(table)
+        made.add_row(*map(Text, row))
+    return made
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
+    console().print(table(columns, rows, right))
+
+
+def record(fields: Mapping[str, Any]) -> Table:
+    """Return a table of one record of JSON values: a line for each field, in words."""
+    return table(["", ""], [(_label(name), _cell(name, fields[name], 200)) for name in fields])
+
+
+def records(rows: Sequence[Mapping[str, Any]], *columns: str) -> Table:
+    """Return a table of records of JSON values, with the fields that `columns` names."""
+    numbers = [_label(each) for each in columns if any(type(row.get(each)) is int for row in rows)]
+    cells = ([_cell(each, row.get(each), 60) for each in columns] for row in rows)
+    return table([_label(each) for each in columns], cells, " ".join(numbers))
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ").replace("bytes", "size")
+
+
+def _cell(name: str, value: Any, max_chars: int) -> str:
+    """Return a field's value for people; its name says whether it is a size or a time."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return show_bytes(value) if "bytes" in name else f"{value:,}"
+    if name in ("created", "used"):
+        return local_time(datetime.fromisoformat(value).timestamp())
+    if name == "precision":
+        value = layout_in_words(value)
+    return shown(str(value), max_chars)
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr: a bar in a terminal, else a line for every 5% of what takes long.
-
-    The yielded function takes (done, total).
-    """
-    if not sys.stderr.isatty():
-        yield _lines(what)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    """Show a bar on stderr, if that is a terminal. The yielded function takes (done, total)."""
+    with _progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _lines(what: str) -> Callable[[int, int], None]:
-    printed, started_s = 0, time.monotonic()
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal printed
-        percent = 100 * done // max(1, total) // 5 * 5
-        if percent > printed and time.monotonic() - started_s >= _LONG_S:
-            printed = percent
-            print(f"{what}: {percent}%", file=sys.stderr, flush=True)
-
-    return on_progress
 
 
 @contextmanager
@@ -124,9 +141,12 @@ def ongoing(what: str) -> Iterator[None]:
     """Say on stderr what is being done: with a clock in a terminal, else in one line."""
     if not sys.stderr.isatty():
         print(f"{what} …", file=sys.stderr, flush=True)
-        yield
-        return
-    columns = (TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as clock:
+    with _progress(TimeElapsedColumn()) as clock:
         clock.add_task(what, total=None)
         yield
+
+
+def _progress(*columns: ProgressColumn) -> Progress:
+    described = TextColumn("{task.description}", markup=False)
+    console, is_seen = Console(stderr=True), sys.stderr.isatty()
+    return Progress(described, *columns, console=console, transient=True, disable=not is_seen)

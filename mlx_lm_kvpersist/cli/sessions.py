@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from ..block import Checkpoint
-from ..cache.geometry.precision import layout_in_words
 from ..cache.measuring.persisted_allocation import adopt_choices, chosen_as
 from ..errors import StoreError
 from ..store.index import Index, Session
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading
-from .output import (
-    console,
-    counted,
-    local_time,
-    print_json,
-    print_table,
-    progress,
-    shown,
-    tell,
-    utc_time,
-)
+from .output import counted, named, progress, record, records, shown, tell
 
 _EXCERPT_CHARS = 240
 
@@ -66,44 +56,23 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "checkpoints": n_checkpoints,
         "bytes": n_bytes,
         "pinned": session.pinned,
-        "created": utc_time(session.created),
-        "used": utc_time(session.used),
+        "created": _utc_time(session.created),
+        "used": _utc_time(session.used),
     }
+
+
+def _utc_time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def list_all(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with reading(folder) as index:
-        sessions = index.sessions()
-        described = [describe(index, session) for session in sessions]
-    if args.json:
-        print_json({"folder": str(folder), "sessions": described})
-        return 0
-    if not described:
-        console().print(f"no sessions in {folder}")
-        return 0
-    columns = "id name model precision namespace tokens size blocks pinned used".split()
-    rows = [
-        [
-            session.id,
-            _name(session),
-            shown(about["model"] or "?"),
-            shown(layout_in_words(about["precision"] or "?"), 60),
-            shown(about["namespace"] or "-"),
-            f"{session.n_tokens:,}",
-            show_bytes(about["bytes"]),
-            str(about["blocks"]),
-            "yes" if session.pinned else "",
-            local_time(session.used),
-        ]
-        for session, about in zip(sessions, described, strict=True)
-    ]
-    print_table(columns, rows, right="tokens size blocks")
+        sessions = [describe(index, session) for session in index.sessions()]
+    columns = "id name model precision namespace tokens bytes blocks pinned used".split()
+    listed = records(sessions, *columns) if sessions else f"no sessions in {folder}"
+    tell(args, {"folder": str(folder), "sessions": sessions}, listed)
     return 0
-
-
-def _name(session: Session, max_chars: int = 40) -> str:
-    return "-" if session.name is None else shown(session.name, max_chars)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -113,7 +82,9 @@ def show(args: argparse.Namespace) -> int:
         chain = index.chain(session.leaf)
         checkpoints = index.checkpoints([node.key for node, _ in chain])
     text = "".join(node.text for node, _ in chain)
-    about["chain"] = [
+    about["text_start"] = text[:_EXCERPT_CHARS] if about["text_stored"] else None
+    about["text_end"] = text[-_EXCERPT_CHARS:] if about["text_stored"] else None
+    blocks: list[dict[str, Any]] = [
         {
             "key": node.key.hex(),
             "start": node.start,
@@ -127,49 +98,12 @@ def show(args: argparse.Namespace) -> int:
         }
         for node, n_bytes in chain
     ]
-    about["text_start"] = text[:_EXCERPT_CHARS] if about["text_stored"] else None
-    about["text_end"] = text[-_EXCERPT_CHARS:] if about["text_stored"] else None
-    if args.json:
-        print_json(about)
-        return 0
-    facts = [
-        ("id", session.id),
-        ("name", _name(session, 200)),
-        ("model", shown(about["model"] or "?", 200)),
-        ("precision", shown(layout_in_words(about["precision"] or "?"), 60)),
-        ("namespace", shown(about["namespace"] or "-", 200)),
-        ("tokens", f"{session.n_tokens:,}"),
-        (
-            "size",
-            f"{show_bytes(about['bytes'])} in {counted(about['blocks'], 'block')} and "
-            f"{counted(about['checkpoints'], 'checkpoint')}",
-        ),
-        ("pinned", "yes" if session.pinned else "no"),
-        ("created", local_time(session.created)),
-        ("used", local_time(session.used)),
-    ]
-    if about["text_stored"]:
-        limit = 2 * _EXCERPT_CHARS
-        facts += [
-            ("begins", shown(about["text_start"], limit)),
-            ("ends", shown(about["text_end"], limit)),
-        ]
-    print_table(["", ""], facts)
     rows = [
-        [
-            block["key"],
-            f"{block['start']:,}",
-            str(block["tokens"]),
-            show_bytes(block["bytes"]),
-            ", ".join(
-                f"{shown(one['kind'])} {show_bytes(one['bytes'])}" for one in block["checkpoints"]
-            ),
-        ]
-        for block in about["chain"]
+        {**block, "checkpoints": ", ".join(one["kind"] for one in block["checkpoints"])}
+        for block in blocks
     ]
-    console().print()
-    columns = ["block", "start", "tokens", "size", "checkpoints"]
-    print_table(columns, rows, right="start tokens size")
+    columns = ("key", "start", "tokens", "bytes", "checkpoints")
+    tell(args, {**about, "chain": blocks}, record(about), "", records(rows, *columns))
     return 0
 
 
@@ -194,7 +128,7 @@ def rm(args: argparse.Namespace) -> int:
     tell(
         args,
         {"removed": removed, "blocks": n_blocks, "checkpoints": n_checkpoints, "bytes": freed},
-        *(f"removed {session.id}  {_name(session)}" for session in chosen),
+        *(f"removed {named(session)}" for session in chosen),
         f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, "
         f"{counted(n_checkpoints, 'checkpoint')}",
     )
@@ -206,7 +140,7 @@ def pin(args: argparse.Namespace) -> int:
         session = disk.files.set_pinned(choose(disk.index.sessions(), args.session), args.pinned)
         about = describe(disk.index, session)
     what = "pinned" if session.pinned else "no longer pinned"
-    tell(args, about, f"{session.id}  {_name(session)}  is {what}")
+    tell(args, about, f"{named(session)}  is {what}")
     return 0
 
 
@@ -223,7 +157,7 @@ def export(args: argparse.Namespace) -> int:
         about = describe(index, session)
     content = {**about, "file": str(target), "file_bytes": n_bytes}
     said = f"is now in {target}, {show_bytes(n_bytes)}"
-    tell(args, content, f"{session.id}  {_name(session)}  {said}")
+    tell(args, content, f"{named(session)}  {said}")
     return 0
 
 
@@ -251,7 +185,7 @@ def load(args: argparse.Namespace) -> int:
     tell(
         args,
         {**about, "is_new": done.is_new, **written},
-        f"{done.session.id}  {_name(done.session)}  {what}; written: {n_blocks:,} of "
+        f"{named(done.session)}  {what}; written: {n_blocks:,} of "
         f"{counted(len(source.blocks), 'block')}, {n_checkpoints:,} of "
         f"{counted(len(source.checkpoints), 'checkpoint')}",
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
+from rich.table import Table
 
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.precision import FULL_BITS, Allocation, PrecisionRequest
-from ..cache.geometry.spec import Batching, ModelCacheSpec, TensorShape
+from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.measuring.allocation import chosen_spec, measure
 from ..cache.measuring.persisted_allocation import known_allocation, suits
 from ..cache.measuring.sample import sample_ids
@@ -21,13 +22,7 @@ from ..host.scheduling.model_provider import check_model_name
 from ..store.folder import INDEX_FILES
 from ..units import show_bytes
 from .opening import folder_of, reading
-from .output import console, print_json, print_table, progress, tell
-
-_BATCHING = {
-    Batching.REPLIES: "the replies of several clients are decoded together",
-    Batching.NONE: "one request at a time (this model's output is wrong in a batch, also without "
-    "the plugin, or its caches cannot be batched)",
-}
+from .output import progress, records, tell
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
@@ -61,15 +56,14 @@ def run(args: argparse.Namespace) -> int:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
-    if args.json:
-        print_json({"model": args.model, "kept": True, **spec.describe()})
+    if allocation is None or not allocation.measured_on:
+        measured = "not measured"
+    elif allocation is known:
+        measured = f"measured on {allocation.measured_on} by the server"
     else:
-        _print(args.model, spec)
-        if allocation is not None and allocation.measured_on:
-            where = "now, the server does so at its first start"
-            if allocation is known:
-                where = f"on {allocation.measured_on} by the server"
-            console().print(f"Bits were measured {where}.")
+        measured = "measured now, as the server does at its first start"
+    content = {"model": args.model, "kept": True, **spec.describe()}
+    tell(args, content, *_explained(spec), f"Bits: {measured}.")
     return 0
 
 
@@ -116,43 +110,38 @@ def _known(args: argparse.Namespace, request: PrecisionRequest) -> Allocation | 
         return known_allocation(index.state, fingerprint, request)
 
 
-def _print(model: str, spec: ModelCacheSpec) -> None:
-    out = console()
-    out.print(f"{model}: {len(spec.template)} layers")
-    rows = [
-        [
-            f"{len(group.slots)}",
-            group.cache,
-            group.kind.value,
-            _shape(group.keys),
-            _shape(group.values),
-            "" if group.window is None else f"{group.window:,}",
-            str(group.precision or "full"),
-            show_bytes(group.bytes_per_token) if group.bytes_per_token else "",
-            show_bytes(group.full_precision_bytes) if group.full_precision_bytes else "",
-            show_bytes(group.state_bytes) if group.state_bytes else "",
-        ]
-        for group in spec.groups
-    ]
-    columns = ["layers", "cache", "kind", "keys", "values", "window", "bits"]
-    columns += ["a token", "unquantized", "a state"]
-    print_table(columns, rows, right="layers window")
+def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
+    """Yield how a model's caches are kept, for people."""
+    rows = []
     for group in spec.groups:
-        if group.why and group.kind is GroupKind.FULL:
-            names = f"The {len(group.slots)} {group.cache} of group {group.name}"
-            out.print(f"{names} not quantized: {group.why}")
-    full_bytes = sum(group.full_precision_bytes for group in spec.full)
-    if full_bytes:
-        share = spec.bytes_per_token / full_bytes
-        out.print(
-            f"A token takes {show_bytes(spec.bytes_per_token)} live and on disk, {share:.2f} of "
+        described = {"layers": len(group.slots), **group.describe()}
+        for side, shape in (("keys", group.keys), ("values", group.values)):
+            described[side] = f"{shape.n_heads} x {shape.dim} {shape.dtype}" if shape else None
+        rows.append(described)
+    columns = ("layers", "cache", "kind", "keys", "values", "window", "bits")
+    yield records(rows, *columns, "bytes_per_token", "state_bytes")
+    for group in spec.full:
+        if group.why:
+            yield f"{group.name}, {len(group.slots)} {group.cache}: not quantized, {group.why}"
+    if full_bytes := sum(group.full_precision_bytes for group in spec.full):
+        n_bytes = spec.bytes_per_token
+        yield (
+            f"A token takes {show_bytes(n_bytes)} live and on disk, {n_bytes / full_bytes:.2f} of "
             f"{show_bytes(full_bytes)} in full precision."
         )
     for side, picture in pictures(spec).items():
-        out.print(f"Bits of the {side} by layer: {picture}")
-    for line in _reuse(spec):
-        out.print(line)
-    out.print(f"Batching: {_BATCHING[spec.batching]}.")
+        yield f"Bits of the {side} by layer: {picture}"
+    if spec.any_prefix:
+        yield "Reusable: any beginning of a conversation, to the token."
+    else:
+        yield (
+            "Reusable: up to the checkpoints at the ends of the system prompt, of the last turns "
+            f"and of their replies. Each takes up to {show_bytes(spec.bytes_per_checkpoint)}."
+        )
+    if spec.batching is Batching.REPLIES:
+        yield "Batching: the replies of several clients are decoded together."
+    else:
+        yield "Batching: none; this model's output is wrong in a batch, also without the plugin."
 
 
 def pictures(spec: ModelCacheSpec) -> dict[str, str]:
@@ -169,34 +158,3 @@ def pictures(spec: ModelCacheSpec) -> dict[str, str]:
         side: "".join("." if n == FULL_BITS else f"{n}" for n in each)
         for side, each in bits.items()
     }
-
-
-def _reuse(spec: ModelCacheSpec) -> list[str]:
-    """Return what can be reused of a conversation, in sentences."""
-    if spec.any_prefix:
-        return ["Reusable: any beginning of a conversation, to the token."]
-    lines = []
-    if spec.sliding and not spec.recurrent:
-        windows = " and ".join(f"{window:,}" for window in spec.sliding)
-        lines.append(
-            f"Reusable: up to any place whose last {windows} tokens are stored. They are stored "
-            "for the ends of the system prompt, of the last turns and of their replies."
-        )
-    else:
-        lines.append(
-            "Reusable: up to the ends of the system prompt, of the last turns and of their "
-            "replies, where the state of the recurrent layers is stored."
-        )
-    lines.append(
-        f"Each such checkpoint takes up to {show_bytes(spec.bytes_per_checkpoint)} on disk."
-    )
-    lines.append(
-        "Restored blocks are verified by checksum. Computing the last tokens again (the canary) is "
-        "not possible"
-        + (f" beyond {min(spec.sliding):,} tokens." if spec.sliding and not spec.recurrent else ".")
-    )
-    return lines
-
-
-def _shape(shape: TensorShape | None) -> str:
-    return f"{shape.n_heads} x {shape.dim} {shape.dtype}" if shape else ""

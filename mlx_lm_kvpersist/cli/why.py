@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from ..api.admin import REQUESTS_PATH
 from ..errors import KVPersistError
 from .asking import ask
 from .opening import folder_of, reading
-from .output import console, local_time, print_json, print_table, shown
+from .output import local_time, shown, table, tell
 
 Record = dict[str, Any]
 
@@ -28,15 +29,12 @@ def run(args: argparse.Namespace) -> int:
             raise KVPersistError(
                 f"no request {args.request!r} among the last ones; leave it out to list them"
             )
-    if args.json:
-        print_json(records if args.request is None else records[0])
-    elif args.request is not None:
-        _explain(records[0])
-    elif records:
-        rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]
-        print_table(["received", "id", "what was reused"], rows)
-    else:
-        console().print(f"no request yet in {args.url or folder_of(args)}")
+    if args.request is not None:
+        tell(args, records[0], *_explained(records[0]))
+        return 0
+    rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]
+    listed = table(["received", "id", "what was reused"], rows)
+    tell(args, records, listed if rows else f"no request yet in {args.url or folder_of(args)}")
     return 0
 
 
@@ -44,12 +42,12 @@ def _sentence(record: Record) -> str:
     return shown(record["sentence"], 400)
 
 
-def _explain(record: Record) -> None:
-    out = console()
-    out.print(f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}")
-    out.print(f"Model: {shown(record['model'], 200)}")
+def _explained(record: Record) -> Iterator[str]:
+    """Yield what is known of a request, a line each."""
+    yield f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}"
+    yield f"Model: {shown(record['model'], 200)}"
     if (first_token_s := record.get("first_token_s")) is not None:
-        out.print(f"First token after {first_token_s:.2f} s")
+        yield f"First token after {first_token_s:.2f} s"
     divergence = record["divergence"]
     if not divergence:
         return
@@ -60,7 +58,7 @@ def _explain(record: Record) -> None:
             f"in message {divergence['message']} ({shown(divergence['role'] or '?')}), at its "
             f"character {divergence['message_char']:,}"
         )
-    out.print(f"The prompt differs from the nearest stored conversation {where}:")
+    yield f"The prompt differs from the nearest stored conversation {where}:"
     if divergence["stored"] is not None:
-        out.print(f"  stored: {shown(divergence['stored'], 120)}")
-        out.print(f"  asked:  {shown(divergence['asked'], 120)}")
+        yield f"  stored: {shown(divergence['stored'], 120)}"
+        yield f"  asked:  {shown(divergence['asked'], 120)}"

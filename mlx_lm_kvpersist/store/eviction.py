@@ -6,12 +6,8 @@ A dry run finds out what making room would remove, by doing it on a copy of the 
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
-from .budget import Space, StoreLimits, free_bytes
-from .folder import own_bytes
-from .index import Forgotten, Index
-from .lock import StoreLock
+from .budget import Space, StoreLimits
 from .records import Gone
 from .stored_files import StoredFiles
 
@@ -97,31 +93,3 @@ class Eviction:
         if not self.limits.min_free_bytes:
             return over_budget
         return max(over_budget, self.limits.min_free_bytes + n_bytes - self.files.free_bytes())
-
-
-class DryRun(StoredFiles):
-    """A store's files, as eviction sees them, with a copy of the index: the files stay.
-
-    index: the file to copy, the store's own or a copy of it. scratch: an empty folder.
-    """
-
-    def __init__(self, folder: Path, index: Path, scratch: Path) -> None:
-        copy = Index(scratch / "index.sqlite")
-        copy.copy_outline(index)
-        super().__init__(folder, copy, StoreLock(scratch / "lock"), fsync=False)
-        self._n_freed_bytes = 0
-        self._used_before = super().used_bytes()
-
-    def used_bytes(self) -> int:
-        return self._used_before - self._n_freed_bytes
-
-    def free_bytes(self) -> int:
-        return free_bytes(self.folder) + self._n_freed_bytes
-
-    def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
-        went = self.index.forget(key)
-        self._n_freed_bytes += went.n_bytes
-        return went
-
-    def empty_quarantine(self) -> None:
-        self._n_freed_bytes += own_bytes(self.folder, "quarantine")

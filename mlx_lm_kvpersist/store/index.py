@@ -534,20 +534,6 @@ class Index:
                 db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
             recount(db)
 
-    def copy_outline(self, path: Path) -> None:
-        """Fill this empty index from the one at `path`: its tree and sizes, no texts, no names."""
-        with self.database.attached(path, "other") as db:
-            db.execute(
-                "INSERT INTO main.blocks SELECT key, parent, root, start, x'', '', x'', "
-                "n_bytes, used, 0 FROM other.blocks"
-            )
-            db.execute("INSERT INTO main.checkpoints SELECT * FROM other.checkpoints")
-            db.execute(
-                "INSERT INTO main.sessions SELECT id, root, NULL, leaf, n_tokens, pinned, "
-                "created, used, sidecar_bytes FROM other.sessions"
-            )
-            recount(db)
-
 
 def _row(session: Session) -> tuple[Any, ...]:
     return (*astuple(session), len(sidecar(session)))

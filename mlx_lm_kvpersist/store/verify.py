@@ -1,15 +1,12 @@
 """Check a store from end to end: every file, every row, and that they agree.
 
 Reading takes no lock, so a server goes on; what then looks wrong is looked at again under the
-lock, because a turn that is being saved looks like a fault for a moment. Where the store may only
-be read, it is looked at again without the lock.
+lock, because a turn that is being saved looks like a fault for a moment.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -89,9 +86,7 @@ def find_problems(
         suspect(_check_session, folder, index, session.id)
     if not suspects:
         return []
-    lock = folder / "lock"
-    may_lock = os.access(lock if lock.exists() else folder, os.W_OK)
-    with StoreLock(lock).held() if may_lock else nullcontext():
+    with StoreLock(folder / "lock").held():
         return [again for problem in suspects if (again := problem.look_again()) is not None]
 
 

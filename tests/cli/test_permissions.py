@@ -1,34 +1,21 @@
-"""A store of somebody else's: commands read it if they may, and otherwise say so in one line."""
+"""A store of somebody else's: the commands say so in one line, and change nothing."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli import store as store_commands
-from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.verify import find_problems
-from tests.store.conftest import chain, save_turn
+from tests.store.conftest import chain
 
-from .conftest import LIMITS, CommandLine, block_files, damage, fill, flip
+from .conftest import CommandLine, block_files, fill
 
-READING = [
-    ["sessions", "list"],
-    ["sessions", "show", "last"],
-    ["sessions", "export", "last", "FILE"],
-    ["store", "stats"],
-    ["store", "verify"],
-    ["store", "gc", "--dry-run", "--kvpersist-min-free", "0"],
-]
+READING = [["sessions", "export", "last", "FILE"], ["store", "stats"]]
 CHANGING = [
     ["sessions", "rm", "last"],
     ["sessions", "pin", "last"],
@@ -86,45 +73,7 @@ def test_a_store_that_may_not_be_entered_is_one_line(store: CommandLine, argv: l
     assert str(store.folder) in said and "ermission" in said
 
 
-@pytest.mark.parametrize("argv", READING, ids=" ".join)
-def test_a_store_that_may_only_be_read_is_read(store: CommandLine, argv: list[str]) -> None:
-    set_modes(store.folder, 0o555, 0o444)
-    before = sorted(store.folder.rglob("*"))
-    with nobody():
-        status = store(*with_file(argv, store))
-    assert status == 0, store.err
-    expected = ("last", "3 blocks", "3 of 1 model", "0 blocks and 0 checkpoints, 0 B, would be")
-    assert any(words in store.out for words in expected)
-    assert sorted(store.folder.rglob("*")) == before
-
-
-def test_what_is_wrong_with_a_store_that_may_only_be_read_is_said(store: CommandLine) -> None:
-    bad = block_path(store.folder, chain([1, 2], [30])[1].key)
-    damage(bad, flip(400))
-    set_modes(store.folder, 0o555, 0o444)
-    with nobody():
-        assert store("store", "verify") == 1, store.err
-    assert "corrupt" in store.out and bad.stem in store.out and "1 problem" in store.out
-
-
-def test_a_turn_saved_since_the_index_was_copied_is_no_fault(
-    store: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = BlockStore(store.folder, LIMITS)
-
-    def find(*args: Any) -> Any:
-        save_turn(server, chain([7], [8]), "newest")
-        return find_problems(*args)
-
-    monkeypatch.setattr(store_commands, "find_problems", find)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    try:
-        assert store("store", "verify") == 0, store.out
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize("argv", CHANGING, ids=" ".join)
+@pytest.mark.parametrize("argv", [*READING, *CHANGING], ids=" ".join)
 def test_a_store_that_may_only_be_read_is_not_changed(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0o555, 0o444)
@@ -133,20 +82,6 @@ def test_a_store_that_may_only_be_read_is_not_changed(store: CommandLine, argv: 
         said = store.error(*with_file(argv, store))
     assert str(store.folder) in said and "ermission" in said
     assert block_files(store.folder) == before
-
-
-def test_what_is_still_in_the_log_is_read_too(store: CommandLine) -> None:
-    """A server has the store open: its last turns stand in the index's log."""
-    server = BlockStore(store.folder, LIMITS)
-    try:
-        save_turn(server, chain([7], [8]), "newest")
-        set_modes(store.folder, 0o555, 0o444)
-        with nobody():
-            assert store("sessions", "list") == 0, store.err
-        assert "newest" in store.out
-    finally:
-        set_modes(store.folder, 0o700, 0o600)
-        server.close()
 
 
 def test_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) -> None:
@@ -161,7 +96,6 @@ def test_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) ->
 
 
 def test_plurals_are_right(store: CommandLine) -> None:
-    assert store("store", "stats") == 0 and re.search(r"3 of 1 model\b", store.out)
     assert store("sessions", "rm", "last") == 0
     assert "3 blocks, 0 checkpoints" in store.out
     fill(store.folder, {"one": chain([5])})

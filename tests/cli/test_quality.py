@@ -18,7 +18,6 @@ from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fing
 from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionRequest
 from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.cli import output
 from mlx_lm_kvpersist.cli import quality_checks as checks
 from mlx_lm_kvpersist.cli.opening import reading
 from mlx_lm_kvpersist.cli.quality import encode
@@ -330,17 +329,3 @@ def test_errors_are_those_of_a_mean() -> None:
     assert score.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
     assert score.agreement.value == 0.75
     assert score.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))
-
-
-def test_progress_is_a_line_for_every_5_percent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with output.progress("short work") as on_progress:
-        on_progress(1, 1)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(output, "_LONG_S", 0.0)
-    with output.progress("quality") as on_progress:
-        for done in range(1, 301):
-            on_progress(done, 300)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"quality: {percent}%" for percent in range(5, 101, 5)]

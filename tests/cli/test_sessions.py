@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,7 +157,6 @@ def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
         ["store", "verify", "--fix"],
         ["store", "rebuild"],
         ["store", "gc"],
-        ["store", "gc", "--dry-run"],
     ],
     ids=" ".join,
 )
@@ -248,7 +248,7 @@ def test_sessions_with_parts(run: CommandLine) -> None:
     ]
     assert [one["tokens"] for one in shown[0]["checkpoints"]] == [3]
     assert run("sessions", "show", "last") == 0
-    assert "in 4 blocks and 3 checkpoints" in run.out and "state 33" in run.out
+    assert re.search(r"checkpoints +3\b", run.out) and "state, window-512" in run.out
 
 
 @pytest.mark.usefixtures("with_parts")

@@ -22,7 +22,7 @@ def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["spec", "--model", str(tiny_model), *PLAIN]) == 0
     said = capsys.readouterr().out
-    assert "KVCache  full  2 x 64 float32  2 x 64 float32" in said
+    assert re.search("KVCache +full +2 x 64 float32 +2 x 64 float32 ", said)
     # Per layer keys and values of 2 heads: 32 bytes of codes, 8 of scale and bias, for 64 numbers.
     assert "A token takes 320 B live and on disk, 0.16 of 2.0 KiB" in said
     assert "any beginning of a conversation, to the token" in said
@@ -55,8 +55,8 @@ def test_windows_and_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for model in (sliding, recurrent):
         assert cli.main(["spec", "--model", model, *PLAIN]) == 0
     said = capsys.readouterr().out
-    assert "RotatingKVCache  sliding" in said and "whose last 16 tokens are stored" in said
-    assert "ArraysCache  recurrent" in said and "where the state of the recurrent layers" in said
+    assert "RotatingKVCache  sliding" in said and "up to the checkpoints" in said
+    assert "ArraysCache  recurrent" in said
     assert said.count("the replies of several clients are decoded together") == 2
     kinds = [group["kind"] for group in described(capsys, "--model", recurrent)["groups"]]
     assert "recurrent" in kinds and "full" in kinds

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.store import eviction
+from mlx_lm_kvpersist.store import stored_files
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
@@ -386,7 +386,7 @@ def test_a14_what_another_process_announced_counts(
     used = store.disk.files.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
     if floor:
-        monkeypatch.setattr(eviction, "free_bytes", lambda folder: 12 << 20)
+        monkeypatch.setattr(stored_files, "free_bytes", lambda folder: 12 << 20)
         limits = replace(store.limits, min_free_bytes=1 << 20)
     other = DiskStore(store.folder, limits)
     try:
