@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any
 
 import mlx_lm_kvpersist
-from mlx_lm_kvpersist.host import manager, taken
+from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.patch import PATCH_SET
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
@@ -135,7 +135,7 @@ def traced(folder: Path) -> dict[str, set[tuple[str, str]]]:
     prompt = synthetic_text(900, seed=1)
     server.complete(prompt)
     server.settle(forget=True)
-    stock_take, stock_enter = taken.take_request, taken.Taken.enter
+    stock_take, stock_enter = manager.take_request, manager.Taken.enter
     found: dict[str, set[tuple[str, str]]] = {"restore": set()}
 
     def counted(function: Any) -> Any:
@@ -147,13 +147,13 @@ def traced(folder: Path) -> dict[str, set[tuple[str, str]]]:
 
         return call
 
-    name = "mlx_lm_kvpersist.host.scheduling.response_generator"
-    response_generator: Any = importlib.import_module(name)
-    response_generator.take_request = counted(stock_take)
-    taken.Taken.enter = counted(stock_enter)  # type: ignore[method-assign]
+    name = "mlx_lm_kvpersist.host.scheduling.waiting"
+    waiting: Any = importlib.import_module(name)
+    waiting.take_request = counted(stock_take)
+    manager.Taken.enter = counted(stock_enter)  # type: ignore[method-assign]
     server.complete(prompt)
-    response_generator.take_request = stock_take
-    taken.Taken.enter = stock_enter  # type: ignore[method-assign]
+    waiting.take_request = stock_take
+    manager.Taken.enter = stock_enter  # type: ignore[method-assign]
     messages = [
         {"role": "system", "content": synthetic_text(300, seed=2)},
         {"role": "user", "content": synthetic_text(300, seed=3)},

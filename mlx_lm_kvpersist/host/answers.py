@@ -79,15 +79,15 @@ class Route:
         return all(bool(part) if one.startswith("{") else part == one for one, part in pairs)
 
 
+@dataclass(eq=False)
 class TakenRequest:
     """A plugin's answer to `take_request`: what it does for this request. To be inherited from.
 
     All but `prompt` on the generation thread.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        """The prompt that would be fed if the request entered now; tokens are counted by it."""
+    prompt: Prompt
+    """The prompt that would be fed if the request entered now; tokens are counted by it."""
 
     def advance(self) -> bool:
         """Tell whether the request can enter; work of some ms may be done for that first.

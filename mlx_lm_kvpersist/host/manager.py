@@ -1,4 +1,4 @@
-"""The plugin manager: loads plugins by name and asks their hooks.
+"""The plugin manager: loads plugins by name, asks their hooks, and serves what they take.
 
 The current manager is the package's one global. It is looked up at every call, so that a probe can
 put a manager of its own in its place. Plugins are asked in the order of the command line.
@@ -7,17 +7,20 @@ put a manager of its own in its place. Plugins are asked in the order of the com
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import pluggy
 
-from ..errors import PluginFault, PluginNotFound, RequestRefused
+from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
 from . import hookspecs
-from .answers import CHECKS
+from .answers import CHECKS, Prepared, TakenRequest, check_prepared
 from .http.request_checks import check_messages
+from .prompt import ClientRequest, Prompt
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
 
@@ -85,30 +88,32 @@ def using(manager: pluggy.PluginManager) -> Iterator[None]:
         set_current(previous)
 
 
-def ask(hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-    """Return each plugin that answers a hook, with its answer. Raises what a plugin raises.
+RAISED: dict[str, type[Exception]] = {
+    **dict.fromkeys(("add_options", "configure", "self_test", "routes", "started"), Exception),
+    "model_loaded": Exception,
+    "request_received": RequestRefused,
+}
+"""By hook: what a plugin raises there reaches the caller; elsewhere nothing would catch it."""
 
-    Raises:
-        PluginFault: an answer cannot be used.
-    """
-    return list(ask_each(hook, passed_on=(Exception,), **arguments))
+
+def ask(hook: str, **arguments: Any) -> list[Any]:
+    """Return every answer to a hook; see `ask_each`."""
+    return [answer for _, answer in ask_each(hook, **arguments)]
 
 
-def ask_each(
-    hook: str, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
-) -> Iterator[tuple[str, Any]]:
+def ask_each(hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name of each plugin that answers a hook, with its answer; None is no answer.
 
-    For places where nothing would catch an exception. A plugin that raises, or whose answer cannot
-    be used, is logged and passed over. passed_on: exceptions that reach the caller.
+    A plugin that raises, or whose answer cannot be used, is logged and passed over, except where
+    `RAISED` says otherwise.
     """
     # pluggy calls the last implementation first.
     for one in reversed(getattr(_current.hook, hook).get_hookimpls()):
-        taken = {name: arguments[name] for name in one.argnames}
-        check, name = CHECKS.get(hook), one.plugin_name
-        answer = safely(name, hook, one.function, check=check, passed_on=passed_on, **taken)
+        call = partial(one.function, **{name: arguments[name] for name in one.argnames})
+        raised = RAISED.get(hook, ())
+        answer = safely(one.plugin_name, hook, call, check=CHECKS.get(hook), raised=raised)
         if answer is not None:
-            yield name, answer
+            yield one.plugin_name, answer
 
 
 def safely(
@@ -117,20 +122,19 @@ def safely(
     function: Callable[..., Any],
     *args: Any,
     check: Callable[[Any], None] | None = None,
-    passed_on: tuple[type[Exception], ...] = (),
-    **kwargs: Any,
+    raised: type[Exception] | tuple[()] = (),
 ) -> Any:
     """Return what a plugin's function returns; None, and a line in the log, if it fails.
 
     The first failure of a kind is logged with its traceback, the same kind again at DEBUG only.
-    check: raises PluginFault for an answer that cannot be used. passed_on: see `ask_each`.
+    check: raises PluginFault for an answer that cannot be used. raised: what reaches the caller.
     """
     try:
-        answer = function(*args, **kwargs)
+        answer = function(*args)
         if check is not None and answer is not None:
             check(answer)
         return answer
-    except passed_on as error:
+    except raised as error:
         if isinstance(error, PluginFault):
             raise PluginFault(f"plugin {plugin} in hook {hook} {error}") from error
         raise
@@ -144,13 +148,6 @@ def safely(
             logger.exception("plugin %s failed in hook %s; ignored", plugin, hook)
         _logged.add(kind)
         return None
-
-
-def ask_all(
-    hook: str, *, passed_on: tuple[type[Exception], ...] = (), **arguments: Any
-) -> list[Any]:
-    """Return every answer to a hook; see `ask_each`."""
-    return [answer for _, answer in ask_each(hook, passed_on=passed_on, **arguments)]
 
 
 def prepare_messages(messages: list[Any], tools: Any) -> None:
@@ -179,3 +176,62 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
 def is_implemented(hook: str) -> bool:
     """Tell whether any plugin implements a hook."""
     return bool(getattr(_current.hook, hook).get_hookimpls())
+
+
+@dataclass(eq=False)
+class Taken:
+    """A request as a plugin has taken it. What the plugin raises is logged, and reaches nobody."""
+
+    plugin: str
+    request: TakenRequest
+    caches: Sequence[Any] | None = None
+    n_cached: int = 0
+    reply: Any = None
+    """Where its tokens go (`reply.ReplyQueue`)."""
+
+    def advance(self) -> bool:
+        """Tell whether the request can enter; a plugin that fails is not waited for."""
+        ready = safely(self.plugin, "take_request", self.request.advance)
+        return ready is None or bool(ready)
+
+    def enter(self) -> Prompt | None:
+        """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""
+        prepared: Prepared | None = safely(
+            self.plugin,
+            "take_request",
+            self.request.enter,
+            check=check_prepared,
+            raised=ClientGone,
+        )
+        if prepared is None:
+            return None
+        self.caches, self.n_cached = prepared.caches, prepared.n_cached
+        return prepared.prompt
+
+    def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:
+        given = tuple(tokens), list(caches), cache_type
+        safely(self.plugin, "take_request", self.request.insert, *given)
+
+
+def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
+    """Return the request as the first plugin takes it that wants it; None leaves it to stock."""
+    for plugin, answer in ask_each("take_request", request=request, prompt=prompt):
+        return Taken(plugin, answer)
+    return None
+
+
+class TakenTokens(list[int]):
+    """Token ids of a request that a plugin took.
+
+    The stock server passes a prompt's ids, and slices of them, through the batch generator and back
+    to the prompt cache. It passes nothing else of the request. Slices and in-place appends keep
+    `taken`.
+    """
+
+    def __init__(self, ids: Iterable[int], taken: Taken) -> None:
+        super().__init__(ids)
+        self.taken = taken
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return TakenTokens(found, self.taken) if isinstance(index, slice) else found

@@ -66,8 +66,10 @@ class ClientRequest:
     where `kind` is "text". Plugins may keep what they know of a request in attributes of it.
     """
 
+    client_gone = False
+    """Whether nobody waits for the reply any more."""
+
     def __init__(self, request: Any) -> None:
-        self._request = request
         self.kind: str = request.request_type
         self.prompt: str = request.prompt
         self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
@@ -79,11 +81,6 @@ class ClientRequest:
         if seen is None:
             seen = request.seen_by_plugins = ClientRequest(request)
         return seen
-
-    @property
-    def client_gone(self) -> bool:
-        """Whether nobody waits for the reply any more."""
-        return bool(getattr(self._request, "client_gone", False))
 
 
 @dataclass(frozen=True)

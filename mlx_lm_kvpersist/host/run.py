@@ -123,7 +123,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                 # While it listens, stock catches this. Before that, no message is needed.
                 status = 130
             finally:
-                manager.ask_all("shutdown")
+                manager.ask("shutdown")
         if (error := getattr(provider, "fatal_error", None)) is not None:
             report(error)
             status = 1

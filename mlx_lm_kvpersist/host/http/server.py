@@ -296,9 +296,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._completion = request
         self.client.begin_reply()
         request.client = self.client
-        manager.ask_all(
+        manager.ask(
             "request_received",
-            passed_on=(RequestRefused,),
             request=ClientRequest.of(request),
             headers=FrozenHeaders(self.headers),
             body=frozen(self.body),
@@ -387,7 +386,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         headers: list[tuple[str, str]] = []
         if is_reply:
             seen = ClientRequest.of(self._completion)
-            for answer in manager.ask_all("response_headers", request=seen):
+            for answer in manager.ask("response_headers", request=seen):
                 headers += answer
         self._has_replied = True
         if is_reply and self.stream:
@@ -430,7 +429,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         if finish_reason is not None:
             self._finish_reason = finish_reason
             content = self.output.content if self.output.is_translated else "".join(self._content)
-            manager.ask_all(
+            manager.ask(
                 "reply_sent",
                 request=ClientRequest.of(self._completion),
                 content=content,
@@ -474,7 +473,7 @@ def alias_of(model: str, created: int) -> dict[str, Any]:
 def plugin_routes() -> dict[tuple[str, str], Route]:
     """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
     routes: dict[tuple[str, str], Route] = {}
-    for _, answer in manager.ask("routes"):
+    for answer in manager.ask("routes"):
         for route in answer:
             if (route.method, route.path) in routes:
                 raise ConfigError(

@@ -25,9 +25,9 @@ from ...errors import PatchNotEffective
 from .. import manager
 from ..answers import ModelSupport, PrefillLimits, Prepared, Route, TakenRequest
 from ..hookspecs import hookimpl
+from ..manager import TakenTokens, take_request
 from ..prompt import ClientRequest, Prompt
 from ..scheduling.model_provider import PluginCaches
-from ..taken import TakenTokens, take_request
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
 _OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
@@ -267,7 +267,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         mock.patch.object(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        taken = take_request(request, Prompt([1], [[1]], ["user"]))
+        taken = take_request(ClientRequest(request), Prompt([1], [[1]], ["user"]))
         assert taken is not None
         taken.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))

@@ -18,8 +18,8 @@ import mlx.core as mx
 
 from ...errors import ClientGone
 from ..answers import PrefillLimits
+from ..manager import TakenTokens
 from ..prompt import PREFILL, REPLY
-from ..taken import TakenTokens
 from .model_provider import PluginCaches
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..taken import TakenTokens
+from ..manager import TakenTokens
 
 if TYPE_CHECKING:
     from mlx_lm.models.cache import LRUPromptCache as StockPromptCache

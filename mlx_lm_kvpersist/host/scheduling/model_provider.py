@@ -65,13 +65,11 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
     def _tell_plugins(self) -> None:
         try:
-            answers = manager.ask("model_loaded", provider=self)
+            answers = list(manager.ask_each("model_loaded", provider=self))
             if answers:
                 plugin, support = answers[0]
                 self.model.make_cache = made = PluginCaches(self.model, plugin, support)
-                can_merge = all(
-                    hasattr(cache, "merge") for cache in made.make(passed_on=(Exception,))
-                )
+                can_merge = all(hasattr(cache, "merge") for cache in made.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
         except Exception as error:
             # Otherwise the next request would find this model loaded, without its plugins.
@@ -135,10 +133,10 @@ class PluginCaches:
         caches = self.make()
         return self._stock() if caches is None else list(caches)
 
-    def make(self, *, passed_on: tuple[type[Exception], ...] = ()) -> Any:
+    def make(self, *, raised: type[Exception] | tuple[()] = ()) -> Any:
         """Return the plugin's caches for a new sequence, None if that fails."""
         check = partial(check_caches, n_layers=self._n_layers)
-        return self._safely(self._support.make_caches, check=check, passed_on=passed_on)
+        return self._safely(self._support.make_caches, check=check, raised=raised)
 
     def merge(self, caches: Sequence[Any]) -> Any:
         """Return one batch cache for one layer of several sequences; None leaves it to stock."""

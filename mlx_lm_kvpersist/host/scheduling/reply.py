@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ClientGone
+from ..prompt import ClientRequest
 
 LOOK_S = 0.1
 """How often the sockets of waiting clients are looked at."""
@@ -24,7 +25,7 @@ class ReplyQueue:
     stops_by_raising = False
     """Whether stock computes the prompt in one piece, and asks the context only afterwards."""
 
-    def __init__(self, queue: Any, request: Any) -> None:
+    def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
         self._context: Any = None
         self.is_over = False
@@ -32,7 +33,7 @@ class ReplyQueue:
     @property
     def is_gone(self) -> bool:
         """Whether the client went away."""
-        return bool(getattr(self._request, "client_gone", False))
+        return self._request.client_gone
 
     @property
     def is_stopped(self) -> bool:
@@ -103,7 +104,7 @@ class OpenRequests:
             for request in requests:
                 client = getattr(request, "client", None)
                 if client is not None and client.has_left():
-                    request.client_gone = True
+                    ClientRequest.of(request).client_gone = True
                     self.end(request)  # its thread may have ended without a word
 
 

@@ -22,8 +22,8 @@ from ...errors import ClientGone, GenerationStopped, RequestRefused
 from .. import manager
 from ..attachments import fit_attachments
 from ..http.request_checks import check_ids, check_prompt_ids
+from ..manager import TakenTokens
 from ..prompt import ClientRequest, Prompt, frozen, has_text_only
-from ..taken import TakenTokens, take_request
 from .context_length import check_length
 from .model_provider import loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked
@@ -122,7 +122,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
             self._serving = serving
-            manager.ask_all("serving_changed", serving=serving)
+            manager.ask("serving_changed", serving=serving)
 
     def _enter(self, waiting: Waiting | None) -> Any:
         """Hand a request on; stock tokenizes it next, or loads its model."""
@@ -175,9 +175,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             waiting.rendered = self._rendered(tokenizer, request, args)
         except Exception as error:
             waiting.error = error
-            return
-        if waiting.rendered.prompt is not None:
-            waiting.taken = take_request(request, waiting.rendered.prompt)
+        else:
+            waiting.taken = waiting.rendered.take()
 
     def generate(
         self, request: Any, generation_args: Any, *args: Any, **kwargs: Any
@@ -229,7 +228,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _ended(self, request: Any, times_s: list[float]) -> None:
         self.open_requests.end(request)
-        manager.ask_all("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
+        manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
     def _serve_single(self, request: Any, *args: Any) -> None:
         if isinstance(request[0], ReplyQueue):
@@ -249,13 +248,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             raise waiting.error
         rendered = self._rendered(tokenizer, request, args)
         request.rendered = None  # stock changes what it is given
-        taken = prompt = None
         if waiting is not None and waiting.rendered is rendered:
             taken = waiting.taken
-        elif rendered.prompt is not None:
-            taken = take_request(request, rendered.prompt)
-        if taken is not None:
-            prompt = taken.enter()
+        else:
+            taken = rendered.take()
+        prompt = taken.enter() if taken is not None else None
         if taken is None or prompt is None:
             return rendered.stock
         taken.reply = waiting.reply if waiting is not None else None
@@ -283,7 +280,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)
-        taken = take_request(request, rendered.prompt) if rendered.prompt is not None else None
+        taken = rendered.take()
         return len(taken.request.prompt.ids if taken is not None else rendered.stock[0])
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
@@ -308,7 +305,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
         """
-        given = request.messages, request.tools
+        given, seen = (request.messages, request.tools), ClientRequest.of(request)
         request.messages, request.tools = copy.deepcopy(given)
         try:
             if request.request_type == "chat":
@@ -329,7 +326,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         has_images = len(rest) > 1 and rest[1] is not None
         messages = frozen(request.messages or [])
         prompt = None if has_images else Prompt(ids, segments, segment_types, messages)
-        request.rendered = made = Rendered(tokenizer, stock, prompt, given)
+        request.rendered = made = Rendered(seen, tokenizer, stock, prompt, given)
         return made
 
     def _log_cache_stats(self) -> None:

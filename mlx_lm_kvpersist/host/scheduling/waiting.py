@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..prompt import Prompt
-from ..taken import Taken
+from ..manager import Taken, take_request
+from ..prompt import ClientRequest, Prompt
 from .reply import ReplyQueue
 
 GAP_S = 0.05
@@ -30,10 +30,15 @@ class Rendered:
     tools of the request before they were rendered, which changes them.
     """
 
+    request: ClientRequest
     tokenizer: Any
     stock: tuple[Any, ...]
     prompt: Prompt | None
     given: tuple[Any, Any]
+
+    def take(self) -> Taken | None:
+        """Ask the plugins who takes the request; None leaves it to stock."""
+        return take_request(self.request, self.prompt) if self.prompt is not None else None
 
 
 @dataclass(eq=False)
@@ -60,7 +65,7 @@ class Waiting:
     def of(cls, queued: Any) -> Waiting:
         """Return a waiting request for an item of the server's queue."""
         queue, request, args = queued
-        reply = ReplyQueue(queue, request)
+        reply = ReplyQueue(queue, ClientRequest.of(request))
         return cls((reply, request, args), reply)
 
     def advance(self) -> float:

@@ -11,8 +11,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.host.answers import Prepared, TakenRequest
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.prompt import Prompt
-from mlx_lm_kvpersist.host.taken import Taken, TakenTokens
 from tests.support.host import plugged
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.prompt import ClientRequest
 from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests, ReplyQueue, UntilAsked
 from tests.support import wait_until
 
@@ -38,7 +39,7 @@ def taken(queue: Queue[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("end", [None, ValueError("bad luck")])
 def test_a_reply_ends_once(end: Any) -> None:
-    reply, context, queue = reply_of(SimpleNamespace())
+    reply, context, queue = reply_of(SimpleNamespace(client_gone=False))
     for item in ((1, 9), "token", end, "late", None):
         reply.put(item)
     reply.fail(ValueError("too late"))
@@ -47,7 +48,7 @@ def test_a_reply_ends_once(end: Any) -> None:
 
 
 def test_an_error_is_told_and_stops_the_reply() -> None:
-    reply, context, queue = reply_of(SimpleNamespace())
+    reply, context, queue = reply_of(SimpleNamespace(client_gone=False))
     assert not (reply.is_stopped or reply.is_over)
     reply.fail(error := ValueError("bad luck"))
     reply.put("token")
@@ -57,7 +58,8 @@ def test_an_error_is_told_and_stops_the_reply() -> None:
 @pytest.mark.parametrize("end", [ReplyQueue.put, ReplyQueue.fail])
 def test_a_reply_that_never_began_can_fail(end: Callable[[ReplyQueue, Exception], None]) -> None:
     queue: Queue[Any] = Queue()
-    reply = ReplyQueue(queue, SimpleNamespace(client_gone=False))
+    client: Any = SimpleNamespace(client_gone=False)
+    reply = ReplyQueue(queue, client)
     end(reply, error := ValueError("no such model"))
     assert taken(queue) == [error] and reply.is_over and not reply.is_stopped
 
@@ -87,18 +89,18 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     assert requests.wait_for_none(0)
     for _ in range(2):  # the thread that looks ends in between
         left = threading.Event()
-        unknown = SimpleNamespace()
-        leaves = SimpleNamespace(client=SimpleNamespace(has_left=left.is_set))
+        unknown, leaves = (SimpleNamespace(request_type="", prompt="", messages=[]) for _ in "ab")
+        leaves.client = SimpleNamespace(has_left=left.is_set)
         before = set(threading.enumerate())
         requests.begin(unknown)
         requests.begin(leaves)
         (looking,) = set(threading.enumerate()) - before
         assert looking.daemon, "the process would not end before the reply"
         assert len(requests) == 2 and not requests.wait_for_none(0.25)
-        assert not hasattr(leaves, "client_gone")
+        assert not ClientRequest.of(leaves).client_gone
         left.set()
         wait_until(lambda: len(requests) == 1, "the client that left", 5)
-        assert leaves.client_gone and not hasattr(unknown, "client_gone")
+        assert ClientRequest.of(leaves).client_gone and not ClientRequest.of(unknown).client_gone
         requests.end(unknown)
         requests.end(unknown)
         assert requests.wait_for_none(5)

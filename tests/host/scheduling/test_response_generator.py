@@ -10,11 +10,11 @@ import pytest
 from mlx_lm_kvpersist.errors import ClientGone, RequestRefused
 from mlx_lm_kvpersist.host.answers import Prepared, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
+from mlx_lm_kvpersist.host.manager import TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
 from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
-from mlx_lm_kvpersist.host.taken import TakenTokens
 from tests.support.host import plugged
 
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))

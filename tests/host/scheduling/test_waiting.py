@@ -199,7 +199,7 @@ def test_a_gone_client_is_not_worked_for(generator: Any, works: Works) -> None:
     works.n_calls["w1"] = 99
     request = put(generator, "w1")
     assert take(generator) is None
-    request.client_gone = True
+    ClientRequest.of(request).client_gone = True
     works.asked.clear()
     assert generator._is_asked() and not works.asked
     assert take(generator) is None and not generator._line
