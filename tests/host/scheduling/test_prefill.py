@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.request.speed import Speed
@@ -83,7 +83,8 @@ class Client:
 
     def __init__(self, plugin: Any, first: int, n_prompt: int) -> None:
         self.ids = list(range(first, first + n_prompt))
-        self.request: Any = SimpleNamespace(client_gone=False)
+        sent = SimpleNamespace(request_type="text", prompt="", messages=[])
+        self.request = ClientRequest(sent)
         self.queue: Queue[Any] = Queue()
         self.reply = ReplyQueue(self.queue, self.request)
         self.context = SimpleNamespace(stopped=False, _should_stop=False)
