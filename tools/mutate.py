@@ -103,7 +103,7 @@ TESTS = {
         "tests/host/scheduling/test_prefill.py",
     ],
     "host/scheduling/caches": ["tests/host/scheduling/test_prompt_cache.py"],
-    "host/dialects/translated_output": ["tests/host/dialects/test_chat_api.py"],
+    "host/dialects/chat_api": ["tests/host/dialects/test_chat_api.py"],
     "host/manager": [
         "tests/host/test_manager.py",
         "tests/host/scheduling/test_response_generator.py",

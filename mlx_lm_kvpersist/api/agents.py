@@ -136,9 +136,8 @@ class AgentsAPI:
             prefilled = None
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
-                    usage = self._chat.prefill(handler, agent.beginning)
-                n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                prefilled = {"tokens": usage["prompt_tokens"], "reused": n_reused}
+                    n_prompt, n_cached = self._chat.prefill(handler, agent.beginning)
+                prefilled = {"tokens": n_prompt, "reused": n_cached}
             return 201, {**self._describe(agent), "prefilled": prefilled}
         except BaseException:
             with self._lock:

@@ -279,7 +279,7 @@ class MessagesReply(ReplyParts):
         return [{"type": "message_start", "message": message}, *self.beat()]
 
     def end(
-        self, finish_reason: str, stop_word: str | None, usage: Mapping[str, Any]
+        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
     ) -> list[Event]:
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
         if reason == "tool_use" and all(block["type"] != "tool_use" for block in self._blocks):
@@ -290,8 +290,7 @@ class MessagesReply(ReplyParts):
             "stop_reason": reason,
             "stop_sequence": stop_word if reason == "stop_sequence" else None,
         }
-        n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        counts = self._usage(usage["prompt_tokens"], n_cached, usage["completion_tokens"])
+        counts = self._usage(n_prompt, n_cached, n_new)
         events = list(self.close())
         self._message |= {**stopped, "usage": counts}
         events.append({"type": "message_delta", "delta": stopped, "usage": counts})

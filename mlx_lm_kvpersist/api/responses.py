@@ -299,11 +299,9 @@ class ResponsesReply(ReplyParts):
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def end(
-        self, finish_reason: str, stop_word: str | None, usage: Mapping[str, Any]
+        self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
     ) -> list[Event]:
         events = list(self.close())
-        n_prompt, n_new = usage["prompt_tokens"], usage["completion_tokens"]
-        n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         self._response["usage"] = {
             "input_tokens": n_prompt,
             "input_tokens_details": {

@@ -98,11 +98,8 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": function}
 
 
-USAGE = {
-    "prompt_tokens": 10,
-    "completion_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 7},
-}
+USAGE = 10, 7, 5
+"""Tokens of a prompt, those of it that were cached, and those of the reply."""
 Delta = tuple[str, str, list[dict[str, Any]]]
 """Text, reasoning and calls that come together."""
 DELTAS: st.SearchStrategy[list[Delta]] = st.lists(

@@ -34,9 +34,9 @@ class Chat:
         self.sessions.append((headers.get_all("X-Session-ID"), headers.get_all("X-Own")))
         handler.send_response(200)
 
-    def prefill(self, handler: Any, chat_body: dict[str, Any]) -> dict[str, Any]:
+    def prefill(self, handler: Any, chat_body: dict[str, Any]) -> tuple[int, int]:
         self.during()
-        return {"prompt_tokens": 1}
+        return 1, 0
 
 
 class Sessions:

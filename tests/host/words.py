@@ -31,8 +31,10 @@ class WordsReply:
         self.content += text
         return [{"type": "word", "word": text}] if text else []
 
-    def end(self, finish_reason: str, stop_word: Any, usage: Any) -> list[dict[str, Any]]:
-        return [{"type": "end", "why": finish_reason, "tokens": usage["prompt_tokens"]}]
+    def end(
+        self, finish_reason: str, stop_word: Any, n_prompt: int, n_cached: int, n_new: int
+    ) -> list[dict[str, Any]]:
+        return [{"type": "end", "why": finish_reason, "tokens": n_prompt}]
 
     def beat(self) -> list[dict[str, Any]]:
         return [{"type": "beat"}]

@@ -42,7 +42,7 @@ SECTIONS = {
 DYNAMIC = {
     ("cli/asking.py", "why"),
     ("cli/spec.py", "str(error)"),
-    ("host/dialects/translated_output.py", "str(error)"),
+    ("host/dialects/chat_api.py", "message"),
     ("host/http/server.py", "_UNSAID[status_code]"),
     ("host/http/server.py", "message"),
     ("store/disk.py", "str(error)"),

@@ -35,6 +35,8 @@ class CompletionOutput:
 
     is_translated = False
     """Whether the client gets the reply in the form of another API than chat completions."""
+    counts = False
+    """Whether the prompt is only counted."""
     streams = False
     """Whether the client gets its reply as a stream."""
     doing = "waiting"

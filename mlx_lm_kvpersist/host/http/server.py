@@ -89,6 +89,9 @@ class ObservedGenerator:
             progress_callback(n_done, n_all)
 
         self._handler.receive(request)
+        if output.counts:
+            output.n_prompt = self._generator.count_tokens(request, args)
+            raise RequestRefused("counted, not generated")
         context, responses = self._generator.generate(request, args, progress_callback=on_progress)
         if output.is_translated:
             output.read_calls(context, self.model_provider)
@@ -443,7 +446,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
         if self.output.is_translated:
             found = self.stops.found if self.stops is not None else None
-            self.output.end(self._finish_reason, found, response["usage"])
+            self.output.end(self._finish_reason, found, *args)
             return {}
         self._counts = args
         return {**response, "object": self.object_type}
