@@ -37,9 +37,9 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
 )
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, token_arrays
 from mlx_lm_kvpersist.cache.live.packed import headroom
-from mlx_lm_kvpersist.match.tree import Match
+from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
-from mlx_lm_kvpersist.request.restore import restore
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Leaf
 
@@ -280,22 +280,14 @@ class _Bench:
 
     def _restore(self, folder: Path) -> float:
         """Return the seconds of making caches of all blocks, as the server does."""
-        path = tuple(node for node, _ in self.blocks)
-        match = Match(path, path[-1].stop, 0, at_end=True)
         model = LoadedModel(None, None, self.spec, ROOT.fingerprint, None)
+        ids = [token for node, _ in self.blocks for token in node.ids]
+        prompt = Prompt([*ids, *range(64)], [[*ids, *range(64)]], ["user"])
         with self._opened(folder) as store:
             started = time.perf_counter()
-            ids = [*match.ids, *range(64)]
-            point = model.saver.find(path, match.n_tokens, store)
-            assert point is not None
-            steps = restore(point, ids, ROOT, store, model, set(), canary=False)
-            try:
-                while True:
-                    next(steps)
-            except StopIteration as end:
-                restored = end.value
+            reuse = Lookup(prompt, ROOT, store, model, canary=False).restore()
             took = time.perf_counter() - started
-        assert restored is not None and restored.n_read == match.n_tokens
+        assert reuse.outcome.n_restored == len(ids)
         return took
 
     @contextmanager

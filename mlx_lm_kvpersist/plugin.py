@@ -38,11 +38,10 @@ from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .host.prompt import ClientRequest, Prompt, has_text_only
 from .request.loading import places, prepare
+from .request.model import Speed
 from .request.outcome import Kind, Outcome
 from .request.roles import TemplateRoles, share_reasoning
-from .request.serving import ServedRequest, Serving, UnservedRequest
-from .request.speed import Speed
-from .request.state import RequestState
+from .request.serving import RequestState, ServedRequest, Serving, UnservedRequest
 from .request_log import RequestLog
 from .round_trip import check_round_trip
 from .store.block_store import BlockStore
@@ -168,12 +167,13 @@ class KVPersistPlugin:
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
-        record = self._log.add(
-            state.session, state.namespace, self._model_name or "", outcome, kept=state.is_kept
-        )
+        model = serving.model.name if (serving := self._serving) else ""
+        record = self._log.add(state.session, state.namespace, model, outcome, kept=state.is_kept)
         state.outcome, state.id = outcome, record["id"]
-        reused = outcome.n_reused, outcome.n_restored
-        self._metrics.count(outcome.kind.value, *reused, outcome.n_computed)
+        n_reused, n_restored = outcome.n_reused, outcome.n_restored
+        # Stock may reuse some of its own.
+        n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
+        self._metrics.count(outcome.kind.value, n_reused, n_restored, n_computed)
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
         if outcome.divergence and state.is_kept:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)

@@ -29,11 +29,11 @@ from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
 from .errors import SelfTestFailed
 from .host.prompt import REPLY, Prompt
-from .request.insert import insert
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
-from .request.state import RequestState, RunningSequence
+from .request.saver import insert
+from .request.serving import RequestState, RunningSequence
 from .store.block_store import BlockStore, StoreLimits
 
 _VOCAB = 64

@@ -9,11 +9,11 @@ from typing import Any
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
-from mlx_lm_kvpersist.request.insert import insert
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
-from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.saver import insert
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 
 from .drive import Reply, Row, alone

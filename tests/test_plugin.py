@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState
 from mlx_lm_kvpersist.store.budget import StoreLimits
 
 

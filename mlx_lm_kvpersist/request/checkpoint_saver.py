@@ -10,26 +10,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint
 from ..cache.blocks.cut_join import copy_state, split_windows
 from ..cache.geometry.slots import cached_positions, slots_of
-from ..cache.geometry.spec import ModelCacheSpec, state_arrays, token_arrays
+from ..cache.geometry.spec import state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.prompt import PREFILL, REPLY
-from ..match.text import TokenText
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from ..store.records import Leaf
-from .insert import cut_new, extended
 from .outcome import Reason
-from .restore import Needed, RestorePoint, restore_point, until_lost
+from .saver import Needed, RestorePoint, Saver
 
 if TYPE_CHECKING:
-    from .state import RunningSequence
+    from .serving import RunningSequence
 
 STATE = "state"
 """The kind of the record that every checkpoint has: it holds the states of the recurrent layers,
@@ -56,25 +55,21 @@ def window_kind(window: int) -> str:
 
 
 @dataclass(frozen=True)
-class CheckpointSaver:
-    """Saves blocks and checkpoints, and finds the checkpoint to go on from."""
-
-    spec: ModelCacheSpec
-    text: TokenText | None
+class CheckpointSaver(Saver):
+    """Saves checkpoints besides, and finds the one to go on from."""
 
     saves_every = CHECKPOINT_EVERY
-    """Tokens of a prompt after which it is saved while the rest is computed."""
     missing = Reason.NO_CHECKPOINT
-    """Why fewer tokens are restored than match."""
 
     def find(
-        self, path: Sequence[Block], n_tokens: int, store: BlockStore, lost: Collection[bytes] = ()
+        self,
+        path: Sequence[Block],
+        n_tokens: int,
+        store: BlockStore,
+        lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole.
-
-        Whatever has its key in `lost` counts as missing.
-        """
-        path = [block for block in until_lost(path, lost) if block.start < n_tokens]
+        """Return the last checkpoint of a chain, up to `n_tokens`, that is stored whole."""
+        path = list(takewhile(lambda one: one.key not in lost and one.start < n_tokens, path))
         if not path:
             return None
         n_tokens = min(n_tokens, path[-1].stop)
@@ -82,8 +77,9 @@ class CheckpointSaver:
         stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             needed = self._needed_at(path, end, stored)
-            if needed is not None:
-                return restore_point(path, end, self.spec, needed)
+            if needed is not None and (point := super().find(path, end, store)):
+                # Windows and state are read first: without them the blocks are of no use.
+                return RestorePoint(end, [*needed, *point.needed])
         return None
 
     def save(
@@ -105,10 +101,10 @@ class CheckpointSaver:
             if cache_type != PREFILL:
                 sequence.temporary.discard(before[-1].key)  # it stands for this one
             return
-        chain = sequence.chain = extended(before, tokens, sequence.root, self.text)
+        chain = sequence.chain = self._extended(before, tokens, sequence)
         if cache_type == PREFILL:
             sequence.temporary.add(chain[-1].key)
-        blocks = cut_new(chain, caches, store, self.spec)
+        blocks = self._cut_new(chain, caches, store)
         stored = store.checkpoints([block.key for block in chain])
         checkpoints = self._new(chain, caches, stored)
         for new, _ in checkpoints:

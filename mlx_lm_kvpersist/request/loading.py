@@ -15,8 +15,13 @@ import mlx.core as mx
 
 from ..cache.blocks.canary import warm_up
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.geometry.precision import Allocation, PrecisionRequest
-from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.geometry.precision import (
+    Allocation,
+    PrecisionRequest,
+    bits_in_words,
+    rotation_in_words,
+)
+from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.allocation import chosen_spec, measure, unmeasured
 from ..cache.measuring.calibration import with_plans
@@ -27,13 +32,17 @@ from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..units import show_bytes
-from .model import LoadedModel, described
-from .speed import Speed
+from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0
 """Between two lines of progress."""
+
+_BATCHING = {
+    Batching.REPLIES: "replies in batches",
+    Batching.NONE: "one request at a time",
+}
 
 
 def prepare(
@@ -141,3 +150,39 @@ def _content_hash(store: BlockStore, path: Path) -> str:
     found = content_hash(path)
     store.view.put(f"hash/{path}", [stamp, found])
     return found
+
+
+def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str:
+    """Return how full layers are stored, batched and attended, for the log."""
+    plans = {
+        f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
+        for p in spec.plans.values()
+    }
+    attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
+    n_bytes = show_bytes(spec.bytes_per_token)
+    found = f"{n_bytes} a token, {described_bits(spec)}"
+    if allocation is not None and allocation.divergence is not None:
+        found += (
+            f"; predicted divergence {allocation.divergence.value:.2g} "
+            f"(measured on {allocation.measured_on})"
+        )
+    return f"{found}; {_BATCHING[spec.batching]}, {attention}"
+
+
+def described_bits(spec: ModelCacheSpec) -> str:
+    """Return the bits of keys and values, such as "keys 4 bits, values 4 (5.0 on average …)"."""
+    precisions = [group.precision for group in spec.full]
+    if not precisions:
+        return "in windows and states alone"
+    if not any(precisions):
+        return "in full precision"
+    n_own = sum(len(group.slots) for group in spec.full if group.precision is None)
+    turned = rotation_in_words(precisions)
+    own_bytes = sum(group.full_precision_bytes for group in spec.full)
+    return (
+        bits_in_words(precisions)
+        + (f", {n_own} layers in full precision" if n_own else "")
+        + f" ({spec.bits_per_number:.1f} on average with scales"
+        + (f", {turned}" if turned else "")
+        + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
+    )

@@ -1,24 +1,35 @@
-"""A prompt's way to restored caches: find what is stored of it, plan, prefetch, restore.
+"""A prompt's way to restored caches: find what is stored of it, plan, prefetch, restore, prove.
 
 Generation thread. Whatever the store raises costs a restore, never a reply: the caller catches it.
+Arrays from RAM are as they were computed here. What comes from a tier below has its checksum
+verified by the store; that it fits this model is checked by its shapes, and by a canary where the
+caches allow it: their last tokens are run again on top of the restored prefix.
 """
 
 from __future__ import annotations
 
-import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
-from ..block import Block, Root, pack_ids
+from ..block import Block, Checkpoint, Record, Root, pack_ids
+from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
+from ..cache.blocks.cut_join import Joiner, Piece
+from ..cache.geometry.spec import arrays_fit
+from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.prompt import Prompt
 from ..match.tree import NO_MATCH, Match, match_ids, match_text, splice
 from ..store.block_store import BlockStore, Prefetch
-from .costs import tokens_to_reuse
+from ..store.tier import RAM
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
-from .restore import Restored, restore
+from .saver import RestorePoint
+
+MIN_TOKENS = 16
+"""Fewer are computed in less time than it takes to make caches of them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
 """Less than this is read from disk in the time of one or two steps: no request waits for it."""
@@ -34,7 +45,7 @@ _MAX_MATCHED = 3
 turn before it, another server evicts, a check fails. Then the prompt is matched again, so often."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reuse:
     """The result of a lookup: the prompt to feed, and caches that hold its first tokens.
 
@@ -49,7 +60,7 @@ class Reuse:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """A prompt that begins with stored ids, of which the first `n_tokens` are worth restoring.
 
     `diverges`: the prompt goes on differently from what is stored, or nothing of it is. `refusal`
@@ -63,13 +74,25 @@ class _Found:
     refusal: Reason | None = None
 
 
+@dataclass(frozen=True)
+class _Restored:
+    """Caches that hold the first `n_tokens` of a prompt.
+
+    `n_read` of them came from tiers below RAM. `tier` is the slowest that something came from.
+    """
+
+    n_tokens: int = 0
+    caches: list[Any] | None = None
+    n_read: int = 0
+    tier: str = COLD
+
+
 class Lookup:
     """One prompt, from what is stored of it to the caches that hold its beginning.
 
     The prompt is matched when the lookup is made, and again only if blocks came or went since.
     `prompt` has replies as the ids that the model produced. `session` is what the client calls the
-    conversation. `messages` are those that the prompt was rendered from, to say
-    where it diverges from others.
+    conversation.
     """
 
     def __init__(
@@ -81,11 +104,9 @@ class Lookup:
         *,
         canary: bool = True,
         session: str | None = None,
-        messages: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.prompt, self.model = prompt, model
-        self.root, self._store, self._canary = root, store, canary
-        self._session, self._messages = session, messages
+        self.prompt, self.model, self.root = prompt, model, root
+        self._store, self._canary, self._session = store, canary, session
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
@@ -93,11 +114,10 @@ class Lookup:
         self._reuse: Reuse | None = None
         self._spent_s = 0.0
         self._n_quarantined = store.counters.blocks_quarantined  # a prefetch finds damage, too
-        self.n_shared: dict[int, tuple[object, int]] = {}
-        """For `Computing`: by the id of a sequence, what its prompt has in common with this."""
-        self._found = self._find()
+        self.found = self._find()
+        """What `restore` will use, as far as nothing is stored or lost meanwhile."""
 
-    def _find(self) -> _Found:
+    def _find(self) -> Found:
         """Match the prompt with what is stored, and put the stored ids in front of it."""
         self._n_changes = self._store.n_changes
         self._nearest = NO_MATCH
@@ -112,7 +132,7 @@ class Lookup:
             match = match_text(source, self.root.key, self._text, tokens, prefer, packed)
             self._nearest = match
             if match.n_tokens == 0:
-                return _Found(prompt, match)
+                return Found(prompt, match)
             if not packed.startswith(match.packed_ids):
                 spliced = splice(prompt.ids, self._text, match, tokens, self.model.encode)
                 if spliced is not None:
@@ -122,30 +142,20 @@ class Lookup:
             source = store.ram_first(self.root.key, packed)
             match = match_ids(source, self.root.key, packed, prefer)
         if match.n_tokens == 0:
-            return _Found(prompt, self._nearest)
+            return Found(prompt, self._nearest)
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits
         n_tokens, refusal = min(match.n_tokens, n_most), None
         diverges = match.n_tokens < n_most and not match.at_end
         if diverges:
             n_tokens, refusal = tokens_to_reuse(match, n_tokens, store, self.model)
-        return _Found(prompt, match, diverges, n_tokens, refusal)
-
-    @property
-    def fed(self) -> Prompt:
-        """The prompt that `restore` would return, as far as nothing is stored or lost meanwhile."""
-        return self._found.prompt
-
-    @property
-    def n_found(self) -> int:
-        """How many of its tokens are worth restoring, as far as is known now."""
-        return self._found.n_tokens
+        return Found(prompt, match, diverges, n_tokens, refusal)
 
     def prefetch(self) -> bool:
         """Start to read from disk what `restore` will need; False if that would not take long.
 
         `restore` does not depend on it: by then these blocks may be gone, or others stored.
         """
-        point = self.model.saver.find(self._found.match.path, self.n_found, self._store)
+        point = self.model.saver.find(self.found.match.path, self.found.n_tokens, self._store)
         if point is None:
             return False
         needed = point.needed
@@ -159,7 +169,7 @@ class Lookup:
     @property
     def is_begun(self) -> bool:
         """Whether `advance` has begun to restore."""
-        return self._steps is not None
+        return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
         """Restore for about so long, if all is prefetched; tell whether nothing is left to do."""
@@ -190,61 +200,119 @@ class Lookup:
                 self._run(_LOOK_S, in_steps=False)
         finally:
             self.close()
-        outcome = replace(reuse.outcome, restore_ms=self._spent_s * 1e3)
-        return replace(reuse, outcome=outcome)
+        reuse.outcome = replace(reuse.outcome, restore_ms=self._spent_s * 1e3)
+        return reuse
 
     def _run(self, seconds: float, *, in_steps: bool) -> None:
         """Restore for about so long, at least one step, from where it stopped."""
-        started = time.perf_counter()
-        if self._steps is None:
-            self._steps = self._restoring(in_steps=in_steps)
+        started = perf_counter()
+        # What raises in a step is begun anew.
+        steps, self._steps = self._steps or self._restoring(in_steps=in_steps), None
         try:
-            next(self._steps)
-            while time.perf_counter() - started < seconds:
-                next(self._steps)
+            next(steps)
+            while perf_counter() - started < seconds:
+                next(steps)
+            self._steps = steps
         except StopIteration as end:
             self._reuse = end.value
-        except BaseException:
-            self._steps = None
-            raise
-        self._spent_s += time.perf_counter() - started
+        self._spent_s += perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
+        """Restore what is stored; what is lost meanwhile costs its tokens only."""
         n_wanted = n_matched = 0
         lost: set[bytes] = set()
-        restored: Restored | None = None
+        restored: _Restored | None = None
         while restored is None:
             if self._store.n_changes != self._n_changes and n_matched < _MAX_MATCHED:
                 n_matched += 1
-                self._found = self._find()
-            found = self._found
+                self.found = self._find()
+            found = self.found
             n_wanted = max(n_wanted, found.n_tokens)
-            path = found.match.path
-            point = self.model.saver.find(path, found.n_tokens, self._store, lost)
+            point = self.model.saver.find(found.match.path, found.n_tokens, self._store, lost)
             if point is None:
-                break
-            restored = yield from restore(
-                point,
-                found.prompt.ids,
-                self.root,
-                self._store,
-                self.model,
-                lost,
-                canary=self._canary,
-                in_steps=in_steps,
-            )
-        is_damaged = self._store.counters.blocks_quarantined > self._n_quarantined
-        outcome = self._outcome(found, restored or Restored(0), n_wanted, is_damaged=is_damaged)
-        if restored is None:
-            return Reuse(found.prompt, outcome)
-        for tier, n_bytes in restored.n_bytes.items():
-            self.model.speed.restores[tier].learn(n_bytes, restored.seconds[tier])
+                restored = _Restored()
+            else:
+                restored = yield from self._load(point, lost, in_steps=in_steps)
+        outcome = self._outcome(found, restored, n_wanted)
         chain = [block for block in found.match.path if block.stop <= restored.n_tokens]
         return Reuse(found.prompt, outcome, restored.caches, chain)
 
-    def _outcome(
-        self, found: _Found, restored: Restored, n_wanted: int, *, is_damaged: bool
-    ) -> Outcome:
+    def _load(
+        self, point: RestorePoint, lost: set[bytes], *, in_steps: bool
+    ) -> Generator[None, None, _Restored | None]:
+        """Load what a restore point needs into caches with room for the rest of the prompt.
+
+        Returns None when a block cannot be read, or the canary found that what was read is not this
+        model's, which then goes to quarantine. `lost` gets the keys of these blocks.
+
+        Yields after each block, and each buffer that is made. in_steps: whether replies go on
+        between, so that no step may be long; otherwise what is in RAM anyway is joined at once,
+        which takes less time in all.
+        """
+        spec, store, needed = self.model.spec, self._store, point.needed
+        ids, path = self.found.prompt.ids, self.found.match.path
+        read: list[Record] = []
+        n_read: Counter[int | None] = Counter()
+        n_bytes: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
+        n_held: Counter[int] = Counter()
+        for one in needed:
+            if one.window is not None:
+                n_held[one.window] += one.stop - one.start
+        coming = store.reader.load_all([one.record for one in needed], self.root)
+        whole = not in_steps and all(one.record.key in store.pool for one in needed)
+        started = perf_counter()
+        room = headroom(len(ids) - point.n_tokens)
+        joiner = Joiner(spec, point.n_tokens, room, n_held, whole=whole)
+        for _ in joiner.make_room() if in_steps else ():
+            seconds[RAM] += perf_counter() - started
+            yield
+            started = perf_counter()
+        for one in needed:
+            seconds[RAM] += perf_counter() - started
+            yield
+            started = perf_counter()
+            loaded = next(coming)
+            if loaded is None:
+                lost.add(one.record.key)
+                return None
+            if (misfit := arrays_fit(one.forms, loaded.arrays)) is not None:
+                store.lose(one.record, f"does not fit the model: {misfit}")
+                lost.add(one.record.key)
+                return None
+            n_bytes[RAM] += loaded.n_bytes
+            if loaded.tier != RAM:
+                seconds[loaded.tier] += loaded.read_s
+                n_bytes[loaded.tier] += loaded.n_bytes
+                read.append(one.record)
+                # If a model has only states, each stands for all tokens.
+                n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
+                n_read[one.window] += n_tokens
+            started = perf_counter()
+            if one.window is None and isinstance(one.record, Checkpoint):
+                joiner.add_state(loaded.arrays)
+                continue
+            joiner.add(Piece(loaded.arrays, one.start, one.stop), one.window)
+        caches = joiner.finish()
+        seconds[RAM] += perf_counter() - started
+        yield
+        if self._canary and read:
+            restored_ids = ids[: point.n_tokens]
+            difference = canary_difference(self.model.model, spec, caches, restored_ids)
+            if not difference <= CANARY_TOLERANCE:
+                for record in read:
+                    store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
+                    lost.add(record.key)
+                return None
+        store.pool.trust(record.key for record in read)
+        used = [block.key for block in path if block.start < point.n_tokens]
+        store.touch(used, [one.record for one in needed if isinstance(one.record, Checkpoint)])
+        for tier, n in n_bytes.items():
+            self.model.speed.learn(tier, n, seconds[tier])
+        slowest = [tier.name for tier in store.tiers if tier.name in n_bytes][-1]
+        return _Restored(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
+
+    def _outcome(self, found: Found, restored: _Restored, n_wanted: int) -> Outcome:
         """Return what was reused, and why not more."""
         ids, n_reused = found.prompt.ids, restored.n_tokens
         if n_reused == 0:
@@ -257,23 +325,65 @@ class Lookup:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         detail = ""
-        if found.diverges:
+        if self._store.counters.blocks_quarantined > self._n_quarantined:
+            reason = Reason.DAMAGED
+        elif n_reused < n_wanted:
+            reason = self.model.saver.missing
+        elif found.diverges:
             reason, detail = why_not_stored(ids, self._text, found.match, self.root, self._store)
             if found.refusal and reason is Reason.DIVERGED:
                 reason = found.refusal
-        if n_reused < n_wanted:
-            reason = self.model.saver.missing
-        if is_damaged:
-            reason = Reason.DAMAGED
-        divergence, n_agreed, text = None, self._nearest.n_agreed, self._text or ""
-        stored_next = self._nearest.stored_next if kind in (Kind.DIVERGE, Kind.MISS) else ""
-        if stored_next and n_agreed < len(text):
-            divergence = divergence_at(text, n_agreed, stored_next, self._messages)
-        if reason is not Reason.OTHER_PRECISION:
-            detail = ""
-        read = [tier.name for tier in self._store.tiers if tier.name in restored.n_bytes]
-        slowest, n_read = read[-1] if read else COLD, restored.n_read
-        return Outcome(kind, len(ids), n_reused, n_read, 0.0, reason, detail, divergence, slowest)
+        divergence, nearest, text = None, self._nearest, self._text or ""
+        is_other = kind in (Kind.DIVERGE, Kind.MISS) and nearest.stored_next
+        if is_other and nearest.n_agreed < len(text):
+            divergence = divergence_at(
+                text, nearest.n_agreed, nearest.stored_next, self.prompt.messages
+            )
+        return Outcome(
+            kind,
+            len(ids),
+            n_reused,
+            restored.n_read,
+            reason=reason,
+            detail=detail,
+            divergence=divergence,
+            tier=restored.tier,
+        )
+
+
+def tokens_to_reuse(
+    match: Match, n_tokens: int, store: BlockStore, model: LoadedModel
+) -> tuple[int, Reason | None]:
+    """Return how many of the first `n_tokens` of a diverging match to use, and why not all.
+
+    The time to restore them is compared with the time to compute them again.
+    """
+    if n_tokens < MIN_TOKENS:
+        return 0, None  # a template's first words; nothing of the conversation is stored
+    blocks = [block for block in match.path if block.start < n_tokens]
+    reason = None
+    if model.spec.any_prefix and not _is_restored(blocks[-1:], n_tokens, store, model):
+        # A whole block must be read for the few of its tokens that are of use.
+        n_tokens, reason = blocks.pop().start, Reason.NOT_WORTH_IT
+    if blocks and not _is_restored(blocks, n_tokens, store, model):
+        return 0, Reason.NOT_WORTH_IT
+    return n_tokens, reason
+
+
+def _is_restored(
+    blocks: Sequence[Block], n_tokens: int, store: BlockStore, model: LoadedModel
+) -> bool:
+    """Say whether restoring blocks is quicker than computing their tokens up to `n_tokens`."""
+    spec, start = model.spec, blocks[0].start
+    n_bytes: Counter[str] = Counter()
+    for block in blocks:
+        size = block.n_tokens * spec.bytes_per_token
+        n_bytes[RAM] += size  # what is read is joined there, too
+        if (tier := store.tier_of(block.key)) != RAM:
+            n_bytes[tier] += size
+    for tier in n_bytes:
+        n_bytes[tier] += spec.bytes_per_checkpoint
+    return model.speed.is_restored(start, n_tokens - start, n_bytes)
 
 
 def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:

@@ -1,24 +1,76 @@
-"""What is known of the model that the server has loaded."""
+"""What is known of the model that the server has loaded, and how quick it is."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..block import Root
-from ..cache.geometry.precision import Allocation, bits_in_words, rotation_in_words
-from ..cache.geometry.spec import Batching, ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.measuring.prefill_memory import PrefillMemory
+from ..host.answers import PrefillLimits
+from ..host.scheduling.pace import Pace
 from ..match.text import TokenText
-from ..units import show_bytes
+from ..store.tier import DISK, RAM
 from .checkpoint_saver import CheckpointSaver
-from .prefix_saver import PrefixSaver
-from .speed import Speed
+from .saver import Saver
 
-_BATCHING = {
-    Batching.REPLIES: "replies in batches",
-    Batching.NONE: "one request at a time",
-}
+MIN_RESTORE_BYTES = 4 << 20
+"""Smaller restores are mostly overhead, so no rate is learned from them."""
+
+_WEIGHT = 0.2
+"""Of the newest measurement in a running average: a handful of requests settle it."""
+
+
+@dataclass
+class Speed:
+    """How quickly a model's prompts are computed and restored on this device. Generation thread.
+
+    Everything is learned while serving, from time of working alone: chunks without the steps of
+    replies between them, reads in their own threads, joins without the pauses between their steps.
+    So the same prompt is restored, or not, whatever else runs. Until a speed is known, restoring
+    counts as quicker: on most devices it is, by one or two orders of magnitude.
+
+    `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
+    running average: for RAM those of joining, which every restored byte needs, for the others those
+    of reading.
+    """
+
+    memory: PrefillMemory | None = None
+    """None: prompts are computed as stock does."""
+    pace: Pace = field(default_factory=Pace)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def limits(self, max_stall_s: float) -> PrefillLimits | None:
+        """Return how prompts are computed beside replies that wait `max_stall_s` at most."""
+        if self.memory is None:
+            return None
+        return PrefillLimits(
+            max_stall_s, self.memory.most_tokens, self.memory.limit_bytes, self.pace
+        )
+
+    def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
+        """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""
+        if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
+            measured = n_bytes / seconds
+            known = self.rates.get(tier, measured)
+            self.rates[tier] = known + _WEIGHT * (measured - known)
+
+    def is_restored(self, position: int, n_tokens: int, n_bytes: Mapping[str, int]) -> bool:
+        """Say whether restoring takes no longer than computing tokens after `position` cached ones.
+
+        n_bytes: what each tier gives for it.
+        """
+        compute_s = self.pace.seconds(position, n_tokens)
+        restore_s = sum(n / self.rates[tier] for tier, n in n_bytes.items() if tier in self.rates)
+        return compute_s is None or restore_s <= compute_s
+
+    def describe(self) -> dict[str, Any]:
+        """Return the speeds as JSON values; the pace by position."""
+        rates = {RAM: None, DISK: None, **self.rates}
+        return {"prefill_tokens_per_s": self.pace.describe(), "restore_bytes_per_s": rates}
 
 
 @dataclass(frozen=True)
@@ -47,9 +99,9 @@ class LoadedModel:
         )
 
     @cached_property
-    def saver(self) -> PrefixSaver | CheckpointSaver:
+    def saver(self) -> Saver:
         """What saves this model's caches, and finds what can be restored."""
-        saver = PrefixSaver if self.spec.any_prefix else CheckpointSaver
+        saver = Saver if self.spec.any_prefix else CheckpointSaver
         return saver(self.spec, self.text)
 
     def encode(self, text: str) -> list[int]:
@@ -60,39 +112,3 @@ class LoadedModel:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
         plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
         return {"model": self.name, "kept": True, **self.spec.describe(), "attention": plans}
-
-
-def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str:
-    """Return how full layers are stored, batched and attended, for the log."""
-    plans = {
-        f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
-        for p in spec.plans.values()
-    }
-    attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
-    n_bytes = show_bytes(spec.bytes_per_token)
-    found = f"{n_bytes} a token, {described_bits(spec)}"
-    if allocation is not None and allocation.divergence is not None:
-        found += (
-            f"; predicted divergence {allocation.divergence.value:.2g} "
-            f"(measured on {allocation.measured_on})"
-        )
-    return f"{found}; {_BATCHING[spec.batching]}, {attention}"
-
-
-def described_bits(spec: ModelCacheSpec) -> str:
-    """Return the bits of keys and values, such as "keys 4 bits, values 4 (5.0 on average …)"."""
-    precisions = [group.precision for group in spec.full]
-    if not precisions:
-        return "in windows and states alone"
-    if not any(precisions):
-        return "in full precision"
-    n_own = sum(len(group.slots) for group in spec.full if group.precision is None)
-    turned = rotation_in_words(precisions)
-    own_bytes = sum(group.full_precision_bytes for group in spec.full)
-    return (
-        bits_in_words(precisions)
-        + (f", {n_own} layers in full precision" if n_own else "")
-        + f" ({spec.bits_per_number:.1f} on average with scales"
-        + (f", {turned}" if turned else "")
-        + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
-    )

@@ -11,10 +11,9 @@ from typing import Any
 from ..block import Root, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..cache.geometry.precision import layout_in_words
-from ..match.tree import Match, common_prefix
+from ..match.tree import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Gone
-from ..store.tier import DISK, RAM
 
 MIN_ALIKE_CHARS = 64
 MIN_ALIKE_TOKENS = 16
@@ -83,7 +82,8 @@ class Divergence:
 class Outcome:
     """What a request reused: of `n_prompt` tokens `n_reused`.
 
-    `n_restored` of them were read from tiers below RAM, of which `slowest` was the last.
+    `n_restored` of them were read from tiers below RAM. `tier` is the slowest that something came
+    from, or `COLD`.
     """
 
     kind: Kind
@@ -94,24 +94,12 @@ class Outcome:
     reason: Reason | None = None
     detail: str = ""
     divergence: Divergence | None = None
-    slowest: str = DISK
+    tier: str = COLD
 
     @classmethod
     def stock(cls, n_prompt: int, why: str) -> Outcome:
         """Return the outcome of a request that the stock server serves in its own way."""
         return cls(Kind.STOCK, n_prompt, reason=Reason.NOT_KEPT, detail=why)
-
-    @property
-    def n_computed(self) -> int:
-        """Prompt tokens that the plugin knows to be computed; stock may reuse some of its own."""
-        return 0 if self.kind is Kind.STOCK else self.n_prompt - self.n_reused
-
-    @property
-    def tier(self) -> str:
-        """The name of the slowest tier that something came from, or `COLD`."""
-        if self.n_restored:
-            return self.slowest
-        return RAM if self.n_reused else COLD
 
     @property
     def header(self) -> str:
@@ -137,7 +125,7 @@ class Outcome:
                 source += f" in {self.restore_ms:,.0f} ms"
             parts = [
                 f"reused {self.n_reused:,} of {self.n_prompt:,} tokens from {source}",
-                f"{self.n_computed:,} computed" + (f" ({why})" if why else ""),
+                f"{self.n_prompt - self.n_reused:,} computed" + (f" ({why})" if why else ""),
             ]
         if not kept:
             parts.append("not kept")
@@ -147,17 +135,13 @@ class Outcome:
 
 
 def divergence_at(
-    text: str,
-    n_agreed: int,
-    stored_next: str,
-    messages: Sequence[dict[str, Any]],
-    n_shown: int = 40,
+    text: str, n_agreed: int, stored_next: str, messages: Sequence[dict[str, Any]]
 ) -> Divergence:
     """Find the message that a character of the rendered prompt falls into.
 
     Templates insert content unchanged, so the messages are looked for in the text, one by one.
     """
-    asked = text[n_agreed : n_agreed + n_shown]
+    asked = text[n_agreed : n_agreed + SHOWN_CHARS]
     position = 0
     for index, message in enumerate(messages):
         content = message.get("content")

@@ -101,14 +101,8 @@ def remember(
     store.commit(Commit(root, (), None, tuple(StoredReply(key, made) for key in keys)), [])
 
 
-def retokenize(
-    prompt: Prompt,
-    messages: Sequence[Message],
-    root: Root,
-    store: BlockStore,
-    model: LoadedModel,
-) -> Prompt:
-    """Return the prompt that `messages` were rendered to, its replies fed as the model's own ids.
+def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
+    """Return a prompt, the replies of its messages fed as the model's own ids.
 
     Replies to which the rule does not apply stay as they were rendered.
     """
@@ -117,7 +111,7 @@ def retokenize(
         return prompt
     stored = [
         store.reply_ids(root.key, key) or store.reply_ids(root.key, key_begun)
-        for key, key_begun in _reply_keys(messages)
+        for key, key_begun in _reply_keys(prompt.messages)
     ]
     replies = [_Reply.from_bytes(packed) for packed in stored if packed is not None]
     if not replies or not tokens.covers(prompt.ids):

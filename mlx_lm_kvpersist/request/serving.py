@@ -1,28 +1,100 @@
 """Requests for the loaded model: looked up, restored, recorded, saved, remembered.
 
-Generation thread, except what counts tokens (`Serving.take`) and `Serving.remember`.
+Generation thread, except what counts tokens (`ServedRequest.__init__`) and `Serving.remember`.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..block import Block, Root
+from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone
 from ..host.answers import Prepared, TakenRequest
 from ..host.prompt import ClientRequest, Prompt
 from ..store.block_store import BlockStore
-from .computing import Computing
-from .insert import insert
+from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
-from .state import RequestState, RunningSequence
+from .saver import insert
+
+MIN_SHARED = 2 * BLOCK_TOKENS
+"""Fewer common tokens are computed twice: waiting for them would take as long."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RequestState:
+    """One request, from its HTTP thread to the generation thread and back.
+
+    `session`, `namespace` and `is_kept` are set once, before the request is queued. `id` and
+    `outcome` are set when the request enters, before its reply begins.
+    """
+
+    session: str | None = None
+    namespace: str = ""
+    is_kept: bool = True
+    """Whether anything of it may be stored, on disk or in RAM."""
+    id: str = ""
+    outcome: Outcome | None = None
+    root: Root | None = None
+    """Of the tree that the request's tenant may see, once its model is loaded."""
+    messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
+    """Those that the prompt was rendered from."""
+    lookup: Lookup | None = field(default=None, repr=False)
+    """The lookup of a request that has not entered. Generation thread."""
+    sent: dict[str, Any] | None = field(default=None, repr=False)
+    """The reply as the client got it, once it is whole. HTTP thread."""
+    produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
+    """The ids of the prompt and of the reply, once it has ended. Generation thread."""
+    is_over: bool = False
+    """Whether the reply has ended, or was given up."""
+
+    @staticmethod
+    def of(request: Any) -> RequestState:
+        """Return the state of a server's request, made where there is none."""
+        state: RequestState | None = getattr(request, "kvpersist", None)
+        if state is None:
+            state = request.kvpersist = RequestState()
+        return state
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """The tokens of a taken request while the server computes them. Generation thread.
+
+    Of its `n_prompt` prompt tokens, the `ids`, the first `n_reused` were restored. `chain` holds
+    the blocks of its beginning that are known so far.
+    """
+
+    request: RequestState
+    n_prompt: int
+    n_reused: int = 0
+    chain: list[Block] = field(default_factory=list, repr=False)
+    n_system: int = 0
+    """Tokens of the prompt's system prompt."""
+    ids: Sequence[int] = field(default=(), repr=False)
+    temporary: set[bytes] = field(default_factory=set, repr=False)
+    """Blocks with a checkpoint that is of use only until the prompt is computed."""
+    is_computed: bool = False
+    """Whether all of its prompt was computed."""
+
+    @property
+    def n_saved(self) -> int:
+        """How many of its first tokens are in stored blocks."""
+        return self.chain[-1].stop if self.chain else 0
+
+    @property
+    def root(self) -> Root:
+        assert self.request.root is not None
+        return self.request.root
 
 
 class Serving:
@@ -45,22 +117,8 @@ class Serving:
     ) -> None:
         self.store, self.model, self.canary = store, model, canary
         self.record, self.isolated, self.step_s = record, isolated, step_s
-        self.computing = Computing()
-
-    def look_up(self, state: RequestState, prompt: Prompt) -> Lookup:
-        """Find what is stored of a rendered prompt. Any thread."""
-        session = (state.session or "") if self.isolated else ""
-        state.root = replace(self.model.root, namespace=state.namespace, session=session)
-        state.messages = prompt.messages
-        return Lookup(
-            retokenize(prompt, prompt.messages, state.root, self.store, self.model),
-            state.root,
-            self.store,
-            self.model,
-            canary=self.canary,
-            session=state.session,
-            messages=prompt.messages,
-        )
+        self.computing: list[RunningSequence] = []
+        """Those whose prompts are being computed, and some that have been."""
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -82,23 +140,32 @@ class ServedRequest(TakenRequest):
         self._state = state = RequestState.of(request)
         if state.lookup is not None:
             state.lookup.close()  # of a prompt for the model before this one
-        self._waits: bool | None = None
-        try:
-            state.lookup = serving.look_up(state, prompt)
-            self.prompt = state.lookup.fed
-        except Exception:
             state.lookup = None
+        self._waits: bool | None = None
+        self._n_shared: dict[RunningSequence, int] = {}
+        store, model = serving.store, serving.model
+        session = (state.session or "") if serving.isolated else ""
+        state.root = root = replace(model.root, namespace=state.namespace, session=session)
+        state.messages = prompt.messages
+        try:
+            fed = retokenize(prompt, root, store, model)
+            state.lookup = Lookup(
+                fed, root, store, model, canary=serving.canary, session=state.session
+            )
+            self.prompt = state.lookup.found.prompt
+        except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
 
     def advance(self) -> bool:
-        lookup, computing = self._state.lookup, self._serving.computing
+        lookup = self._state.lookup
         if lookup is None:
             return True
+        others = self._serving.computing, self._n_shared
         if self._waits is None:
-            self._waits = lookup.prefetch() or computing.awaited(lookup)
+            self._waits = lookup.prefetch() or awaits_another(lookup, *others)
         if not self._waits:
             return True
-        is_free = lookup.is_begun or not computing.awaited(lookup)
+        is_free = lookup.is_begun or not awaits_another(lookup, *others)
         return is_free and lookup.advance(self._serving.step_s)
 
     def enter(self) -> Prepared:
@@ -123,7 +190,9 @@ class ServedRequest(TakenRequest):
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
         if state.is_kept:
-            serving.computing.add(self._sequence)
+            running = [one for one in serving.computing if not one.is_computed]
+            serving.computing = [one for one in running if not one.request.is_over]
+            serving.computing.append(self._sequence)
         return Prepared(fed, reuse.caches, n_reused)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
@@ -149,3 +218,30 @@ class UnservedRequest(TakenRequest):
         self._record()
         # Stock would keep the prompt.
         return None if self._state.is_kept else Prepared(self.prompt)
+
+
+def awaits_another(
+    lookup: Lookup, others: Sequence[RunningSequence], known: dict[RunningSequence, int]
+) -> bool:
+    """Tell whether a prompt does better to wait for blocks that another request is computing.
+
+    known: how many of its tokens will be stored for both, as far as they were compared before.
+    """
+    for one in others:
+        if one.is_computed or one.request.is_over or one.root != lookup.root:
+            continue
+        if one not in known:
+            n_common = common_length(one.ids, lookup.found.prompt.ids)
+            n_shared = n_common - n_common % lookup.model.saver.saves_every
+            # A system prompt is stored up to its last token.
+            known[one] = max(n_shared, one.n_system) if one.n_system <= n_common else n_shared
+        is_saved = one.n_saved > known[one] - MIN_TOKENS_BETWEEN
+        if not is_saved and known[one] - lookup.found.n_tokens >= MIN_SHARED:
+            return True
+    return False
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first elements two lists have in common. Compares slices, which is quick."""
+    n_most = min(len(one), len(other))
+    return bisect_left(range(1, n_most + 1), True, key=lambda n: one[:n] != other[:n])

@@ -14,12 +14,12 @@ from mlx_lm.utils import load
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request.insert import insert
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
 from mlx_lm_kvpersist.request.replies import remember
-from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.saver import insert
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checksum, metadata_of, read_file
 from tests.support.synthetic import Message, make_tiny_model, synthetic_text

@@ -47,7 +47,7 @@ def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answ
     """Answer a chat as the plugin does, but let every exception through."""
     messages, root = copy.deepcopy(messages), loaded.root
     ids = render(loaded, messages)
-    prompt = retokenize(Prompt(ids, [ids], ["user"]), messages, root, store, loaded)
+    prompt = retokenize(Prompt(ids, [ids], ["user"], messages), root, store, loaded)
     return answered(loaded, Lookup(prompt, root, store, loaded).restore())
 
 

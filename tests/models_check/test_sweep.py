@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.request.insert import insert
+from mlx_lm_kvpersist.request.saver import insert
 from models_check.__main__ import _in_a_process
 from models_check.build import build
 from models_check.compare import compare

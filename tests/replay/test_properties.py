@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.request.costs import MIN_TOKENS
+from mlx_lm_kvpersist.request.lookup import MIN_TOKENS
 
 from .replayer import Message, Replayer
 

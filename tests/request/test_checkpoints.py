@@ -25,8 +25,8 @@ from mlx_lm_kvpersist.request.checkpoint_saver import (
     window_kind,
 )
 from mlx_lm_kvpersist.request.outcome import Reason
-from mlx_lm_kvpersist.request.restore import RestorePoint
-from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.saver import RestorePoint
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from models_check.build import build
 from models_check.conversation import random_ids

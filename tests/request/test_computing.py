@@ -10,21 +10,30 @@ import pytest
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
-from mlx_lm_kvpersist.request.computing import Computing, common_length
-from mlx_lm_kvpersist.request.prefix_saver import PrefixSaver
-from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.saver import Saver
+from mlx_lm_kvpersist.request.serving import (
+    RequestState,
+    RunningSequence,
+    awaits_another,
+    common_length,
+)
 
 ROOT = Root("model", "4b64")
 
 
-class Found:
+class Waiting:
     """What a lookup knows of a prompt."""
 
-    def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = PrefixSaver) -> None:
-        self.fed = Prompt(ids, [ids], ["user"])
-        self.n_found, self.root = n_found, ROOT
-        self.model = SimpleNamespace(saver=saver)
-        self.n_shared: dict[int, Any] = {}
+    def __init__(self, ids: list[int], n_found: int = 0, *, saver: Any = Saver) -> None:
+        self.found = SimpleNamespace(prompt=Prompt(ids, [ids], ["user"]), n_tokens=n_found)
+        self.root, self.model = ROOT, SimpleNamespace(saver=saver)
+
+    def waits(self, *others: RunningSequence) -> bool:
+        lookup: Any = self
+        known: dict[RunningSequence, int] = {}
+        waits = awaits_another(lookup, others, known)
+        assert awaits_another(lookup, others, known) == waits  # the second time it is known
+        return waits
 
 
 def begun(ids: list[int], n_system: int = 0) -> RunningSequence:
@@ -42,78 +51,68 @@ IDS = list(range(3000))
 
 
 def test_a_prompt_waits_until_what_it_shares_is_stored() -> None:
-    computing = Computing()
     taken = begun(IDS)
-    computing.add(taken)
-    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
-    assert computing.awaited(same)
+    same = Waiting([*IDS[:1100], *range(9000, 9100)])
+    assert same.waits(taken)
     saved(taken, 768)
-    assert computing.awaited(same)
+    assert same.waits(taken)
     saved(taken, 1024)  # 1,100 tokens are four whole blocks
-    assert not computing.awaited(same)
+    assert not same.waits(taken)
 
 
 def test_a_shared_system_prompt_is_awaited_to_its_last_token() -> None:
     """Its end is stored though it is no whole block: nobody needs to compute it again."""
-    computing = Computing()
     taken = begun(IDS, n_system=1090)
-    computing.add(taken)
-    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
+    same = Waiting([*IDS[:1100], *range(9000, 9100)])
     saved(taken, 1024)
-    assert computing.awaited(same)
+    assert same.waits(taken)
     saved(taken, 1090)
-    assert not computing.awaited(same)
+    assert not same.waits(taken)
 
 
 def test_nobody_waits_for_a_prompt_of_another_tenant() -> None:
-    computing = Computing()
-    computing.add(begun(IDS))
-    other: Any = Found(IDS)
-    assert computing.awaited(other)
+    taken = begun(IDS)
+    other = Waiting(IDS)
+    assert other.waits(taken)
     other.root = Root("model", "4b64", namespace="other")
-    assert not computing.awaited(other)
+    assert not other.waits(taken)
 
 
 @pytest.mark.parametrize(
-    "found", [Found(IDS[:511]), Found(IDS, n_found=2600), Found(list(range(1, 3000)))]
+    "found", [Waiting(IDS[:511]), Waiting(IDS, n_found=2600), Waiting(list(range(1, 3000)))]
 )
-def test_nobody_waits_for_less_than_two_blocks(found: Any) -> None:
-    computing = Computing()
-    computing.add(begun(IDS))
-    assert not computing.awaited(found)
+def test_nobody_waits_for_less_than_two_blocks(found: Waiting) -> None:
+    taken = begun(IDS)
+    assert not found.waits(taken)
 
 
 @pytest.mark.parametrize("end", ["computed", "over"])
 def test_nobody_waits_for_a_prompt_that_is_computed_no_further(end: str) -> None:
-    computing = Computing()
-    computing.add(taken := begun(IDS))
-    same: Any = Found(IDS)
-    assert computing.awaited(same)
+    taken = begun(IDS)
+    same = Waiting(IDS)
+    assert same.waits(taken)
     if end == "computed":
         taken.is_computed = True
     else:
         taken.request.is_over = True
-    assert not computing.awaited(same)
+    assert not same.waits(taken)
 
 
 def test_models_with_checkpoints_share_what_ends_at_one() -> None:
-    computing = Computing()
     taken = begun(IDS, n_system=2053)
-    computing.add(taken)
-    same: Any = Found(IDS[:2500], saver=CheckpointSaver)
-    assert computing.awaited(same)
+    same = Waiting(IDS[:2500], saver=CheckpointSaver)
+    assert same.waits(taken)
     saved(taken, 2048)  # the end of the system prompt is too near to be another one
-    assert not computing.awaited(same)
+    assert not same.waits(taken)
 
 
 @pytest.mark.parametrize(("n_common", "waits"), [(511, False), (512, True), (767, True)])
 def test_two_whole_blocks_are_worth_waiting_for(n_common: int, waits: bool) -> None:
-    computing = Computing()
-    computing.add(begun(IDS))
-    same: Any = Found([*IDS[:n_common], *range(9000, 9100)])
-    assert computing.awaited(same) == waits
-    same.n_found = 1
-    assert not computing.awaited(same)
+    taken = begun(IDS)
+    same = Waiting([*IDS[:n_common], *range(9000, 9100)])
+    assert same.waits(taken) == waits
+    same.found.n_tokens = 1
+    assert not same.waits(taken)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +121,12 @@ def test_two_whole_blocks_are_worth_waiting_for(n_common: int, waits: bool) -> N
 def test_a_system_prompt_that_is_not_shared_to_its_end_is_not_awaited(
     n_system: int, n_shared: int
 ) -> None:
-    computing = Computing()
     taken = begun(IDS, n_system=n_system)
-    computing.add(taken)
-    same: Any = Found([*IDS[:1100], *range(9000, 9100)])
+    same = Waiting([*IDS[:1100], *range(9000, 9100)])
     saved(taken, n_shared - MIN_TOKENS_BETWEEN)
-    assert computing.awaited(same)
+    assert same.waits(taken)
     saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is made nearer than that
-    assert not computing.awaited(same)
+    assert not same.waits(taken)
 
 
 def test_common_lengths() -> None:

@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.tree import Match
-from mlx_lm_kvpersist.request.costs import MIN_TOKENS, tokens_to_reuse
+from mlx_lm_kvpersist.request.lookup import MIN_TOKENS, tokens_to_reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
@@ -67,8 +67,8 @@ def tokens_of_model(
     """
     model = LoadedModel(None, None, spec, "fingerprint", None)
     model.speed.pace.learn(0, 512, 0.512)
-    model.speed.restores[RAM].per_s = BLOCK_BYTES / hot_s
-    model.speed.restores[DISK].per_s = BLOCK_BYTES / block_s
+    model.speed.rates[RAM] = BLOCK_BYTES / hot_s
+    model.speed.rates[DISK] = BLOCK_BYTES / block_s
     match = Match(tuple(nodes), n_tokens, 0, False)
     return tokens_to_reuse(match, n_tokens, store, model)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +18,15 @@ from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import block_key
 from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
+from mlx_lm_kvpersist.host.prompt import REPLY
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.request import insert as insert_module
-from mlx_lm_kvpersist.request import lookup as lookup_module
-from mlx_lm_kvpersist.request.costs import MIN_TOKENS
-from mlx_lm_kvpersist.request.insert import insert
-from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request import model as model_module
+from mlx_lm_kvpersist.request import saver as saver_module
+from mlx_lm_kvpersist.request.lookup import MIN_TOKENS
+from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.outcome import Kind, Reason
-from mlx_lm_kvpersist.request.restore import Restored, restore
-from mlx_lm_kvpersist.request.speed import Speed
-from mlx_lm_kvpersist.request.state import RequestState, RunningSequence
+from mlx_lm_kvpersist.request.saver import insert
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
 from mlx_lm_kvpersist.round_trip import tiny_model as selftest_model
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, read_record
@@ -286,21 +282,15 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
 def test_a_restore_teaches_the_rate_of_each_tier(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def took(*args: Any, **kwargs: Any) -> Generator[None, None, Restored | None]:
-        restored = yield from restore(*args, **kwargs)
-        assert restored is not None
-        restored.seconds = defaultdict(float, {RAM: 2.0, DISK: 4.0})
-        restored.n_bytes = Counter({RAM: 6 << 20, DISK: 20 << 20})
-        return restored
-
-    ids = talk.loaded.tokenizer.encode("To be, or not to be, that is the question.")
-    talk.remember(ids, len(ids) - 3)
-    monkeypatch.setattr(lookup_module, "restore", took)
-    loaded = replace(talk.loaded, speed=Speed())
-    prompt = Prompt([*ids, 5], [[*ids, 5]], ["user"])
-    lookup_module.Lookup(prompt, talk.root, talk.store, loaded).restore()
-    rates = loaded.speed.restores
-    assert (rates[RAM].per_s, rates[DISK].per_s) == (3 << 20, 5 << 20)
+    monkeypatch.setattr(model_module, "MIN_RESTORE_BYTES", 1)
+    ids = sampled_turn(talk.loaded, 300)
+    talk.remember(ids, n_prompt=200)
+    talk = replace(talk, loaded=replace(talk.loaded, speed=Speed()))
+    talk.ask([*ids, 5])
+    assert talk.loaded.speed.rates.keys() == {RAM}
+    talk.forget_hot_blocks()
+    talk.ask([*ids, 5])
+    assert talk.loaded.speed.rates.keys() == {RAM, DISK}
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
@@ -361,7 +351,7 @@ def test_a_hot_prompt_is_decoded_once_and_hashed_once(
         hashed[0] += 1
         return block_key(parent, packed)
 
-    for module in (insert_module, block_module):
+    for module in (saver_module, block_module):
         monkeypatch.setattr(module, "block_key", counted_key)
     new = sampled_turn(talk.loaded, 80)
     talk.remember([*ids, *new], n_prompt=len(ids) + 40)

@@ -44,20 +44,20 @@ DIVERGED = Reason.DIVERGED.text
             "computed all 7 tokens: nothing stored begins like this",
         ),
         (
-            Outcome(Kind.EXTEND, 1078, 1054),
+            Outcome(Kind.EXTEND, 1078, 1054, tier="ram"),
             "ram",
             "outcome=EXTEND; tier=ram; reused=1054; restored=0; restore_ms=0.0",
             "reused 1,054 of 1,078 tokens from RAM, 24 computed",
         ),
         (
-            Outcome(Kind.DIVERGE, 50, 40, 39, 1234.4, Reason.DIVERGED),
+            Outcome(Kind.DIVERGE, 50, 40, 39, 1234.4, Reason.DIVERGED, tier="disk"),
             "disk",
             "outcome=DIVERGE; tier=disk; reused=40; restored=39; restore_ms=1234.4; "
             "reason=diverged",
             f"reused 40 of 50 tokens from RAM and disk in 1,234 ms, 10 computed ({DIVERGED})",
         ),
         (
-            Outcome(Kind.EXACT, 41, 40, 40, 3.0),
+            Outcome(Kind.EXACT, 41, 40, 40, 3.0, tier="disk"),
             "disk",
             "outcome=EXACT; tier=disk; reused=40; restored=40; restore_ms=3.0",
             "reused 40 of 41 tokens from disk in 3 ms, 1 computed",
@@ -69,9 +69,9 @@ DIVERGED = Reason.DIVERGED.text
             "served as the stock server does: an image",
         ),
         (
-            replace(Outcome.stock(9, ""), n_reused=1),
-            "ram",
-            "outcome=STOCK; tier=ram; reused=1; restored=0; restore_ms=0.0; reason=not-kept",
+            Outcome.stock(9, ""),
+            "cold",
+            "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
             f"served as the stock server does: {Reason.NOT_KEPT.text}",
         ),
     ],
@@ -86,11 +86,6 @@ def test_one_outcome_for_programs_and_for_people(
     assert outcome.sentence('"é" ' + 90 * "x", kept=False) == (
         f'{sentence}, not kept, session "\\"é\\" {76 * "x"}"'
     )
-
-
-def test_stock_may_reuse_what_the_plugin_does_not_know_of() -> None:
-    assert Outcome.stock(9, "").n_computed == 0
-    assert Outcome(Kind.MISS, 9).n_computed == 9
 
 
 MESSAGES: list[dict[str, Any]] = [

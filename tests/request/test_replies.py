@@ -17,8 +17,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.request.replies import retokenize
-from mlx_lm_kvpersist.request.serving import Serving
-from mlx_lm_kvpersist.request.state import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
@@ -506,8 +505,8 @@ def test_segments_survive_another_spelling(tokenizers: dict[str, Any], store: Bl
     messages = [QUESTION, first.message, NEXT]
     ids = chat.render(messages)
     segments = [ids[:3], ids[3:-2], ids[-2:]]
-    prompt = Prompt(ids, segments, ["system", "user", "assistant"])
-    made = retokenize(prompt, messages, chat.root, store, chat.loaded)
+    prompt = Prompt(ids, segments, ["system", "user", "assistant"], messages)
+    made = retokenize(prompt, chat.root, store, chat.loaded)
     assert made.segment_types == prompt.segment_types
     assert [token for segment in made.segments for token in segment] == [*made.ids] != ids
     assert (made.segments[0], made.segments[-1]) == (prompt.segments[0], prompt.segments[-1])

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
 from mlx_lm_kvpersist.host.scheduling.pace import Pace
-from mlx_lm_kvpersist.request.speed import MIN_RESTORE_BYTES, Rate, Speed
+from mlx_lm_kvpersist.request.model import MIN_RESTORE_BYTES, Speed
 from mlx_lm_kvpersist.store.tier import DISK, RAM
 
 MB = 10**6
@@ -15,38 +15,32 @@ def speed(tokens_per_s: float = 1000.0) -> Speed:
     found = Speed()
     for n_tokens in (256, 512):
         found.pace.learn(0, n_tokens, n_tokens / tokens_per_s)
-    found.restores[DISK].learn(1000 * MB, 1.0)
-    found.restores[RAM].learn(10_000 * MB, 1.0)
+    found.learn(DISK, 1000 * MB, 1.0)
+    found.learn(RAM, 10_000 * MB, 1.0)
     return found
 
 
 def test_a_rate_follows_what_is_measured() -> None:
-    rate = Rate()
-    assert rate.seconds(10 * MB) == 0.0
-    rate.learn(100 * MB, 1.0)
-    assert rate.seconds(50 * MB) == 0.5
-    for _ in range(50):
-        rate.learn(1000 * MB, 1.0)
-    seconds = rate.seconds(1000 * MB)
-    assert seconds == pytest.approx(1.0, abs=0.01)
-    rate.learn(0, 1.0)
-    rate.learn(5 * MB, 0.0)
-    assert rate.seconds(1000 * MB) == seconds
-
-
-def test_one_odd_measurement_moves_a_rate_by_a_fifth_of_the_way() -> None:
-    rate = Rate()
+    """One odd measurement moves it by a fifth of the way."""
+    found = Speed()
     for n_bytes, expected in ((100 * MB, 100), (10 * MB, 82), (582 * MB, 182)):
-        rate.learn(n_bytes, 1.0)
-        assert rate.per_s == pytest.approx(expected * MB)
+        found.learn(DISK, n_bytes, 1.0)
+        assert found.rates[DISK] == pytest.approx(expected * MB)
+    for _ in range(50):
+        found.learn(DISK, 1000 * MB, 1.0)
+    assert found.rates[DISK] == pytest.approx(1000 * MB, rel=0.01)
+    before = dict(found.rates)
+    found.learn(DISK, 0, 1.0)
+    found.learn(DISK, 5 * MB, 0.0)
+    assert found.rates == before
 
 
 def test_a_small_restore_teaches_no_rate() -> None:
-    rate = Rate()
-    rate.learn(MIN_RESTORE_BYTES - 1, 2.0)
-    assert rate.per_s is None
-    rate.learn(MIN_RESTORE_BYTES, 2.0)
-    assert rate.per_s == MIN_RESTORE_BYTES / 2
+    found = Speed()
+    found.learn(DISK, MIN_RESTORE_BYTES - 1, 2.0)
+    assert not found.rates
+    found.learn(DISK, MIN_RESTORE_BYTES, 2.0)
+    assert found.rates == {DISK: MIN_RESTORE_BYTES / 2}
 
 
 def test_what_is_unknown_is_restored() -> None:
@@ -54,7 +48,7 @@ def test_what_is_unknown_is_restored() -> None:
     assert found.is_restored(0, 1, {DISK: 1 << 40})
     found.pace.learn(0, 512, 0.1)
     assert found.is_restored(0, 1, {DISK: 1 << 40})
-    found.restores[DISK].learn(1 << 30, 1.0)
+    found.learn(DISK, 1 << 30, 1.0)
     assert not found.is_restored(0, 1, {DISK: 1 << 40})
 
 

@@ -82,8 +82,8 @@ class Chat:
     ) -> ChatTurn:
         """Send messages and have the model produce the ids `reply`, its end token too."""
         rendered = self.render(messages)
-        prompt = Prompt(rendered, [rendered], ["user"])
-        ids = list(retokenize(prompt, messages, self.root, self._store, self.loaded).ids)
+        prompt = Prompt(rendered, [rendered], ["user"], messages)
+        ids = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
         text = self.tokens.decode(ids)
         match = match_text(self._tree, ROOT, text, self.tokens)
         spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None

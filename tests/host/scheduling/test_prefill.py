@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
-from mlx_lm_kvpersist.request.speed import Speed
+from mlx_lm_kvpersist.request.model import Speed
 from mlx_lm_kvpersist.store.tier import DISK
 from tests.support.host import plugged
 
@@ -523,7 +523,7 @@ def test_replies_beside_a_prompt_do_not_change_the_pace_that_is_learned(
     chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
     assert (max(chunks) == 256) is (n_beside > 0)
     assert speed.pace.seconds(0, 4000) == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
-    speed.restores[DISK].learn(1 << 30, 1.0)
+    speed.learn(DISK, 1 << 30, 1.0)
     for seconds, is_restored in ((3.5, True), (4.7, False)):
         assert speed.is_restored(0, 4000, {DISK: int(seconds * (1 << 30))}) is is_restored
 

@@ -1,0 +1,196 @@
+"""What is computed is saved: cut into blocks, which are handed to the store. And what is restored.
+
+Runs on the generation thread, so it does as little as it can: hash the ids, copy the new tokens' KV
+out of the live cache, evaluate. Files and index are the writer's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from ..block import Block, Record, block_key, pack_ids
+from ..cache.blocks.cut_join import BLOCK_TOKENS, n_cached_tokens, split_blocks
+from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes, token_arrays
+from ..host.prompt import PREFILL, REPLY
+from ..match.text import TokenText
+from ..store.block_store import BlockStore, Commit
+from ..store.files import Arrays
+from ..store.records import Leaf
+from .outcome import Reason
+
+if TYPE_CHECKING:
+    from .model import LoadedModel
+    from .serving import RunningSequence
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Tokens [start, stop) of a block or window, counted from its first; a state has none.
+
+    `forms` are the arrays that it must hold, `window` is that of a window.
+    """
+
+    record: Record
+    start: int
+    stop: int
+    forms: tuple[ArrayForm, ...]
+    window: int | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return forms_bytes(self.forms)
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """A place to go on from, and all that is read for it, in this order."""
+
+    n_tokens: int
+    needed: list[Needed]
+
+
+def insert(
+    sequence: RunningSequence,
+    tokens: Sequence[int],
+    caches: list[Any],
+    cache_type: str,
+    store: BlockStore,
+    model: LoadedModel,
+) -> None:
+    """Store the prefix that `caches` hold: `tokens`, or the first of them if they hold fewer."""
+    n_cached = n_cached_tokens(model.spec, caches)
+    n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
+    if n_tokens == 0:
+        return
+    if not model.spec.any_prefix and n_cached is not None and n_cached != n_tokens:
+        return  # windows and states cannot be cut back to fewer tokens
+    n_prompt, ended = sequence.n_prompt, cache_type == REPLY
+    sequence.is_computed = ended or n_tokens >= n_prompt - 1
+    if ended and n_tokens > n_prompt:
+        sequence.request.produced = tokens[:n_prompt], tokens[n_prompt:n_tokens]
+    model.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Saves blocks, and finds what to restore: for models that can go on from any token.
+
+    All their layers hold every token.
+    """
+
+    spec: ModelCacheSpec
+    text: TokenText | None
+
+    saves_every = BLOCK_TOKENS
+    """Tokens of a prompt after which it is saved while the rest is computed."""
+    missing = Reason.EVICTED
+    """Why fewer tokens are restored than match."""
+
+    def find(
+        self,
+        path: Sequence[Block],
+        n_tokens: int,
+        store: BlockStore,
+        lost: Collection[bytes] = (),
+    ) -> RestorePoint | None:
+        """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
+
+        Whatever has its key in `lost` counts as missing.
+        """
+        needed, end = [], 0
+        for block in path:
+            if block.key in lost or block.start >= n_tokens:
+                break
+            end = min(block.stop, n_tokens)
+            if self.spec.full:
+                forms = tuple(token_arrays(self.spec.full, block.n_tokens))
+                needed.append(Needed(block, 0, end - block.start, forms))
+        return RestorePoint(end, needed) if end else None
+
+    def save(
+        self,
+        sequence: RunningSequence,
+        tokens: Sequence[int],
+        caches: list[Any],
+        cache_type: str,
+        store: BlockStore,
+    ) -> None:
+        """Save the blocks of a sequence, whose caches hold `tokens`.
+
+        At the end of a reply all blocks are written, and the session's leaf moves. Before that full
+        blocks are written and a partial one stays in RAM, except after a chunk of a prompt: nobody
+        else can begin with it.
+        """
+        # Only full blocks stay: a partial one is replaced by a longer block.
+        chain = self._extended(list(takewhile(_is_full, sequence.chain)), tokens, sequence)
+        if cache_type == PREFILL:
+            chain = list(takewhile(_is_full, chain))
+            if not chain or chain[-1].stop <= sequence.n_saved:
+                return
+        sequence.chain = chain
+        blocks = self._cut_new(chain, caches, store)
+        leaf = None
+        if cache_type == REPLY:
+            replaced = _replaced_tails(chain, sequence.n_reused, store)
+            keys = tuple(block.key for block in chain)
+            leaf = Leaf(sequence.request.session, keys[-1], len(tokens), keys, tuple(replaced))
+        elif not _is_full(chain[-1]):
+            *chain, tail = chain
+            store.put(one for one in blocks if one[0] is tail)
+            blocks = [one for one in blocks if one[0] is not tail]
+        if chain:
+            store.commit(Commit(sequence.root, tuple(chain), leaf), blocks)
+
+    def _extended(
+        self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
+    ) -> list[Block]:
+        """Return a chain of a sequence's blocks, followed by blocks of the rest of `ids`."""
+        chain, text = list(chain), self.text
+        parent, pending = chain[-1].key if chain else sequence.root.key, b""
+        if chain and text is not None:
+            # Computed, not read from its row: no check would find damage there.
+            _, pending = text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
+        for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
+            block_ids = ids[start : start + BLOCK_TOKENS]
+            packed = pack_ids(block_ids)
+            its_text, pending = ("", b"") if text is None else text.feed(block_ids, pending)
+            key = block_key(parent, packed)
+            chain.append(Block(key, parent, start, packed, its_text, pending))
+            parent = key
+        return chain
+
+    def _cut_new(
+        self, chain: Sequence[Block], caches: list[Any], store: BlockStore
+    ) -> list[tuple[Block, Arrays]]:
+        """Return those blocks of a chain that are not stored, with their arrays."""
+        new = [block for block in chain if block.key not in store]
+        arrays = split_blocks(self.spec, caches, [(block.start, block.stop) for block in new])
+        return list(zip(new, arrays, strict=True))
+
+
+def _is_full(block: Block) -> bool:
+    return block.n_tokens == BLOCK_TOKENS
+
+
+def _replaced_tails(
+    chain: list[Block], n_reused: int, store: BlockStore
+) -> list[tuple[bytes, bytes]]:
+    """Return the keys of partial blocks that a block of the chain contains, each with that block's.
+
+    They are the ends of this conversation's earlier turns, so they are siblings of blocks after the
+    `n_reused` tokens. A partial block that is in RAM only is dropped.
+    """
+    replaced = []
+    for block in chain:
+        if block.stop <= n_reused:
+            continue
+        for sibling in store.children(block.parent, block.packed_ids):
+            is_beginning = sibling.key != block.key and sibling.is_genuine
+            if is_beginning and block.packed_ids.startswith(sibling.packed_ids):
+                store.pool.drop_unpinned(sibling.key, written=False)
+                replaced.append((sibling.key, block.key))
+    return replaced
