@@ -29,7 +29,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_ids, match_text
+from mlx_lm_kvpersist.match.tree import match_prompt
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
@@ -123,7 +123,7 @@ def measure(
             ("unknown", "~" + text),
         ):
             started = time.perf_counter()
-            match = match_text(index, root.key, prompt, tokens)
+            match = match_prompt(index, root.key, prompt, tokens)
             times[kind].append((time.perf_counter() - started) * 1e3)
             assert (match.n_tokens >= n_tokens - 1) == (kind == "found"), kind
     row = {
@@ -168,8 +168,8 @@ def measure_siblings(out: Path | None, counts: Sequence[int]) -> Result:
             texts, packed = [tokens.decode(ids) for ids in prompts], [*map(pack_ids, prompts)]
             new = [[(block(head), 1)] for _ in range(20)]
             asked: dict[str, list[Callable[[], object]]] = {
-                "by text ms": [partial(match_text, index, root.key, t, tokens) for t in texts],
-                "by ids ms": [partial(match_ids, index, root.key, ids) for ids in packed],
+                "by text ms": [partial(match_prompt, index, root.key, t, tokens) for t in texts],
+                "by ids ms": [partial(match_prompt, index, root.key, ids) for ids in packed],
                 "save ms": [partial(index.commit, Commit(root, ()), b) for b in new],
                 "all bytes ms": [index.totals] * 20,
                 "first to evict ms": [partial(first_to_evict, index)] * 20,

@@ -18,10 +18,7 @@ _UNKNOWN = b"\xff"
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
-    """UTF-8, in parts, with replacement characters."""
-
-    def __init__(self) -> None:
-        super().__init__("replace")
+    """UTF-8, in parts."""
 
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, n_used = codecs.utf_8_decode(data, errors, final)
@@ -99,7 +96,7 @@ class TokenText:
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
-        decoder = _Decoder()
+        decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
         text = decoder.decode(self.to_bytes(ids))
         return text, decoder.getstate()[0]
@@ -111,7 +108,7 @@ class TokenText:
 
         Nothing follows the first token that ends behind `max_chars`.
         """
-        decoder = _Decoder()
+        decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:

@@ -66,84 +66,68 @@ class Match:
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
 
 
-def match_text(
+def match_prompt(
     source: BlockSource,
     root: bytes,
-    text: str,
-    tokens: TokenText,
+    prompt: str | bytes,
+    tokens: TokenText | None = None,
     prefer: Collection[bytes] = (),
     packed_ids: bytes = b"",
 ) -> Match:
-    """Find the longest stored prefix of `text` that ends where a token ends.
+    """Find the longest stored prefix of a prompt that ends where a token ends.
 
-    Of equally long ones, a branch through a block in `prefer` wins. `packed_ids` are the prompt's
-    own ids, if `tokens` covers them all: it then covers every block that has the same ids.
+    The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
+    Of equally long prefixes, a branch through a block in `prefer` wins. `packed_ids` are the own
+    ids of a text, if `tokens` covers them all: it then covers every block that has the same ids.
     """
-    best, best_rank = NO_MATCH, (0, False)
-    steps = _steps(source, root, text, prefer, tokens, packed_ids)
+    best, best_rank, n_used = None, (0, False), 0
+    steps = _steps(source, root, prompt, prefer, tokens, packed_ids)
     for step in steps:
-        node, n_tokens, n_chars = step.node, step.node.n_tokens, step.n_equal
         # A character that is incomplete in the store may count for one more.
-        if (step.position + n_chars + 1, True) < best_rank:
+        if (step.position + step.n_equal + 1, True) < best_rank:
             break
-        if n_chars < len(node.text) or node.pending:
-            pending = step.before.node.pending if step.before else b""
-            ends = tokens.ends(node.ids, pending, n_chars)
-            following = text[step.position : step.position + n_chars + 1]
-            n_tokens, n_chars = _cut(ends, following, n_chars)
+        n_tokens, n_chars = _cut(step, prompt, tokens)
         rank = (step.position + n_chars, step.preferred)
         if n_tokens and rank > best_rank:
-            best, best_rank = step.match(n_tokens, step.position + n_chars, source), rank
-    if not steps:
-        return best
+            best, best_rank, n_used = step, rank, n_tokens
+    match = NO_MATCH
+    if best is not None:
+        path = [node := best.node]
+        at_end = n_used == node.n_tokens and not source.children(node.key, limit=1)
+        while (best := best.before) is not None:
+            path.append(best.node)
+        match = Match(tuple(reversed(path)), node.start + n_used, best_rank[0], at_end)
+    if tokens is None or not steps:
+        return match
     farthest = steps[0]
     stored_next = farthest.node.text[farthest.n_equal :][:SHOWN_CHARS]
     for child in source.children(farthest.node.key, limit=1) if not stored_next else ():
         stored_next = child.text[:SHOWN_CHARS]
-    return replace(best, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
-
-
-def match_ids(
-    source: BlockSource, root: bytes, packed_ids: bytes, prefer: Collection[bytes] = ()
-) -> Match:
-    """Find the longest stored prefix of token ids. `n_chars` of the match is 0."""
-    best, best_rank = NO_MATCH, (0, False)
-    for step in _steps(source, root, packed_ids, prefer):
-        if (step.position + step.n_equal, True) < best_rank:
-            break
-        n_tokens = step.n_equal // 4
-        rank = (step.position + n_tokens * 4, step.preferred)
-        if n_tokens and rank > best_rank:
-            best, best_rank = step.match(n_tokens, 0, source), rank
-    return best
+    return replace(match, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A block whose first `n_equal` characters (or bytes of ids) stand at `position`."""
+    """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
+
+    `pending` are the bytes of an incomplete character that it begins in.
+    """
 
     node: Block
     before: _Step | None
+    pending: bytes
     position: int
     n_equal: int
     preferred: bool
-
-    def match(self, n_tokens: int, n_chars: int, source: BlockSource) -> Match:
-        path, step = [self.node], self.before
-        while step is not None:
-            path.append(step.node)
-            step = step.before
-        used_up = n_tokens == self.node.n_tokens and not source.children(self.node.key, limit=1)
-        return Match(tuple(reversed(path)), self.node.start + n_tokens, n_chars, used_up)
 
 
 def _steps(
     source: BlockSource,
     root: bytes,
-    prompt: Content,
+    prompt: str | bytes,
     prefer: Collection[bytes],
-    tokens: TokenText | None = None,
-    packed_ids: bytes = b"",
+    tokens: TokenText | None,
+    packed_ids: bytes,
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, those farthest in first.
 
@@ -154,24 +138,19 @@ def _steps(
     open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
-        n_tokens = before.node.stop if before else 0
+        n_tokens, pending = (before.node.stop, before.node.pending) if before else (0, b"")
         for node in source.children(parent, prompt[position : position + AHEAD]):
             if node.start != n_tokens or not node.is_genuine:
                 continue
-            content: Any = node.packed_ids
-            is_known = True
-            if tokens is not None:
-                content = node.text
-                is_full_precision = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
-                is_known = is_full_precision or tokens.covers(node.ids)
-                if not is_known:
-                    # The text of an unknown token does not tell its id; what is before it counts.
-                    content = tokens.known_beginning(
-                        node.ids, before.node.pending if before else b""
-                    )
+            content: Any = node.packed_ids if tokens is None else node.text
+            has_same_ids = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
+            is_known = tokens is None or has_same_ids or tokens.covers(node.ids)
+            if tokens is not None and not is_known:
+                # The text of an unknown token does not tell its id; what is before it counts.
+                content = tokens.known_beginning(node.ids, pending)
             whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
-            step = _Step(node, before, position, n_equal, node.key in prefer)
+            step = _Step(node, before, pending, position, n_equal, node.key in prefer)
             steps.append(step)
             if whole:
                 open_ends.append((node.key, position + n_equal, step))
@@ -190,19 +169,25 @@ def common_prefix(content: Content, prompt: Content, position: int) -> int:
     return low
 
 
-def _cut(ends: list[tuple[int, bool]], text: str, n_equal: int) -> tuple[int, int]:
-    """Return tokens and characters up to the last token that ends within `n_equal` characters.
+def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
+    """Return tokens and characters of a block up to its last token that ends in the common part.
 
     A token that ends inside a character counts if the prompt has a replacement character there,
     as a client does that was sent an incomplete one.
     """
+    node, n_equal = step.node, step.n_equal
+    if tokens is None:
+        return n_equal // 4, n_equal // 4 * 4
+    if n_equal == len(node.text) and not node.pending:
+        return node.n_tokens, n_equal
+    ends = tokens.ends(node.ids, step.pending, n_equal)
     for n_tokens in range(len(ends), 0, -1):
         n_chars, incomplete = ends[n_tokens - 1]
         if n_chars > n_equal:
             continue
         if not incomplete:
             return n_tokens, n_chars
-        if text[n_chars : n_chars + 1] == REPLACEMENT:
+        if prompt.startswith(REPLACEMENT, step.position + n_chars):
             return n_tokens, n_chars + 1
     return 0, 0
 
@@ -265,21 +250,28 @@ def splice(
     stored, the prompt's own ids follow if a token begins there; if none does, the rest of the text
     is encoded anew.
     """
-    stored = match.ids
+    stored, ends = match.ids, _ends(prompt, text, tokens)
+    stored_ends = _ends(stored, text, tokens)
     if match.at_end:
-        tail = _own_tail(prompt, stored, text, tokens)
-        if tail is None:
+        tail = list(prompt[bisect_right(ends, ceil(stored_ends[-1])) :])
+        if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars :], tokens, encode)
     else:
         # What follows can change how the last word is cut into tokens. Spelled as in the other
         # prompt, the same text would get another reply than it gets alone.
-        n_stored, tail = _common_boundary(prompt, stored, text, tokens)
-        stored = stored[:n_stored]
-    if tail is None or not stored or tokens.decode(stored + tail) != text:
+        n_stored, n_own = _common_boundary(prompt, ends, stored, stored_ends)
+        stored, tail = stored[:n_stored], list(prompt[n_own:])
+        stored_ends = stored_ends[:n_stored]
+    if not stored or tokens.decode(stored + tail) != text:
         return None
-    return Splice(
-        stored + tail, len(stored), _shared_boundaries(prompt, stored, tail, text, tokens)
-    )
+    # The boundaries of the tail are aligned with those of the prompt, counting from the end. The
+    # stored ids may end within a character.
+    tail_ends = [0, *_ends(tail, text, tokens)]
+    n_before = ceil(ends[-1]) - ceil(tail_ends[-1])
+    first = 0 if float(stored_ends[-1]).is_integer() else 1
+    place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
+    shared = {i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
+    return Splice(stored + tail, len(stored), shared)
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
@@ -293,52 +285,33 @@ def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     return tokens.n_bytes_ends(ids)
 
 
-def _own_tail(
-    prompt: Sequence[int], stored: list[int], text: str, tokens: TokenText
-) -> list[int] | None:
-    """Return the prompt's own ids that follow where `stored` ends, if they decode to the rest."""
-    stop = ceil(_ends(stored, text, tokens)[-1])
-    tail = list(prompt[bisect_right(_ends(prompt, text, tokens), stop) :])
-    return tail if tokens.decode(stored + tail) == text else None
-
-
 def _common_boundary(
-    prompt: Sequence[int], stored: Sequence[int], text: str, tokens: TokenText
-) -> tuple[int, list[int]]:
-    """Return how many stored ids end with a token that the prompt has there, and its ids behind."""
-    place = {end: i for i, end in enumerate(_ends(prompt, text, tokens), start=1)}
-    ends = _ends(stored, text, tokens)
+    prompt: Sequence[int],
+    ends: Sequence[float],
+    stored: Sequence[int],
+    stored_ends: Sequence[float],
+) -> tuple[int, int]:
+    """Return how many stored ids end with a token that the prompt has there, and how many of its.
+
+    ends, stored_ends: where their tokens end.
+    """
+    place = {end: i for i, end in enumerate(ends)}
     for n in range(len(stored), 0, -1):
-        i = place.get(ends[n - 1])
-        if i is not None and prompt[i - 1] == stored[n - 1]:
-            return n, list(prompt[i:])
-    return 0, list(prompt)
+        i = place.get(stored_ends[n - 1])
+        if i is not None and prompt[i] == stored[n - 1]:
+            return n, i + 1
+    return 0, 0
 
 
-def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int] | None:
-    """Encode text from the middle of a prompt, or return None if no way keeps it as it is.
+def _encode_rest(rest: str, tokens: TokenText, encode: Encode) -> list[int]:
+    """Encode text from the middle of a prompt.
 
     SentencePiece-like tokenizers put a space in front of what they encode; behind a line break
     they do not.
     """
     ids = encode(rest)
-    if tokens.decode(ids) == rest:
-        return ids
-    anchor = encode("\n")
-    anchored = encode("\n" + rest)
-    ids = anchored[len(anchor) :]
-    if anchored[: len(anchor)] == anchor and tokens.decode(ids) == rest:
-        return ids
-    return None
-
-
-def _shared_boundaries(
-    prompt: Sequence[int], stored: list[int], tail: list[int], text: str, tokens: TokenText
-) -> dict[int, int]:
-    """Align the boundaries of `tail` with those of `prompt`, counting from the end."""
-    prompt_ends, tail_ends = ([0, *_ends(ids, text, tokens)] for ids in (prompt, tail))
-    n_before = ceil(prompt_ends[-1]) - ceil(tail_ends[-1])
-    # The stored ids may end within a character.
-    first = 0 if float(_ends(stored, text, tokens)[-1]).is_integer() else 1
-    place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
-    return {i: place[n] for i, n in enumerate(prompt_ends) if n in place and n == int(n)}
+    if tokens.decode(ids) != rest:
+        anchor, anchored = encode("\n"), encode("\n" + rest)
+        if anchored[: len(anchor)] == anchor:
+            ids = anchored[len(anchor) :]
+    return ids

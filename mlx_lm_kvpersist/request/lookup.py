@@ -21,7 +21,7 @@ from ..cache.geometry.spec import arrays_fit
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.prompt import Prompt
-from ..match.tree import NO_MATCH, Match, match_ids, match_text, splice
+from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, Prefetch
 from ..store.tier import RAM
 from .model import LoadedModel
@@ -129,7 +129,7 @@ class Lookup:
         match: Match | None = None
         if tokens is not None and self._text is not None:
             source = store.ram_first(self.root.key, self._text)
-            match = match_text(source, self.root.key, self._text, tokens, prefer, packed)
+            match = match_prompt(source, self.root.key, self._text, tokens, prefer, packed)
             self._nearest = match
             if match.n_tokens == 0:
                 return Found(prompt, match)
@@ -140,7 +140,7 @@ class Lookup:
                 match = replace(match, n_tokens=spliced.n_stored) if spliced is not None else None
         if match is None:
             source = store.ram_first(self.root.key, packed)
-            match = match_ids(source, self.root.key, packed, prefer)
+            match = match_prompt(source, self.root.key, packed, None, prefer)
         if match.n_tokens == 0:
             return Found(prompt, self._nearest)
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits

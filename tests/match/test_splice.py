@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_text, splice
+from mlx_lm_kvpersist.match.tree import match_prompt, splice
 
 from .conftest import EXAMPLES
 from .test_tree import sequences, token_text_id
@@ -26,7 +26,7 @@ def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, dat
     asked = history[:cut] + data.draw(st.sampled_from(["", " more", "ü🎉", "\n", "d. E"]))
     prompt = list(tokenizer.encode(asked, add_special_tokens=False))
     text = token_text.decode(prompt)
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
 
     def encode(part: str) -> list[int]:
         return list(tokenizer.encode(part, add_special_tokens=False))
@@ -56,7 +56,7 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
     tree.add(stored)
     prompt = encode(f"Hi{word}{tokenizer.eos_token}next")
     text = token_text.decode(prompt)
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
     result = splice(prompt, text, match, token_text, encode)
     assert result is not None
     assert result.n_stored == len(stored)
@@ -72,7 +72,7 @@ def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenTex
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add(prompt[:7])
     text = token_text.decode(prompt)
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
 
     def never(part: str) -> list[int]:
         raise AssertionError(f"encoded {part!r}")
@@ -100,7 +100,7 @@ def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
     tree.add([*encode(one), tokenizer.eos_token_id])
     prompt = encode(other)
     text = token_text.decode(prompt)
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
     result = splice(prompt, text, match, token_text, encode)
     if result is not None and not match.at_end:
         assert result.ids == prompt
@@ -128,7 +128,7 @@ def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = No
         assert rest is not None and TOKENS.decode(rest) == part
         return rest
 
-    return splice(prompt, text, match_text(tree, ROOT, text, TOKENS), TOKENS, encode)
+    return splice(prompt, text, match_prompt(tree, ROOT, text, TOKENS), TOKENS, encode)
 
 
 def test_a_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
@@ -166,7 +166,7 @@ def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     node = Block(block_key(ROOT, pack_ids(stored)), ROOT, 0, pack_ids(stored), text[:15])
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add_node(node)
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
     assert (match.ids, match.n_chars, match.at_end) == (stored, 15, True)
     assert splice(prompt, text, match, token_text, encode) is None
 
@@ -176,7 +176,7 @@ def test_in_the_middle_the_prompt_keeps_its_spelling() -> None:
     tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"})
     tree = MemoryTree(tokens, block_tokens=4)
     tree.add([5, 1, 2, 4])
-    match = match_text(tree, ROOT, "xaby", tokens)
+    match = match_prompt(tree, ROOT, "xaby", tokens)
     assert (match.ids, match.at_end) == ([5, 1, 2], False)
     result = splice([5, 3, 6], "xaby", match, tokens, lambda part: [])
     assert result is not None and (result.ids, result.n_stored) == ([5, 3, 6], 1)

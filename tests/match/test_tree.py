@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 
 from .conftest import EXAMPLES
 from .tree_in_memory import ROOT, MemoryTree
@@ -50,7 +50,7 @@ def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: A
     base = token_text.decode(data.draw(st.sampled_from(stored)))
     cut = data.draw(st.integers(0, len(base)))
     text = base[:cut] + token_text.decode(data.draw(sequences(tokenizer)))
-    match = match_text(tree, ROOT, text, token_text)
+    match = match_prompt(tree, ROOT, text, token_text)
     assert token_text.decode(match.ids) == text[: match.n_chars]
     assert match.n_chars == longest_by_trying(stored, text, token_text)
 
@@ -64,7 +64,7 @@ def test_finds_the_longest_prefix_of_ids(tokenizer: Any, token_text: TokenText, 
         tree.add(ids)
     base = data.draw(st.sampled_from(stored))
     prompt = base[: data.draw(st.integers(0, len(base)))] + data.draw(sequences(tokenizer))
-    match = match_ids(tree, ROOT, pack_ids(prompt))
+    match = match_prompt(tree, ROOT, pack_ids(prompt))
     expected = max(common_prefix(pack_ids(ids), pack_ids(prompt), 0) // 4 for ids in stored)
     assert match.n_tokens == expected
     assert match.ids == prompt[: match.n_tokens]
@@ -75,10 +75,10 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
     ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
     tree.add(ids)
     text = token_text.decode(ids)
-    assert match_text(tree, ROOT, text + " seven", token_text).at_end
-    assert not match_text(tree, ROOT, text[:-3] + "!", token_text).at_end
+    assert match_prompt(tree, ROOT, text + " seven", token_text).at_end
+    assert not match_prompt(tree, ROOT, text[:-3] + "!", token_text).at_end
     other = tokenizer.encode("nothing alike", add_special_tokens=False)
-    assert match_text(tree, ROOT, token_text.decode(other)[1:], token_text).path == ()
+    assert match_prompt(tree, ROOT, token_text.decode(other)[1:], token_text).path == ()
 
 
 def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
@@ -90,7 +90,7 @@ def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
     tree.add(ids)
     prompt = [*ids, *tokenizer.encode(" seven", add_special_tokens=False)]
     text = token_text.decode(prompt)
-    expected = match_text(tree, ROOT, text, token_text)
+    expected = match_prompt(tree, ROOT, text, token_text)
     asked: list[list[int]] = []
 
     def covers(_: TokenText, ids: list[int]) -> bool:
@@ -99,10 +99,10 @@ def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
 
     monkeypatch.setattr(TokenText, "covers", covers)
     monkeypatch.setattr(TokenText, "ends", covers)
-    assert match_text(tree, ROOT, text, token_text, packed_ids=pack_ids(prompt)) == expected
+    assert match_prompt(tree, ROOT, text, token_text, packed_ids=pack_ids(prompt)) == expected
     assert expected.ids == ids and not asked
     other = pack_ids([ids[0] + 1, *prompt[1:]])
-    assert match_text(tree, ROOT, text, token_text, packed_ids=other) == expected
+    assert match_prompt(tree, ROOT, text, token_text, packed_ids=other) == expected
     assert asked == [ids[:4]]
 
 
@@ -114,7 +114,7 @@ def test_an_own_branch_wins_among_equals(token_text: TokenText) -> None:
     other, own = tree.add([first, pair]), tree.add([first, second])
     text = "a" + token_text.decode([pair])[:1] + "!"
     for prefer, expected in (((), other), ((own,), own), ((other,), other)):
-        match = match_text(tree, ROOT, text, token_text, prefer=prefer)
+        match = match_prompt(tree, ROOT, text, token_text, prefer=prefer)
         assert (match.path[-1].key, match.n_tokens, match.n_chars) == (expected, 1, 1)
         assert (match.n_agreed, match.stored_next) == (2, token_text.decode([pair])[1:])
 
@@ -124,10 +124,10 @@ def test_an_own_branch_wins_among_equals_of_ids(token_text: TokenText) -> None:
     tree = MemoryTree(token_text, block_tokens=2)
     other, own = tree.add([5, 7]), tree.add([5, 9])
     for prefer, expected in (((), other), ((own,), own), ((other,), other)):
-        match = match_ids(tree, ROOT, pack_ids([5, 256 + 7]), prefer=prefer)
-        assert (match.path[-1].key, match.n_tokens, match.n_chars) == (expected, 1, 0)
+        match = match_prompt(tree, ROOT, pack_ids([5, 256 + 7]), prefer=prefer)
+        assert (match.path[-1].key, match.n_tokens) == (expected, 1)
     tree.add([1, 2, 7])
-    match = match_ids(tree, ROOT, pack_ids([1, 2, 256 + 7]))
+    match = match_prompt(tree, ROOT, pack_ids([1, 2, 256 + 7]))
     assert (len(match.path), match.n_tokens) == (1, 2)
 
 
@@ -135,7 +135,7 @@ def test_what_is_stored_where_the_prompt_goes_on_otherwise_is_shown(token_text: 
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add([token_text_id(token_text, letter.encode()) for letter in "abcdef"])
     for n_agreed, stored_next in ((1, "b"), (2, "cd"), (3, "d"), (4, "ef"), (5, "f"), (6, "")):
-        match = match_text(tree, ROOT, "abcdef"[:n_agreed] + "!", token_text)
+        match = match_prompt(tree, ROOT, "abcdef"[:n_agreed] + "!", token_text)
         assert (match.n_agreed, match.stored_next) == (n_agreed, stored_next)
 
 
@@ -160,11 +160,11 @@ def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: A
     stored = [*before, 10**6, *after]
     tree.add(stored)
     for text in (token_text.decode(before + after), token_text.decode(stored)):
-        match = match_text(tree, ROOT, text, token_text)
+        match = match_prompt(tree, ROOT, text, token_text)
         assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
         # What is stored before it does: a question is found again whatever the reply was.
         assert match.n_chars == longest_by_trying([before], text, token_text)
-    assert match_ids(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
+    assert match_prompt(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
 
 
 @pytest.mark.parametrize("lie", ["start", "ids", "ids of its parent"])
@@ -182,8 +182,8 @@ def test_a_block_that_is_not_what_its_key_says_is_not_matched(
     for node in (parent, child):
         tree.add_node(node)
     n_right = 0 if lie == "ids of its parent" else 2
-    assert match_ids(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == n_right
-    assert match_text(tree, ROOT, "abcde", token_text).n_tokens == n_right
+    assert match_prompt(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == n_right
+    assert match_prompt(tree, ROOT, "abcde", token_text).n_tokens == n_right
 
 
 def test_two_right_blocks_are_matched(token_text: TokenText) -> None:
@@ -191,5 +191,5 @@ def test_two_right_blocks_are_matched(token_text: TokenText) -> None:
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add(spelled)
-    assert match_ids(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == 4
-    assert match_text(tree, ROOT, "abcde", token_text).n_tokens == 4
+    assert match_prompt(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == 4
+    assert match_prompt(tree, ROOT, "abcde", token_text).n_tokens == 4

@@ -16,7 +16,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_ids, match_text
+from mlx_lm_kvpersist.match.tree import match_prompt
 from mlx_lm_kvpersist.store import small_state
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import checkpoint_path
@@ -167,7 +167,7 @@ def ask_everything(store: BlockStore) -> None:
         for ahead in (None, "<1><2>", pack_ids([1, 2])):
             store.children(parent, ahead)
             index.children(parent, ahead, 1)
-    match_ids(store, ROOT.key, pack_ids([1, 2, 3, 4, 5]))
+    match_prompt(store, ROOT.key, pack_ids([1, 2, 3, 4, 5]))
     for root, _ in index.roots():
         assert root == ROOT
     store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
@@ -228,9 +228,9 @@ def test_a17_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -
     head, tail = chain([1, 2], [3, 4])
     packed = pack_ids([1, 2, 3, 4])
     change(three.folder, f"UPDATE blocks SET start = 40 WHERE key = x'{tail.key.hex()}'")
-    assert match_ids(three, ROOT.key, packed).path == (head,)
+    assert match_prompt(three, ROOT.key, packed).path == (head,)
     change(three.folder, f"UPDATE blocks SET start = 7 WHERE key = x'{head.key.hex()}'")
-    assert match_ids(three, ROOT.key, packed).n_tokens == 0
+    assert match_prompt(three, ROOT.key, packed).n_tokens == 0
 
 
 def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
@@ -248,8 +248,8 @@ def test_a17_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> 
     lie = pack_ids([3, 9]).hex()
     change(three.folder, f"UPDATE blocks SET ids = x'{lie}' WHERE key = x'{tail.key.hex()}'")
     tokens = TokenText({i: f"<{i}>".encode() for i in range(1, 10)})
-    assert match_ids(three, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
-    assert match_text(three, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
+    assert match_prompt(three, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
+    assert match_prompt(three, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
 
 
 # Times of use.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
@@ -121,18 +121,18 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Many]]:
 
 
 def look_up_by_text(one: Many) -> None:
-    match = match_text(one.index, ROOT.key, TOKENS.decode(one.prompt), TOKENS)
+    match = match_prompt(one.index, ROOT.key, TOKENS.decode(one.prompt), TOKENS)
     assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
 
 
 def look_up_by_ids(one: Many) -> None:
-    match = match_ids(one.index, ROOT.key, pack_ids(one.prompt))
+    match = match_prompt(one.index, ROOT.key, pack_ids(one.prompt))
     assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
 
 
 def look_up_the_end(one: Many) -> None:
     """All of the block is used, and it has children."""
-    assert not match_text(one.index, ROOT.key, one.head.text, TOKENS).at_end
+    assert not match_prompt(one.index, ROOT.key, one.head.text, TOKENS).at_end
 
 
 def ask_whether_a_tail_is_replaced(one: Many) -> None:
@@ -232,6 +232,6 @@ def test_b1_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
     for ahead in (TOKENS.decode(new), pack_ids(new)):
         found = pool.children(head.key, ahead)
         assert nodes[77] in found and len(found) < 100
-    match = match_ids(pool, ROOT.key, pack_ids([*head.ids, *new]))
+    match = match_prompt(pool, ROOT.key, pack_ids([*head.ids, *new]))
     assert match.n_tokens == N_BLOCK_TOKENS + 100
     assert len(pool.children(head.key, limit=2)) == 2

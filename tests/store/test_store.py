@@ -14,7 +14,7 @@ import pytest
 from mlx_lm_kvpersist.block import Block, block_key, pack_ids
 from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import common_prefix, match_ids, match_text
+from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path
@@ -226,10 +226,10 @@ def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -
         text, packed = SPELLINGS.decode(ids), pack_ids(ids)
         by_text, by_ids = (store.ram_first(ROOT.key, prompt) for prompt in (text, packed))
         n_fewer += bool(by_text.complete)
-        found = match_text(by_text, ROOT.key, text, SPELLINGS, prefer)
-        assert found == match_text(store, ROOT.key, text, SPELLINGS, prefer)
-        found = match_ids(by_ids, ROOT.key, packed, prefer)
-        assert found == match_ids(store, ROOT.key, packed, prefer)
+        found = match_prompt(by_text, ROOT.key, text, SPELLINGS, prefer)
+        assert found == match_prompt(store, ROOT.key, text, SPELLINGS, prefer)
+        found = match_prompt(by_ids, ROOT.key, packed, None, prefer)
+        assert found == match_prompt(store, ROOT.key, packed, None, prefer)
         store.pool.clear()
         for node in nodes:
             store.index.forget(node.key)
@@ -246,11 +246,11 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     store.index._db.set_trace_callback(statements.append)
     packed = pack_ids(range(1, 600))
     source = store.ram_first(ROOT.key, packed)
-    assert match_ids(source, ROOT.key, packed).n_tokens == 599
+    assert match_prompt(source, ROOT.key, packed).n_tokens == 599
     # Three for the other children, one for what goes on from the last block.
     assert len(statements) <= 5
     store.pool.drop(nodes[300].key)
-    assert match_ids(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
+    assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
 
 
 def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(

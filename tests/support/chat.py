@@ -12,7 +12,7 @@ from mlx_lm.server import process_message_content
 from mlx_lm_kvpersist.block import Root, pack_ids
 from mlx_lm_kvpersist.host.prompt import Prompt
 from mlx_lm_kvpersist.match.text import TokenText
-from mlx_lm_kvpersist.match.tree import match_ids, match_text, splice
+from mlx_lm_kvpersist.match.tree import match_prompt, splice
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.replies import remember, retokenize
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -85,7 +85,7 @@ class Chat:
         prompt = Prompt(rendered, [rendered], ["user"], messages)
         ids = list(retokenize(prompt, self.root, self._store, self.loaded).ids)
         text = self.tokens.decode(ids)
-        match = match_text(self._tree, ROOT, text, self.tokens)
+        match = match_prompt(self._tree, ROOT, text, self.tokens)
         spliced = splice(ids, text, match, self.tokens, self.encode) if match.n_tokens else None
         if spliced is not None:
             ids = spliced.ids
@@ -98,7 +98,7 @@ class Chat:
             self.template_args.get("tools"),
         )
         remember(messages, ids, reply, message, self.root, self._store, self.loaded)
-        by_ids = match_ids(self._tree, ROOT, pack_ids(ids))
+        by_ids = match_prompt(self._tree, ROOT, pack_ids(ids))
         self._tree.add([*ids, *reply])
         n_reused = spliced.n_stored if spliced is not None else 0
         return ChatTurn(
