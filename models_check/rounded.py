@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.geometry.slots import slots_of
+from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.live.packed import rotate, rotate_back
 
 

@@ -15,8 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint
-from ..cache.blocks.cut_join import copy_state, split_windows
-from ..cache.geometry.slots import cached_positions, slots_of
+from ..cache.blocks.cut_join import copy_state, first_cached, split_windows
 from ..cache.geometry.spec import state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.prompt import PREFILL, REPLY
@@ -128,17 +127,15 @@ class CheckpointSaver(Saver):
         self, chain: Sequence[Block], caches: list[Any], stored: Stored
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the windows and the state at the end of the chain that are not stored yet."""
-        n_tokens, slots = chain[-1].stop, slots_of(caches)
+        n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
-        for window, groups in self.spec.sliding.items():
-            first_cached = max(
-                cached_positions(slots[slot])[0] for group in groups for slot in group.slots
-            )
+        for window in self.spec.sliding:
+            first = first_cached(self.spec, window, caches)
             starts = ((block, max(block.start, n_tokens - window)) for block in chain)
             missing = [
                 (block, start)
                 for block, start in starts
-                if first_cached <= start < block.stop
+                if first <= start < block.stop
                 and _stored_window(stored.get(block.key, ()), window, block.stop - start) is None
             ]
             ranges = [(start, block.stop) for block, start in missing]

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_lm_kvpersist.block import Block
-from mlx_lm_kvpersist.cache.geometry.slots import slots_of
+from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.prompt import Prompt

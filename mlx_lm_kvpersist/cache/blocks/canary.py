@@ -13,19 +13,18 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import ModelNotSupported
-from ..geometry.kinds import Fields, kind_of
+from ..geometry.kinds import KINDS, Fields, slots_of
 from ..geometry.probe import position_limit
-from ..geometry.slots import cached_positions, slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
 from ..live import packed as pk
 from ..live.packed import headroom
 from .cut_join import (
     BLOCK_TOKENS,
+    Joiner,
     Piece,
-    Pieces,
     concatenated,
     copy_state,
-    join,
+    first_cached,
     split_blocks,
     split_windows,
 )
@@ -97,7 +96,7 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
     All slots together: one by one would take a thousand operations.
     """
     caches = [slots[number] for number in group.slots]
-    by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]
+    by_slot = [KINDS[type(cache)].tokens(cache, start, stop) for cache in caches]
     return [
         tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
         for part in zip(*by_slot, strict=True)
@@ -136,19 +135,20 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
     n_tokens = len(_IDS)
     caches = spec.make_cache()
     mx.eval(model(mx.array([_IDS]), cache=caches))
-    blocks, windows, state = [], {}, {}
-    if spec.full:
-        blocks = _pieces(split_blocks(spec, caches, [(0, _CUT), (_CUT, n_tokens)]))
-    slots = slots_of(caches)
-    for window, groups in spec.sliding.items():
-        first = max(cached_positions(slots[slot])[0] for group in groups for slot in group.slots)
-        span = max(first, n_tokens - window), n_tokens
-        windows[window] = _pieces(split_windows(spec, window, caches, [span]))
-    if spec.recurrent:
-        state = copy_state(spec, caches)
-    pieces = Pieces(n_tokens, blocks, windows, state)
-    restored = join(spec, pieces, headroom(1), whole=False)
-    return canary_difference(model, spec, restored, _IDS)
+    starts = {
+        window: max(first_cached(spec, window, caches), n_tokens - window)
+        for window in spec.sliding
+    }
+    n_held = {window: n_tokens - start for window, start in starts.items()}
+    joiner = Joiner(spec, n_tokens, headroom(1), n_held, whole=False)
+    cuts = [(0, _CUT), (_CUT, n_tokens)] if spec.full else []
+    for (start, stop), block in zip(cuts, split_blocks(spec, caches, cuts), strict=True):
+        joiner.add(Piece(block, 0, stop - start))
+    for window, start in starts.items():
+        (arrays,) = split_windows(spec, window, caches, [(start, n_tokens)])
+        joiner.add(Piece(arrays, 0, n_tokens - start), window)
+    joiner.add_state(copy_state(spec, caches))
+    return canary_difference(model, spec, joiner.finish(), _IDS)
 
 
 def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
@@ -168,10 +168,8 @@ def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
         name: mx.zeros(form, dtype) for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
     }
     mx.eval(zeros)
-    pieces = Pieces(n_blocks * BLOCK_TOKENS, [Piece(zeros, 0, BLOCK_TOKENS)] * n_blocks)
-    restored = join(spec, pieces, headroom(1))
-    canary_difference(model, spec, restored, [1] * pieces.n_tokens)
-
-
-def _pieces(cut: list[dict[str, mx.array]]) -> list[Piece]:
-    return [Piece(arrays, 0, next(iter(arrays.values())).shape[2]) for arrays in cut]
+    n_tokens = n_blocks * BLOCK_TOKENS
+    joiner = Joiner(spec, n_tokens, headroom(1), {}, whole=True)
+    for _ in range(n_blocks):
+        joiner.add(Piece(zeros, 0, BLOCK_TOKENS))
+    canary_difference(model, spec, joiner.finish(), [1] * n_tokens)

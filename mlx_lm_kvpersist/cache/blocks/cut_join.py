@@ -21,8 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..geometry.kinds import kind_of
-from ..geometry.slots import cached_positions, slots_of, states_of
+from ..geometry.kinds import KINDS, slots_of
 from ..geometry.spec import (
     ArrayForm,
     LayerGroup,
@@ -63,10 +62,18 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
         if number not in used and not slot.empty():
             raise ValueError(f"cache {number}, which the model did not use, holds something")
     groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
-    counts = {cached_positions(slots[number])[1] for group in groups for number in group.slots}
+    used_slots = [slots[number] for group in groups for number in group.slots]
+    counts = {KINDS[type(slot)].positions(slot)[1] for slot in used_slots}
     if len(counts) > 1 and not spec.any_prefix:
         raise ValueError(f"caches of one sequence have seen {sorted(counts)} tokens")
     return min(counts, default=None)
+
+
+def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> int:
+    """Return the first position that all caches with this window hold."""
+    slots = slots_of(caches)
+    its_slots = [slots[number] for group in spec.sliding[window] for number in group.slots]
+    return max(KINDS[type(slot)].positions(slot)[0] for slot in its_slots)
 
 
 def split_blocks(
@@ -97,8 +104,9 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     slots = slots_of(caches)
     state: dict[str, mx.array] = {}
     for group in spec.recurrent:
+        lists = [KINDS[type(slots[slot])].states(slots[slot]) for slot in group.slots]
         for number, form in enumerate(group.states):
-            arrays = [states_of(slots[slot])[number] for slot in group.slots]
+            arrays = [states[number] for states in lists]
             if any((array is None) != (form is None) for array in arrays):
                 raise ValueError(f"group {group.name} has array {number} in some layers only")
             if form is not None:
@@ -143,7 +151,7 @@ def _split(
     whole: dict[str, list[mx.array]] = {}
     for group in groups:
         for slot in group.slots:
-            both = kind_of(slots[slot]).tokens(slots[slot], first, cuts[-1])
+            both = KINDS[type(slots[slot])].tokens(slots[slot], first, cuts[-1])
             for part, fields in zip(("k", "v"), both, strict=True):
                 for name, array in zip(group.array_names[part], fields, strict=True):
                     whole.setdefault(name, []).append(array)
@@ -196,20 +204,6 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The parts of a prompt cache of `n_tokens`.
-
-    `blocks` hold its tokens from the first on, `windows` its last tokens by window, and `state` the
-    states of the recurrent groups after the last token. Kinds without groups are empty.
-    """
-
-    n_tokens: int
-    blocks: Sequence[Piece] = ()
-    windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
-    state: Arrays = field(default_factory=dict)
-
-
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
@@ -256,20 +250,9 @@ class Joiner:
                     yield
 
     def add(self, piece: Piece, window: int | None = None) -> None:
-        """Add the next tokens of the full groups, or of those with a window.
-
-        Raises:
-            ValueError: the piece's range is empty or goes beyond its arrays, or there is no room
-                for its tokens.
-        """
+        """Add the next tokens of the full groups, or of those with a window."""
         buffers = self._buffers[window]
-        for name in buffers.arrays:
-            n_there = piece.arrays[name].shape[2]
-            if not 0 <= piece.start < piece.stop <= n_there:
-                raise ValueError(f"tokens {piece.start} to {piece.stop} of a block of {n_there}")
         buffers.n_added += piece.stop - piece.start
-        if buffers.n_added > buffers.n_tokens:
-            raise ValueError(f"{buffers.n_added} tokens where there should be {buffers.n_tokens}")
         buffers.waiting.append(piece)
         if not self._whole and len(buffers.waiting) >= self._n_at_once:
             buffers.place()
@@ -282,7 +265,7 @@ class Joiner:
         """Return the prompt cache, evaluated.
 
         Raises:
-            ValueError: tokens are missing.
+            ValueError: tokens are missing, or there are too many.
         """
         caches = self._spec.make_cache()
         slots = slots_of(caches)
@@ -301,31 +284,15 @@ class Joiner:
                         for names in group.array_names.values()
                     )
                     cache = slots[slot]
-                    kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
+                    KINDS[type(cache)].refill(cache, keys, values, start, self._n_tokens)
         for group in self._spec.recurrent if self._state else ():
             for number, form in enumerate(group.states):
                 if form is not None:
                     rows = mx.split(self._state[f"{group.name}.{number}"], len(group.slots))
                     for slot, row in zip(group.slots, rows, strict=True):
-                        states_of(slots[slot])[number] = row
+                        KINDS[type(slots[slot])].states(slots[slot])[number] = row
                     mx.eval(rows)
         return caches
-
-
-def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
-    """Return a prompt cache that holds what the pieces do (see `Joiner`)."""
-    windows = {
-        window: sum(piece.stop - piece.start for piece in parts)
-        for window, parts in pieces.windows.items()
-    }
-    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=whole)
-    for piece in pieces.blocks:
-        joiner.add(piece)
-    for window, parts in pieces.windows.items():
-        for piece in parts:
-            joiner.add(piece, window)
-    joiner.add_state(pieces.state)
-    return joiner.finish()
 
 
 @dataclass

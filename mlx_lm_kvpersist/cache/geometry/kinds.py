@@ -1,12 +1,13 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
 To support another class, add it to `KINDS`. This module alone knows the internals of mlx-lm's
-caches. A CacheList is taken apart, so only its leaves have a kind. Generation thread.
+caches. A CacheList is taken apart: its leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,11 +37,11 @@ class GroupKind(Enum):
 class CacheKind:
     """What the plugin knows of a cache class; the defaults are those of KVCache.
 
-    Without `states` a cache holds keys and values [1, H, S, ...], also quantized, of the positions
-    from `first` on; `in_order` puts an array of them in the order of positions. `window` is how
-    many of its last tokens a sliding cache needs to continue. `filled` sets the counters of a
-    cache that got positions [start, stop) and no others. With `states` the cache holds a list of
-    arrays, each with one row. `refusal` says why a cache is not supported.
+    A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other holds
+    keys and values [1, H, S, ...], also quantized, of the positions from `first` on; `in_order`
+    puts an array of them in the order of positions. `window` is how many of its last tokens a
+    sliding cache needs to continue. `filled` sets the counters of a cache that got positions
+    [start, stop) and no others. `refusal` says why a cache is not supported.
     """
 
     group: GroupKind
@@ -49,7 +50,7 @@ class CacheKind:
     in_order: Callable[[Any, mx.array], mx.array] = lambda cache, x: x
     window: Callable[[Any], int] | None = None
     filled: Callable[[Any, int, int], None] = lambda cache, start, stop: None
-    states: Callable[[Any], list[mx.array | None]] | None = None
+    states: Callable[[Any], list[Any]] = lambda cache: []
     refusal: Callable[[Any], str] = lambda cache: ""
 
     def positions(self, cache: Any) -> tuple[int, int]:
@@ -140,7 +141,24 @@ REFUSED = {
 """Classes that no known model makes, and why they are not supported."""
 
 
-def kind_of(cache: Any) -> CacheKind:
-    """Return the kind of a cache, which may be of a subclass."""
-    kind = KINDS.get(type(cache))
-    return kind or next(KINDS[cls] for cls in type(cache).__mro__ if cls in KINDS)
+def slots_of(caches: Sequence[Any]) -> list[Any]:
+    """Return the slots of a prompt cache."""
+    slots: list[Any] = []
+    for cache in caches:
+        slots += slots_of(cache.caches) if isinstance(cache, COMPOSITE) else [cache]
+    return slots
+
+
+def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
+    """Return a prompt cache of the same structure as `caches` with these slots."""
+    rest = iter(slots)
+    return [_replaced(cache, rest) for cache in caches]
+
+
+def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
+    # A closure that calls itself is a reference cycle: it would keep the caches alive.
+    if not isinstance(cache, COMPOSITE):
+        return next(rest)
+    again = copy.copy(cache)
+    again.caches = tuple(_replaced(part, rest) for part in cache.caches)
+    return again

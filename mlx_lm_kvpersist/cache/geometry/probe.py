@@ -16,9 +16,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
-from .kinds import COMPOSITE, KINDS, REFUSED, GroupKind
+from .kinds import COMPOSITE, KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
-from .slots import replaced, slots_of
 from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
     """Return a filled slot's shapes, dtypes and window; None for one that the model left empty."""
     kind = KINDS[type(slot)]
-    if kind.states is not None:
+    if kind.group is GroupKind.RECURRENT:
         states = []
         for x in kind.states(slot):
             if x is not None and (not isinstance(x, mx.array) or x.shape[0] != 1):

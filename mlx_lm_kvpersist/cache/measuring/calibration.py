@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from ..geometry.kinds import replaced, slots_of
 from ..geometry.precision import KVPrecision, Quantization
-from ..geometry.slots import replaced, slots_of
 from ..geometry.spec import ModelCacheSpec
 from ..live import packed as pk
 from ..live.attention import (

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from ..geometry.kinds import slots_of
 from ..geometry.probe import logits_difference
-from ..geometry.slots import slots_of
 from ..live.attention import PackedKV
 from ..live.quantized import SequenceQuantizedKVCache, forced_plan
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..geometry.kinds import slots_of
 from ..geometry.probe import position_limit
-from ..geometry.slots import slots_of
 from ..geometry.spec import LayerGroup, ModelCacheSpec
 
 MIN_CHUNK = 32

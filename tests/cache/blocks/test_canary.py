@@ -8,11 +8,12 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, Pieces, join, split_blocks
+from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split_blocks
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import arrays_of
 from mlx_lm_kvpersist.round_trip import tiny_model
+from tests.support.joined import Pieces, join
 
 IDS = [(i * 37 + i // 5) % 60 + 2 for i in range(300)]
 

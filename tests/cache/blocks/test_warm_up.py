@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.blocks.canary import CANARY_TOKENS, warm_up
-from mlx_lm_kvpersist.cache.geometry.slots import slots_of
+from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
 from models_check.build import build

@@ -10,12 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
     ChunkedKVCache,
     KVCache,
     RotatingKVCache,
 )
 
-from mlx_lm_kvpersist.cache.geometry.kinds import BATCHES, COMPOSITE, KINDS, REFUSED, kind_of
+from mlx_lm_kvpersist.cache.geometry.kinds import (
+    BATCHES,
+    COMPOSITE,
+    KINDS,
+    REFUSED,
+    GroupKind,
+    replaced,
+    slots_of,
+)
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from tests.support import keeps_short_chunks
 
@@ -70,7 +80,7 @@ TESTED = [cls for cls in MAKERS if cls is not ChunkedKVCache or keeps_short_chun
 
 
 def test_every_class_that_holds_tokens_is_tested_here() -> None:
-    with_tokens = {cls for cls, kind in KINDS.items() if kind.states is None}
+    with_tokens = {cls for cls, kind in KINDS.items() if kind.group is not GroupKind.RECURRENT}
     assert with_tokens - {SequenceQuantizedKVCache} == MAKERS.keys()
 
 
@@ -124,11 +134,26 @@ def test_a_refilled_window_goes_on_as_the_one_it_was_taken_from(
 def test_what_a_window_has_dropped_is_not_given() -> None:
     cache = RotatingKVCache(16)
     feed(cache, [20, *[1] * 10])
-    kind = kind_of(cache)
+    kind = KINDS[type(cache)]
     with pytest.raises(ValueError, match="positions 3 to 30 of a cache that holds 14 to 30"):
         kind.tokens(cache, 3, 30)
-    for start, stop in ((14, 31), (20, 19)):
+    for start, stop in ((13, 30), (14, 31), (20, 19)):
         with pytest.raises(ValueError, match=f"positions {start} to {stop} of a cache"):
             kind.tokens(cache, start, stop)
     (keys,), (values,) = kind.tokens(cache, 20, 20)
     assert keys.shape[2] == values.shape[2] == 0
+
+
+def test_composites_are_taken_apart_and_put_together() -> None:
+    caches = [KVCache(), CacheList(ArraysCache(2), CacheList(KVCache())), RotatingKVCache(8)]
+    slots = slots_of(caches)
+    assert [type(slot).__name__ for slot in slots] == [
+        "KVCache",
+        "ArraysCache",
+        "KVCache",
+        "RotatingKVCache",
+    ]
+    fresh = [KVCache(), ArraysCache(2), KVCache(), RotatingKVCache(8)]
+    again = replaced(caches, fresh)
+    assert slots_of(again) == fresh and slots_of(caches) == slots
+    assert [type(cache) for cache in again] == [type(cache) for cache in caches]

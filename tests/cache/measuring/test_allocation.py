@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, Pieces, join, split_blocks
+from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split_blocks
 from mlx_lm_kvpersist.cache.geometry.precision import (
     Allocation,
     Estimate,
@@ -29,6 +29,7 @@ from mlx_lm_kvpersist.cache.measuring import allocation
 from mlx_lm_kvpersist.cache.measuring import divergence as divergence_of
 from mlx_lm_kvpersist.cache.measuring.allocation import allocate, allocated, measure
 from mlx_lm_kvpersist.cache.measuring.divergence import Reference
+from tests.support.joined import Pieces, join
 
 from ..conftest import VOCAB, tiny_gemma3, tiny_llama
 

@@ -1,0 +1,40 @@
+"""Caches joined of pieces that are all there, as the server joins what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import Arrays, Joiner, Piece
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts of a prompt cache of `n_tokens`.
+
+    `blocks` hold its tokens from the first on, `windows` its last tokens by window, and `state` the
+    states of the recurrent groups after the last token. Kinds without groups are empty.
+    """
+
+    n_tokens: int
+    blocks: Sequence[Piece] = ()
+    windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
+    state: Arrays = field(default_factory=dict)
+
+
+def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
+    """Return a prompt cache that holds what the pieces do (see `Joiner`)."""
+    windows = {
+        window: sum(piece.stop - piece.start for piece in parts)
+        for window, parts in pieces.windows.items()
+    }
+    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=whole)
+    for piece in pieces.blocks:
+        joiner.add(piece)
+    for window, parts in pieces.windows.items():
+        for piece in parts:
+            joiner.add(piece, window)
+    joiner.add_state(pieces.state)
+    return joiner.finish()
