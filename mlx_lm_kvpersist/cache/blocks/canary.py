@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import ModelNotSupported
-from ..geometry.kinds import KINDS, Fields, slots_of
+from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.probe import position_limit
 from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
 from ..live import packed as pk
@@ -96,7 +96,7 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
     All slots together: one by one would take a thousand operations.
     """
     caches = [slots[number] for number in group.slots]
-    by_slot = [KINDS[type(cache)].tokens(cache, start, stop) for cache in caches]
+    by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]
     return [
         tuple(concatenated(arrays, axis=0) for arrays in zip(*part, strict=True))
         for part in zip(*by_slot, strict=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..geometry.kinds import KINDS, slots_of
+from ..geometry.kinds import kind_of, slots_of
 from ..geometry.spec import (
     ArrayForm,
     LayerGroup,
@@ -63,7 +63,7 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
             raise ValueError(f"cache {number}, which the model did not use, holds something")
     groups = [*spec.full, *(group for groups in spec.sliding.values() for group in groups)]
     used_slots = [slots[number] for group in groups for number in group.slots]
-    counts = {KINDS[type(slot)].positions(slot)[1] for slot in used_slots}
+    counts = {kind_of(slot).positions(slot)[1] for slot in used_slots}
     if len(counts) > 1 and not spec.any_prefix:
         raise ValueError(f"caches of one sequence have seen {sorted(counts)} tokens")
     return min(counts, default=None)
@@ -73,7 +73,7 @@ def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> in
     """Return the first position that all caches with this window hold."""
     slots = slots_of(caches)
     its_slots = [slots[number] for group in spec.sliding[window] for number in group.slots]
-    return max(KINDS[type(slot)].positions(slot)[0] for slot in its_slots)
+    return max(kind_of(slot).positions(slot)[0] for slot in its_slots)
 
 
 def split_blocks(
@@ -104,7 +104,7 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     slots = slots_of(caches)
     state: dict[str, mx.array] = {}
     for group in spec.recurrent:
-        lists = [KINDS[type(slots[slot])].states(slots[slot]) for slot in group.slots]
+        lists = [kind_of(slots[slot]).states(slots[slot]) for slot in group.slots]
         for number, form in enumerate(group.states):
             arrays = [states[number] for states in lists]
             if any((array is None) != (form is None) for array in arrays):
@@ -151,7 +151,7 @@ def _split(
     whole: dict[str, list[mx.array]] = {}
     for group in groups:
         for slot in group.slots:
-            both = KINDS[type(slots[slot])].tokens(slots[slot], first, cuts[-1])
+            both = kind_of(slots[slot]).tokens(slots[slot], first, cuts[-1])
             for part, fields in zip(("k", "v"), both, strict=True):
                 for name, array in zip(group.array_names[part], fields, strict=True):
                     whole.setdefault(name, []).append(array)
@@ -284,13 +284,13 @@ class Joiner:
                         for names in group.array_names.values()
                     )
                     cache = slots[slot]
-                    KINDS[type(cache)].refill(cache, keys, values, start, self._n_tokens)
+                    kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
         for group in self._spec.recurrent if self._state else ():
             for number, form in enumerate(group.states):
                 if form is not None:
                     rows = mx.split(self._state[f"{group.name}.{number}"], len(group.slots))
                     for slot, row in zip(group.slots, rows, strict=True):
-                        KINDS[type(slots[slot])].states(slots[slot])[number] = row
+                        kind_of(slots[slot]).states(slots[slot])[number] = row
                     mx.eval(rows)
         return caches
 

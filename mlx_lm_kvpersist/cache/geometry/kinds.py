@@ -141,6 +141,11 @@ REFUSED = {
 """Classes that no known model makes, and why they are not supported."""
 
 
+def kind_of(cache: Any) -> CacheKind:
+    """Return the kind of a cache, which may be of a subclass: the self-test has one."""
+    return next(KINDS[cls] for cls in type(cache).__mro__ if cls in KINDS)
+
+
 def slots_of(caches: Sequence[Any]) -> list[Any]:
     """Return the slots of a prompt cache."""
     slots: list[Any] = []
