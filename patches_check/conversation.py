@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_lm_kvpersist.cli.demo_model import make_model
-from mlx_lm_kvpersist.cli.started_server import Message, StartedServer, wait_until_written
+from mlx_lm_kvpersist.cli.started_server import Message, StartedServer
 from mlx_lm_kvpersist.cli.story import document
 from mlx_lm_kvpersist.errors import SelfTestFailed
 
@@ -57,7 +57,7 @@ def play(folder: Path) -> Conversation:
         messages.append({"role": "assistant", "content": first.text})
         messages.append({"role": "user", "content": "Who was the keeper of the lock?"})
         before = server.chat(messages, "check", MAX_TOKENS)
-        wait_until_written(store)
+        server.wait_until_written()
         server.kill9()
         server.start()
         after = server.chat(messages, "check", MAX_TOKENS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from http.client import HTTPException
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -15,14 +16,15 @@ from ..error_forms import message_of
 from ..errors import KVPersistError
 
 
-def ask(
+@contextmanager
+def answer(
     url: str,
     path: str,
     body: Any = None,
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 10.0,
-) -> Any:
-    """Return a server's JSON; with a body it is posted. Raises KVPersistError without an answer."""
+) -> Iterator[HTTPResponse]:
+    """Open a server's answer; with a body it is posted. Raises KVPersistError without an answer."""
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
     key = os.environ.get(KEY_VARIABLE)
     sent = {"Authorization": f"Bearer {key}"} if key else {}
@@ -31,7 +33,7 @@ def ask(
     opener = build_opener(ProxyHandler({}))  # a server on this machine is not behind a proxy
     try:
         with opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s) as reply:
-            return json.load(reply)
+            yield reply
     except HTTPError as error:
         with error:
             if why := message_of(error.read()):
@@ -45,3 +47,9 @@ def ask(
             f"no answer from {url} ({error}); name a running server with --url, "
             "or its store with --kvpersist-dir"
         ) from error
+
+
+def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
+    """Return a server's JSON; else as `answer`."""
+    with answer(url, path, body, timeout_s=timeout_s) as reply:
+        return json.load(reply)

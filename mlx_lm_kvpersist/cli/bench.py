@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,7 +29,7 @@ from .asking import ask
 from .bench_report import as_markdown, row
 from .machine import cpu_gflops, device, openblas_advice, versions
 from .output import ongoing
-from .started_server import Message, Reply, StartedServer, wait_until_written
+from .started_server import Message, Reply, StartedServer
 from .story import document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -55,10 +55,11 @@ _MEASURE_SHARE = 5
 
 @dataclass
 class Side:
-    """One server's results: seconds of each start to the first token, replies by state."""
+    """One server's results: seconds of its last start to the first token, replies by state."""
 
+    name: str
     options: tuple[str, ...]
-    starts_s: list[float] = field(default_factory=list)
+    start_s: float = 0.0
     replies: dict[str, list[Reply]] = field(default_factory=dict)
     messages: list[list[Message]] = field(default_factory=list)
 
@@ -83,9 +84,7 @@ class Bench:
         store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
         plugin = ("--plugin", "kvpersist", *store)
         ours = (*plugin, "--kvpersist-kv-measure-s", str(int(self.measure_s)))
-        self.stock, self.ours = Side(()), Side(ours)
-        self.n_tokens = self._probe_chars = 0
-        self._starts_s = self._chars_per_token = 0.0
+        self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
         self.spec: dict[str, Any] = {}
 
     @property
@@ -94,41 +93,39 @@ class Bench:
 
     def run(self) -> None:
         """Measure all. Raises KVPersistError where a server fails, or the time is too short."""
-        with ExitStack() as stack:
-            stock = stack.enter_context(self._server("stock", self.stock))
+        with self._started(self.stock) as stock:
             speed = self._speed(stock)
-            self._serve_stock(stock, self._plan(speed))
+            n_tokens, n_conversations = self.plan(speed)
+            text = document(int((n_tokens - 32) * speed.chars_per_token))
+            openings = [
+                f"Conversation {n} of {n_tokens}.\n\n{text}\n\n{_QUESTIONS[COLD]}"
+                for n in range(n_conversations)
+            ]
+            self._converse(stock, self.stock, openings)
             stock.kill9()
-            ours = stack.enter_context(self._server("kvpersist", self.ours))
-            self.spec = ask(ours.url, SPEC_PATH)
-            with ongoing("kvpersist: warm up"):
-                ours.chat([_user(f"Warm up.\n\n{document(self._probe_chars)}")], None, 1)
-            for n, messages in enumerate(self.stock.messages, 1):
-                of = f"kvpersist, {n} of {len(self.stock.messages)}"
-                self._converse(ours, self.ours, messages[0]["content"], of)
-            wait_until_written(self._folder / "store")
-            ours.kill9()
-            for server, side, name in (
-                (stock, self.stock, "stock"),
-                (ours, self.ours, "kvpersist"),
-            ):
-                with ongoing(f"{name}: started again after kill -9"):
-                    started_s = time.monotonic()
-                    server.start()
-                    side.starts_s.append(time.monotonic() - started_s)
-                for n, messages in enumerate(side.messages, 1):
-                    with ongoing(f"{name}: {RESTARTED}, {n} of {len(side.messages)}"):
+            with self._started(self.ours) as ours:
+                self.spec = ask(ours.url, SPEC_PATH)
+                with ongoing("kvpersist: warm up"):
+                    ours.chat([_user(f"Warm up.\n\n{text[:1000]}")], None, 1)
+                self._converse(ours, self.ours, openings)
+                ours.wait_until_written()
+                ours.kill9()
+                for server, side in ((stock, self.stock), (ours, self.ours)):
+                    with ongoing(f"{side.name}: started again after kill -9"):
+                        started_s = time.monotonic()
+                        server.start()
+                        side.start_s = time.monotonic() - started_s
+                    for messages in side.messages:
                         self._turn(server, side, messages, RESTARTED)
-                server.kill9()
+                    server.kill9()
 
-    def _server(self, name: str, side: Side) -> StartedServer:
-        what = f"{name}: start" if side is self.stock else f"{name}: start, precision measured once"
+    def _started(self, side: Side) -> StartedServer:
+        what = f"{side.name}: start{', precision measured once' if side.options else ''}"
         with ongoing(what):
             started_s = time.monotonic()
-            server = StartedServer(
-                self._model, *side.options, log_path=self._folder / f"{name}.log"
-            )
-            side.starts_s.append(time.monotonic() - started_s)
+            log_path = self._folder / f"{side.name}.log"
+            server = StartedServer(self._model, *side.options, log_path=log_path)
+            side.start_s = time.monotonic() - started_s
         return server
 
     def _speed(self, server: StartedServer) -> StockSpeed:
@@ -140,17 +137,16 @@ class Bench:
                 reply = server.chat([_user(prompt)], None, 24)
                 if reply.ttft_s > _LONG_PROBE_S:
                     break
-        self._probe_chars = n_chars
         n_computed = reply.prompt_tokens - reply.cached_tokens
         return StockSpeed(
-            load_s=self.stock.starts_s[0],
+            load_s=self.stock.start_s,
             prompt_tokens_per_s=n_computed / reply.ttft_s,
             reply_tokens_per_s=reply.tokens_per_s or 10.0,
             chars_per_token=n_chars / reply.prompt_tokens,
         )
 
-    def _plan(self, speed: StockSpeed) -> int:
-        """Choose the length of the prompts; return how many conversations there are to be."""
+    def plan(self, speed: StockSpeed) -> tuple[int, int]:
+        """Return how many tokens the prompts are to have, and how many conversations to hold."""
         room = max_context(self._model, None) or LENGTHS[-1]
         lengths = [n for n in reversed(LENGTHS) if n + 512 <= room]
         reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
@@ -172,45 +168,31 @@ class Bench:
                 f"second and loads the model in {speed.load_s:.0f} s; "
                 f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
             )
-        is_repeated = bool(repeated) and repeated[0] >= min(_WORTH_REPEATING, single[0])
-        self._starts_s, self._chars_per_token = starts_s, speed.chars_per_token
-        self.n_tokens = repeated[0] if is_repeated else single[0]
-        return _CONVERSATIONS if is_repeated else 1
+        if repeated and repeated[0] >= min(_WORTH_REPEATING, single[0]):
+            return repeated[0], _CONVERSATIONS
+        return single[0], 1
 
-    def _serve_stock(self, server: StartedServer, n_conversations: int) -> None:
-        """Hold conversations, fewer or shorter ones if the first takes longer than was thought."""
-        while len(self.stock.messages) < n_conversations:
-            began_s = self.seconds
-            n = len(self.stock.messages) + 1
-            text = document(int((self.n_tokens - 32) * self._chars_per_token))
-            opening = f"Conversation {n} of {self.n_tokens}.\n\n{text}\n\n{_QUESTIONS[COLD]}"
-            self._converse(server, self.stock, opening, f"stock, {n} of {n_conversations}")
-            took_s = self.seconds - began_s
-            # Ours and the restarts take at most as long.
-            left_s = self._limit_s - self.seconds - self._starts_s
-            shorter = [m for m in LENGTHS if m / self.n_tokens * 3 * took_s <= left_s]
-            if n == 1 and left_s < 2 * took_s and self.n_tokens > LENGTHS[0]:
-                self.n_tokens = max(m for m in (*shorter, LENGTHS[0]) if m < self.n_tokens)
-                self.stock.messages.clear()
-                self.stock.replies.clear()
-                n_conversations = 1
-            elif left_s < (2 * n + 3) * took_s:
-                break
-
-    def _converse(self, server: StartedServer, side: Side, opening: str, progress: str) -> None:
-        messages = [_user(opening)]
-        for state in (COLD, HOT):
-            with ongoing(f"{progress}: {state}, about {self.n_tokens:,} tokens"):
+    def _converse(self, server: StartedServer, side: Side, openings: Sequence[str]) -> None:
+        for opening in openings:
+            messages = [_user(opening)]
+            for state in (COLD, HOT):
                 self._turn(server, side, messages, state)
-        side.messages.append(messages)
+            side.messages.append(messages)
 
-    def _turn(self, server: StartedServer, side: Side, messages: list[Message], state: str) -> None:
+    def _turn(
+        self,
+        server: StartedServer,
+        side: Side,
+        messages: list[Message],
+        state: str,
+        asked: str = "",
+    ) -> None:
         """Ask the state's question; the reply becomes part of the conversation."""
-        if state != COLD:
-            messages.append(_user(_QUESTIONS[state]))
-        reply = server.chat(messages, None, _REPLY_TOKENS[state])
-        side.replies.setdefault(state, []).append(reply)
-        messages.append({"role": "assistant", "content": reply.text})
+        messages.append(_user(asked or _QUESTIONS[state]))
+        replies = side.replies.setdefault(state, [])
+        with ongoing(f"{side.name}: {state}, {len(replies) + 1}"):
+            replies.append(server.chat(messages, None, _REPLY_TOKENS[state]))
+        messages.append({"role": "assistant", "content": replies[-1].text})
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table's rows; "times" above 1 is in our favour."""
@@ -227,7 +209,7 @@ class Bench:
         ]
         if all(rates):
             found.append(row("reply", "tokens/s", *rates, more_is_better=True))
-        found.append(row("start after kill -9", "s", *(side.starts_s[-1:] for side in sides)))
+        found.append(row("start after kill -9", "s", *([side.start_s] for side in sides)))
         return found
 
 

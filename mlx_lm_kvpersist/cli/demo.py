@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..host.scheduling.model_provider import check_model_name
-from .output import console, ongoing, print_table, shown
-from .started_server import Message, Reply, StartedServer, wait_until_written
+from .output import console, ongoing, records, shown
+from .started_server import Message, Reply, StartedServer
 from .story import document
 
 SESSION = "demo"
@@ -50,8 +48,19 @@ def run(args: argparse.Namespace) -> int:
                 from .demo_model import make_model
 
                 model = str(make_model(folder / "model"))
-        steps = run_steps(model, args.model is None, folder, args.chars, out.print)
-    _print(steps)
+        steps = run_steps(model, args.model is None, folder, args.chars)
+    rows = [
+        {
+            "server": step.server,
+            "request": step.what,
+            "first token": f"{step.reply.ttft_s:.2f} s",
+            "prompt": step.reply.prompt_tokens,
+            "reused": step.reply.cached_tokens,
+            "outcome": f"{step.reply.said('outcome')} {step.reply.said('tier')}",
+        }
+        for step in steps
+    ]
+    out.print(records(rows, *rows[0]))
     *_, warm, stock = (step.reply for step in steps)
     n_restored = int(warm.said("restored") or 0)
     if n_restored:
@@ -65,13 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if n_restored else 1
 
 
-def run_steps(
-    model: str,
-    is_random: bool,
-    folder: Path,
-    n_chars: int,
-    progress: Callable[[str], None],
-) -> list[Step]:
+def run_steps(model: str, is_random: bool, folder: Path, n_chars: int) -> list[Step]:
     """Play the conversation and return one Step per request; the servers log into `folder`.
 
     The first request sends a text of `n_chars` characters; every request asks a question about it.
@@ -80,6 +83,7 @@ def run_steps(
     """
     messages: list[Message] = []
     steps: list[Step] = []
+    say = console().print
 
     def ask(server: StartedServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
         if is_new_turn:
@@ -91,10 +95,10 @@ def run_steps(
             reply = server.chat(messages, SESSION, _MAX_TOKENS)
         steps.append(Step(name, what, reply))
         header = reply.outcome or "no X-KVPersist header"
-        progress(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
+        say(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
         if not is_random:
             question = messages[-1]["content"].rpartition("\n")[2]
-            progress(f"    {question}\n    > {shown(reply.text, 200)}")
+            say(f"    {question}\n    > {shown(reply.text, 200)}")
 
     store = folder / "store"
     plugin, start = ["--plugin", "kvpersist", "--kvpersist-dir", str(store)], "  start"
@@ -102,36 +106,21 @@ def run_steps(
         plugin += ["--kvpersist-kv-bits", "8"]
     else:
         start += "; the model is measured once, for at most a minute, to choose its bits"
-    progress(f"mlx_lm.server --model {model} {' '.join(plugin)}")
-    with ExitStack() as stack:
-        with ongoing(start):
-            server = stack.enter_context(
-                StartedServer(model, *plugin, log_path=folder / "plugin.log")
-            )
+    say(f"mlx_lm.server --model {model} {' '.join(plugin)}")
+    with ongoing(start):
+        server = StartedServer(model, *plugin, log_path=folder / "plugin.log")
+    with server:
         ask(server, "kvpersist", "first request")
         ask(server, "kvpersist", "next turn")
-        wait_until_written(store)
-        progress("kill -9, and the same command again")
+        server.wait_until_written()
+        say("kill -9, and the same command again")
         server.kill9()
         with ongoing("  start"):
             server.start()
         ask(server, "kvpersist", "turn after kill -9")
-    progress("the same request to a fresh server without the plugin")
-    with ExitStack() as stack:
-        with ongoing("  start"):
-            server = stack.enter_context(StartedServer(model, log_path=folder / "stock.log"))
+    say("the same request to a fresh server without the plugin")
+    with ongoing("  start"):
+        server = StartedServer(model, log_path=folder / "stock.log")
+    with server:
         ask(server, "stock", "turn after restart", is_new_turn=False)
     return steps
-
-
-def _print(steps: Sequence[Step]) -> None:
-    rows = [
-        [
-            *(step.server, step.what, f"{step.reply.ttft_s:.2f} s"),
-            *(f"{step.reply.prompt_tokens:,}", f"{step.reply.cached_tokens:,}"),
-            f"{step.reply.said('outcome')} {step.reply.said('tier')}",
-        ]
-        for step in steps
-    ]
-    columns = ["server", "request", "TTFT", "prompt", "reused", "outcome"]
-    print_table(columns, rows, right="TTFT prompt reused")

@@ -8,22 +8,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+from ..api.admin import STATS_PATH
 from ..errors import KVPersistError
+from .asking import answer, ask
 
 _HOST = "127.0.0.1"
 _START_S = 300.0
 """Loading a model, and measuring it for a minute."""
 _REPLY_S = 300.0
 _LEAST_TOKENS = 16
-_QUIET_S = 0.5
-"""A store without a change for this time counts as written."""
+_QUIET_S, _MOST_ASKED = 0.5, 200
 Message = dict[str, str]
 
 
@@ -55,26 +55,6 @@ class Reply:
         """Return a field of the outcome; "" where it has none."""
         fields = dict(part.strip().partition("=")[::2] for part in self.outcome.split(";"))
         return fields.get(field, "")
-
-
-def wait_until_written(store: Path, timeout_s: float = 10.0) -> None:
-    """Wait until the writer thread has finished: kill -9 loses unwritten turns."""
-    deadline = time.monotonic() + timeout_s
-    seen, since = _files(store), time.monotonic()
-    while time.monotonic() < min(since + _QUIET_S, deadline):
-        time.sleep(0.05)
-        if (now := _files(store)) != seen:
-            seen, since = now, time.monotonic()
-
-
-def _files(store: Path) -> set[tuple[str, int]]:
-    found = set()
-    for path in store.rglob("*"):
-        try:
-            found.add((str(path), path.stat().st_size))
-        except FileNotFoundError:  # a temporary file, renamed since
-            continue
-    return found
 
 
 class StartedServer:
@@ -135,18 +115,25 @@ class StartedServer:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise self._failure("it did not start")
             time.sleep(0.05)
-        with self._post("/v1/completions", {"prompt": "a", "max_tokens": 1}) as response:
-            response.read()
+        try:
+            ask(self.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}, _REPLY_S)
+        except KVPersistError as error:
+            raise self._failure(str(error)) from error
 
     def _is_healthy(self) -> bool:
-        connection = HTTPConnection(_HOST, self._port, timeout=2.0)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
+            ask(self.url, "/health", timeout_s=2.0)
+        except KVPersistError:
             return False
-        finally:
-            connection.close()
+        return True
+
+    def wait_until_written(self) -> None:
+        """Wait until the writer thread has nothing to do: kill -9 loses unwritten turns."""
+        time.sleep(_QUIET_S)  # a turn is queued right after its reply
+        for _ in range(_MOST_ASKED):
+            if not ask(self.url, STATS_PATH)["store"]["queue"]["tasks"]:
+                return
+            time.sleep(0.05)
 
     def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
         """Stream the reply to a conversation, chosen greedily."""
@@ -157,54 +144,13 @@ class StartedServer:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        usage: dict[str, Any] = {}
-        text, ttft_s, last_s = "", 0.0, 0.0
-        start = time.perf_counter()
         headers = {"X-Session-ID": session} if session else {}
-        with self._post("/v1/chat/completions", body, headers) as response:
-            for line in response:
-                kind, _, content = line.decode().strip().partition(": ")
-                if kind != "data":
-                    continue
-                if content == "[DONE]":
-                    break
-                chunk = json.loads(content)
-                if "error" in chunk:
-                    raise self._failure(f"a reply ended early: {chunk['error']}")
-                usage = chunk.get("usage") or usage
-                if chunk["choices"]:
-                    last_s = time.perf_counter() - start
-                for delta in (choice["delta"] for choice in chunk["choices"]):
-                    text += delta.get("content") or ""
-                    # Some models begin with reasoning, or say nothing else within `max_tokens`.
-                    if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
-                        ttft_s = ttft_s or time.perf_counter() - start
-            else:
-                raise self._failure("a reply ended early")
-            outcome = response.getheader("X-KVPersist", "")
-        ttft_s = ttft_s or time.perf_counter() - start
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        n_prompt, n_reply = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        decode_s = max(0.0, last_s - ttft_s)
-        return Reply(text, ttft_s, n_prompt, cached, outcome, n_reply, decode_s)
-
-    @contextmanager
-    def _post(
-        self, path: str, body: Any, headers: dict[str, str] | None = None
-    ) -> Iterator[HTTPResponse]:
-        connection = HTTPConnection(_HOST, self._port, timeout=_REPLY_S)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        start = time.perf_counter()
         try:
-            connection.request("POST", path, json.dumps(body), sent)
-            with connection.getresponse() as response:
-                if response.status != 200:
-                    answer = response.read().decode(errors="replace")
-                    raise self._failure(f"{path} answered {response.status}: {answer}")
-                yield response
-        except (OSError, HTTPException) as error:
-            raise self._failure(f"{path} was not answered: {error!r}") from error
-        finally:
-            connection.close()
+            with answer(self.url, "/v1/chat/completions", body, headers, _REPLY_S) as response:
+                return _read(response, start)
+        except KVPersistError as error:
+            raise self._failure(str(error)) from error
 
     def _failure(self, problem: str) -> KVPersistError:
         log = self._log_path.read_text(encoding="utf-8", errors="replace")
@@ -212,3 +158,33 @@ class StartedServer:
         return KVPersistError(
             f"the server failed: {problem}\n--- {' '.join(self._command)}\n{tail}"
         )
+
+
+def _read(response: HTTPResponse, start_s: float) -> Reply:
+    """Return a streamed reply; raises KVPersistError where it ends early."""
+    usage: dict[str, Any] = {}
+    text, ttft_s, last_s = "", 0.0, 0.0
+    for line in response:
+        kind, _, content = line.decode().strip().partition(": ")
+        if kind != "data":
+            continue
+        if content == "[DONE]":
+            break
+        chunk = json.loads(content)
+        if "error" in chunk:
+            raise KVPersistError(f"a reply ended early: {chunk['error']}")
+        usage = chunk.get("usage") or usage
+        if chunk["choices"]:
+            last_s = time.perf_counter() - start_s
+        for delta in (choice["delta"] for choice in chunk["choices"]):
+            text += delta.get("content") or ""
+            # Some models begin with reasoning, or say nothing else within `max_tokens`.
+            if any(delta.get(name) for name in ("content", "reasoning", "tool_calls")):
+                ttft_s = ttft_s or time.perf_counter() - start_s
+    else:
+        raise KVPersistError("a reply ended early")
+    outcome = response.getheader("X-KVPersist", "")
+    ttft_s = ttft_s or time.perf_counter() - start_s
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    n_prompt, n_reply = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    return Reply(text, ttft_s, n_prompt, cached, outcome, n_reply, max(0.0, last_s - ttft_s))

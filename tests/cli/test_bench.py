@@ -20,8 +20,7 @@ from mlx_lm_kvpersist.errors import KVPersistError
 def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5) -> Any:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
     made = Bench(str(tmp_path), tmp_path, minutes)
-    n_conversations = made._plan(StockSpeed(load_s, tokens_per_s, 30.0, 3.0))
-    return made.n_tokens, n_conversations
+    return made.plan(StockSpeed(load_s, tokens_per_s, 30.0, 3.0))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,7 @@ def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:
 def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     made = Bench(str(tmp_path), tmp_path, 5)
-    made._plan(StockSpeed(1.0, 1e6, 30.0, 3.0))
-    assert made.n_tokens == 1024
+    assert made.plan(StockSpeed(1.0, 1e6, 30.0, 3.0)) == (1024, 3)
 
 
 def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Path) -> None:
