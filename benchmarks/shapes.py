@@ -36,6 +36,27 @@ _STD_OF_CODES = math.sqrt((16**2 - 1) / 12)
 _MEAN_OF_CODES = 7.5
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "llama-3.1-8b": {
         "model_type": "llama",
         "vocab_size": 128256,

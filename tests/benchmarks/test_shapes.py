@@ -15,6 +15,7 @@ from benchmarks.shapes import MODEL_SHAPES, make_shaped_model, shaped_architectu
 
 SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 3000}
 PARAMETERS = {
+    "llama-3.2-1b": 1.236e9,
     "llama-3.1-8b": 8.03e9,
     "qwen3-8b": 8.19e9,
     "gemma-3-12b": 11.8e9,
@@ -26,7 +27,7 @@ PARAMETERS = {
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=[pytest.mark.slow] if "llama" not in shape else [])
+        pytest.param(shape, marks=[] if shape == "llama-3.2-1b" else [pytest.mark.slow])
         for shape in MODEL_SHAPES
     ],
 )
@@ -79,5 +80,5 @@ def test_equal_arguments_write_equal_weights_in_shards(
 
 
 def test_an_unknown_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no shape 'nonsense'; known are tiny, llama-3\.1-8b"):
+    with pytest.raises(ValueError, match=r"no shape 'nonsense'; known are tiny, llama-3\.2-1b"):
         make_shaped_model(tmp_path, "nonsense")
