@@ -14,6 +14,7 @@ from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.round_trip import check_round_trip
 
@@ -34,7 +35,8 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 def patched() -> Iterator[None]:
     """mlx-lm's attention takes packed keys, as in the server that runs the check."""
     (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = patch.apply()
+    applied = PatchSet()
+    applied.apply([patch])
     yield
     applied.undo()
 

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.cli.doctor import Finding
 from mlx_lm_kvpersist.cli.selftest import check_patch
 from mlx_lm_kvpersist.errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from mlx_lm_kvpersist.host.patching import versions
-from mlx_lm_kvpersist.host.patching.patch import PATCH_SET, Patch, PatchSet, Signature, look_up
+from mlx_lm_kvpersist.host.patching.patch import PATCH_SET, Patch, PatchSet, Uses, look_up
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from patches_check import inventory
 from patches_check.__main__ import main
@@ -68,14 +68,14 @@ def not_effective(server: ModuleType) -> None:
     [
         (changed(target="mlx_lm.server:no_such"), "no_such is missing in this mlx-lm"),
         (
-            changed(expect=(Signature("main", "(argv)"),)),
-            "mlx_lm.server:main is () in this mlx-lm, expected (argv)",
+            changed(expect=(Uses("main", "no_such"),)),
+            "mlx_lm.server:main no longer uses no_such",
         ),
         (changed(verify=lambda server: None), "passes before the patch"),
         (changed(verify=not_effective), "has no effect: seen nothing"),
         (changed(replace=lambda stock: stock), "has no effect"),
     ],
-    ids=["target", "signature", "negative control", "probe", "replacement"],
+    ids=["target", "use", "negative control", "probe", "replacement"],
 )
 def test_a_broken_patch_is_named_with_what_is_wrong(
     server: ModuleType, patch: Patch, says: str
@@ -102,7 +102,9 @@ def test_a_patch_that_is_applied_twice_is_found(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def apply(self: PatchSet, patches: Any) -> None:
-        self._applied += [patch.apply() for patch in patches]
+        for patch in patches:
+            self._applied.append((patch, stock := getattr(patch.module, patch.attribute)))
+            setattr(patch.module, patch.attribute, patch.replace(stock))
 
     monkeypatch.setattr(PatchSet, "apply", apply)
     lenient = changed(expect=())

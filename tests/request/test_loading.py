@@ -15,6 +15,7 @@ from mlx_lm import load
 from mlx_lm_kvpersist.cache.geometry.precision import Allocation, KVPrecision, PrecisionRequest
 from mlx_lm_kvpersist.cache.measuring import allocation
 from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation, put_allocation
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.model import LoadedModel
@@ -48,7 +49,8 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
     (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = patch.apply()
+    applied = PatchSet()
+    applied.apply([patch])
     yield
     applied.undo()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,41 +17,38 @@ _ADVICE = (
     "(mlx-lm-kvpersist doctor lists them)"
 )
 
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Signature:
-    """Expects that the host has `name`, with these parameters.
+class Overrides:
+    """Expects that a class of the host has the methods that `by` overrides, and calls them alike.
 
-    name: a dotted name in the target's module. parameters: names and defaults, without annotations;
-    a default that is not a literal is written `...`. may_grow: whether the replacement passes on
-    what it does not know, so that the host may add parameters with defaults.
+    Ours takes every parameter of stock's, by name or with the rest (`*args`, `**kwargs`), and no
+    other. What it takes with the rest must have a default, because ours cannot know it.
     """
 
     name: str
-    parameters: str
-    may_grow: bool = False
+    by: type[Any]
+    methods: tuple[str, ...]
 
     def check(self, module: ModuleType) -> None:
-        function = look_up(module, self.name)
-        found = written_signature(function)
-        if found != self.parameters and not (self.may_grow and self._grown(function)):
-            raise SignatureChanged(
-                f"{module.__name__}:{self.name} is {found} in this mlx-lm, expected "
-                f"{self.parameters}; {_ADVICE}"
-            )
-
-    def _grown(self, function: Any) -> bool:
-        """Tell whether this is the expected function with more parameters, all with defaults."""
-        known = set(re.findall(r"\w+", self.parameters))
-        parameters = inspect.signature(function).parameters.values()
-        added = [each for each in parameters if each.name not in known]
-        without = written_signature(function, without={each.name for each in added})
-        return without == self.parameters and all(
-            each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            for each in added
-        )
+        for method in self.methods:
+            stock = look_up(module, name := f"{self.name}.{method}")
+            theirs = inspect.signature(stock).parameters
+            own = inspect.signature(getattr(self.by, method))
+            named = [one.name for one in own.parameters.values() if one.kind not in _REST]
+            added = [one for one in theirs.values() if one.name not in named]
+            takes_rest = len(named) < len(own.parameters)
+            if [one for one in theirs if one in named] != named or not all(
+                one.kind in _REST or (takes_rest and one.default is not one.empty) for one in added
+            ):
+                raise SignatureChanged(
+                    f"{module.__name__}:{name} is {inspect.signature(stock)} in this mlx-lm, "
+                    f"expected {own}; {_ADVICE}"
+                )
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Patch:
     name: str
     target: str
     why: str
-    expect: tuple[Signature | Uses, ...]
+    expect: tuple[Overrides | Uses, ...]
     replace: Callable[[Any], Any]
     verify: Callable[[ModuleType], None]
 
@@ -117,31 +113,12 @@ class Patch:
                 "report it with the output of mlx-lm-kvpersist selftest"
             ) from error
 
-    def apply(self) -> Applied:
-        """Replace the target, after checking the host."""
-        self.check_host()
-        original = getattr(self.module, self.attribute)
-        setattr(self.module, self.attribute, self.replace(original))
-        logger.debug("patched %s: %s", self.target, self.why)
-        return Applied(self, original)
-
-
-@dataclass(frozen=True)
-class Applied:
-    """A patch that is in place, and the original that it replaced."""
-
-    patch: Patch
-    original: Any
-
-    def undo(self) -> None:
-        setattr(self.patch.module, self.patch.attribute, self.original)
-
 
 class PatchSet:
-    """The patches in place in this process."""
+    """The patches in place in this process, each with the original that it replaced."""
 
     def __init__(self) -> None:
-        self._applied: list[Applied] = []
+        self._applied: list[tuple[Patch, Any]] = []
 
     @property
     def is_applied(self) -> bool:
@@ -152,13 +129,16 @@ class PatchSet:
 
         Those that are in place already stay as they are.
         """
-        patches = [each for each in patches if all(each is not one.patch for one in self._applied)]
+        patches = [each for each in patches if all(each is not one for one, _ in self._applied)]
         try:
             # The whole host is checked before the first patch changes any of it.
             for patch in patches:
                 patch.check_host()
             for patch in patches:
-                self._applied.append(patch.apply())
+                original = getattr(patch.module, patch.attribute)
+                setattr(patch.module, patch.attribute, patch.replace(original))
+                self._applied.append((patch, original))
+                logger.debug("patched %s: %s", patch.target, patch.why)
         except BaseException:
             self.undo()
             raise
@@ -166,7 +146,8 @@ class PatchSet:
     def undo(self) -> None:
         """Put the originals back, the last one first."""
         while self._applied:
-            self._applied.pop().undo()
+            patch, original = self._applied.pop()
+            setattr(patch.module, patch.attribute, original)
 
 
 PATCH_SET = PatchSet()
@@ -183,22 +164,6 @@ def look_up(module: ModuleType, name: str) -> Any:
                 f"{module.__name__}:{name} is missing in this mlx-lm; {_ADVICE}"
             ) from None
     return found
-
-
-def written_signature(function: Any, without: Collection[str] = ()) -> str:
-    """Return a function's parameters as text that does not depend on the Python version."""
-    parameters = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if name in without:
-            continue
-        default = parameter.default
-        if default is not parameter.empty and not isinstance(
-            default, (int, float, str, type(None))
-        ):
-            # The repr of a class contains its module, that of an object its address.
-            parameter = parameter.replace(default=Ellipsis)
-        parameters.append(parameter.replace(annotation=parameter.empty))
-    return str(inspect.Signature(parameters)).replace("Ellipsis", "...")
 
 
 def names_in(code: Any) -> set[str]:

@@ -75,14 +75,11 @@ def remembered(hook: str) -> Callable[[ProbePlugin], None]:
 
 
 class ProbeRequest(TakenRequest):
-    """Feeds one token more than the prompt has; waits unless it is "p"."""
+    """Feeds one token more than the prompt has."""
 
-    def __init__(self, plugin: ProbePlugin, request: ClientRequest, prompt: Prompt) -> None:
+    def __init__(self, plugin: ProbePlugin, prompt: Prompt) -> None:
         super().__init__(prompt)
-        self.plugin, self.waits = plugin, request.prompt != "p"
-
-    def advance(self) -> bool:
-        return self.plugin.fetched or not self.waits
+        self.plugin = plugin
 
     def enter(self) -> Prepared:
         ids = self.prompt.ids
@@ -98,7 +95,6 @@ class ProbePlugin:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.fetched = False
 
     @hookimpl
     def add_options(self, parser: ArgumentParser) -> None:
@@ -131,7 +127,7 @@ class ProbePlugin:
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> ProbeRequest:
         self.asked.append(f"take_request {request.kind} {request.prompt}")
-        return ProbeRequest(self, request, prompt)
+        return ProbeRequest(self, prompt)
 
     @hookimpl
     def response_headers(self) -> list[tuple[str, str]]:
@@ -227,7 +223,7 @@ PROVIDER.max_context = None
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Plugins take requests, and a request that waits for its prefetch lets another pass."""
+    """Plugins see what is queued, change its messages, and take it."""
     with (
         probing() as plugin,
         mock.patch.object(server.ResponseGenerator, "_generate", lambda self: None),
@@ -236,26 +232,13 @@ def requests_pass_plugins(server: ModuleType) -> None:
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
-        taken = generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
-        for text in "wap":
-            request = server.CompletionRequest("text", text, [], None, None)
-            generator.requests.put((Queue(), request, GENERATION_ARGS))
-        served = [generator._next_request(0.1), generator._next_request()]
-        stayed = generator._next_request()
-        plugin.fetched = True
-        served.append(generator._next_request())
-        idle = generator._next_request(0.0)
-    ids, segments, types, *_ = taken
+        generator.requests.put((Queue(), request, GENERATION_ARGS))
+        _, request, args = generator._next_request(0.1)
+        ids, segments, types, *_ = generator._tokenize(TOKENIZER, request, args)
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
-    expect("type of a slice of the ids", type(ids[:1]), TakenTokens)
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    order = [queued[1].prompt for queued in served if queued is not None]
-    expect("requests in the order of being served", order, ["w", "p", "a"])
-    expect("requests while one waits, and after all", (stayed, idle), (None, None))
-    asked = ["take_request chat ", "serving_changed True", "take_request text a"]
-    asked += ["take_request text p", "serving_changed False"]
-    expect("hooks asked", plugin.asked, asked)
+    expect("hooks asked", plugin.asked, ["serving_changed True", "take_request chat "])
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:

@@ -40,6 +40,7 @@ from mlx_lm_kvpersist.cache.measuring.observe import (
     observed_attention,
     probe_packed,
 )
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
 from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
@@ -541,7 +542,8 @@ def test_a_plan_goes_where_its_tokens_go() -> None:
 @pytest.fixture
 def patched() -> Iterator[None]:
     (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = patch.apply()
+    applied = PatchSet()
+    applied.apply([patch])
     yield
     applied.undo()
 
