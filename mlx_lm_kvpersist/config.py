@@ -1,4 +1,7 @@
-"""The plugin's options, and defaults that depend on the device."""
+"""The plugin's options, and defaults that depend on the device.
+
+The commands take some of these options, too, so nothing of MLX is imported before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import mlx.core as mx
 import platformdirs
 
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionRequest
-from .cache.live.attention import STRATEGIES, Strategy
 from .errors import ConfigError
 from .store.budget import StoreLimits
-from .units import parse_budget, parse_folder, parse_nats, parse_seconds, parse_size
+from .units import number, parse_folder, parse_size
+
+if TYPE_CHECKING:
+    from .cache.live.attention import Strategy
 
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
@@ -60,13 +64,6 @@ class Config:
     max_prefill_bytes: int = GIB
 
 
-def parse_milliseconds(text: str) -> int:
-    """Return a number of milliseconds, at least 10: less than a token takes on most devices."""
-    if not text.isdecimal() or not 10 <= int(text) <= 60_000:
-        raise ArgumentTypeError(f"{text!r}: write milliseconds from 10 to 60000, such as 250")
-    return int(text)
-
-
 def parse_key(text: str) -> str:
     """Return a key; an empty one would let everybody in."""
     if not text.strip():
@@ -86,163 +83,166 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def add_options(parser: ArgumentParser) -> None:
-    """Add the plugin's options to the server's command line."""
-    group = parser.add_argument_group(
-        "kvpersist", "Keep the KV cache of every conversation, quantized, across restarts."
-    )
-    group.add_argument(
-        "--kvpersist-dir",
-        type=parse_folder,
-        metavar="FOLDER",
-        help="Where conversations are kept (default: the user's cache folder)",
-    )
-    group.add_argument(
-        "--kvpersist-ram",
-        type=parse_budget,
-        metavar="SIZE",
-        help="Most memory for blocks of conversations that are not running, such as 8G "
+_METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+
+
+def add_options(parser: ArgumentParser, *names: str) -> None:
+    """Add the plugin's options, in a group of their own, or those of these names alone."""
+    group: Any = parser
+    if not names:
+        about = "Keep the KV cache of every conversation, quantized, across restarts."
+        group = parser.add_argument_group("kvpersist", about)
+
+    def add(name: str, told: str, **argument: Any) -> None:
+        if names and name not in names:
+            return
+        if (metavar := _METAVARS.get(argument.get("type"))) is not None:
+            argument["metavar"] = metavar
+        group.add_argument(f"--kvpersist-{name}", help=told, **argument)
+
+    add("dir", "Where conversations are kept (default: the user's cache folder)", type=parse_folder)
+    add(
+        "ram",
+        "Most memory for blocks of conversations that are not running, such as 8G "
         "(default: an eighth of the device's memory)",
+        type=parse_size,
     )
-    group.add_argument(
-        "--kvpersist-disk",
-        type=parse_budget,
-        metavar="SIZE",
-        help="Most disk space for conversations, index and quarantine included (default: a tenth "
+    add(
+        "disk",
+        "Most disk space for conversations, index and quarantine included (default: a tenth "
         "of the volume, at most 64G)",
+        type=parse_size,
     )
-    group.add_argument(
-        "--kvpersist-min-free",
+    add(
+        "min-free",
+        "Disk space to leave free on the volume (default: 10G)",
         type=parse_size,
         default="10G",
-        metavar="SIZE",
-        help="Disk space to leave free on the volume (default: 10G)",
     )
-    group.add_argument(
-        "--kvpersist-max-writes-per-hour",
-        type=parse_size,
-        metavar="SIZE",
-        help="Most that all servers on the folder write within an hour, to spare the disk "
+    add(
+        "max-writes-per-hour",
+        "Most that all servers on the folder write within an hour, to spare the disk "
         "(default: no limit)",
+        type=parse_size,
     )
-    group.add_argument(
-        "--kvpersist-fsync",
-        action="store_true",
-        help="Flush every file to the device; without it a power loss may cost the last turns, "
+    add(
+        "fsync",
+        "Flush every file to the device; without it a power loss may cost the last turns, "
         "never a wrong answer",
+        action="store_true",
     )
-    group.add_argument(
-        "--kvpersist-kv-bits",
-        choices=tuple(KV_BITS),
-        help="Bits of each key and value; auto: as few as the model bears, layer by layer; k8v4: 8 "
+    add(
+        "kv-bits",
+        "Bits of each key and value; auto: as few as the model bears, layer by layer; k8v4: 8 "
         "for keys, 4 for values; 16: the model's own precision (default: that of --kv-bits, or "
         "auto)",
+        choices=tuple(KV_BITS),
     )
-    group.add_argument(
-        "--kvpersist-kv-target",
-        type=parse_nats,
+    add(
+        "kv-target",
+        "With auto: how far predictions may be from those in the model's own precision, as a "
+        "mean divergence; 0.01 raises the perplexity by about 1%% (default: 0.01)",
+        type=number("a divergence in nats; write a number above 0, such as 0.01"),
         default=PrecisionRequest.target_nats,
         metavar="NATS",
-        help="With auto: how far predictions may be from those in the model's own precision, as a "
-        "mean divergence; 0.01 raises the perplexity by about 1%% (default: 0.01)",
     )
-    group.add_argument(
-        "--kvpersist-kv-measure-s",
-        type=parse_seconds,
-        default=PrecisionRequest.measure_s,
-        metavar="SECONDS",
-        help="Most time to measure what a model bears, once for each model; where it is too short, "
+    add(
+        "kv-measure-s",
+        "Most time to measure what a model bears, once for each model; where it is too short, "
         "neighbouring layers are measured together, and a model that is too slow for that gets "
         "8-bit keys and 4-bit values (default: 60)",
+        type=number("a number of seconds above 0"),
+        default=PrecisionRequest.measure_s,
+        metavar="SECONDS",
     )
-    group.add_argument(
-        "--kvpersist-max-stall-ms",
-        type=parse_milliseconds,
+    add(
+        "max-stall-ms",
+        "Longest that running replies wait for a token while a prompt is computed or "
+        "restored; less makes that prompt slower (default: 250)",
+        # Less than 10 is less than a token takes on most devices.
+        type=number("milliseconds from 10 to 60000, such as 250", 10, 60_000),
         default=250,
         metavar="MS",
-        help="Longest that running replies wait for a token while a prompt is computed or "
-        "restored; less makes that prompt slower (default: 250)",
     )
-    group.add_argument(
-        "--kvpersist-kv-rotate",
+    add(
+        "kv-rotate",
+        "Rotate keys and values before they are quantized, which spreads channels that are "
+        "larger than the others (default: where it is measured to help)",
         choices=("auto", "on", "off"),
         default="auto",
-        help="Rotate keys and values before they are quantized, which spreads channels that are "
-        "larger than the others (default: where it is measured to help)",
     )
-    group.add_argument(
-        "--kvpersist-kv-group-size",
+    add(
+        "kv-group-size",
+        "Numbers that share a scale (default: the first of 64, 32 and 128 that divides the "
+        "model's head sizes)",
         type=int,
         choices=sorted(GROUP_SIZES),
-        help="Numbers that share a scale (default: the first of 64, 32 and 128 that divides the "
-        "model's head sizes)",
     )
-    group.add_argument(
-        "--kvpersist-attention",
-        choices=("auto", *STRATEGIES),
-        default="auto",
-        help="How layers attend over quantized keys: dequantize one layer at a time, read them "
+    add(
+        "attention",
+        "How layers attend over quantized keys: dequantize one layer at a time, read them "
         "packed, or dequantize in tiles, where the model can (default: what is measured to be "
         "quickest)",
+        choices=("auto", "dequantize", "packed", "tiled"),
+        default="auto",
     )
-    group.add_argument(
-        "--kvpersist-verify",
+    add(
+        "verify",
+        "What is checked when a conversation is restored from disk: the checksum of every "
+        "file, and with canary that its last tokens, computed again, agree (default: canary)",
         choices=("canary", "checksum", "off"),
         default="canary",
-        help="What is checked when a conversation is restored from disk: the checksum of every "
-        "file, and with canary that its last tokens, computed again, agree (default: canary)",
     )
-    group.add_argument(
-        "--kvpersist-no-text",
+    add(
+        "no-text",
+        "Store token ids only, no text; conversations are then found by their ids",
         action="store_true",
-        help="Store token ids only, no text; conversations are then found by their ids",
     )
-    group.add_argument(
-        "--kvpersist-isolation",
-        choices=("shared", "session"),
-        default="shared",
-        help="Whether equal beginnings are stored once for all sessions, or each session "
+    add(
+        "isolation",
+        "Whether equal beginnings are stored once for all sessions, or each session "
         "finds only what it stored itself, and a request without a session finds nothing "
         "(default: shared)",
+        choices=("shared", "session"),
+        default="shared",
     )
-    group.add_argument(
-        "--kvpersist-session-header",
+    add(
+        "session-header",
+        "A request header to read a conversation's name from before all others",
         metavar="NAME",
-        help="A request header to read a conversation's name from before all others",
     )
-    group.add_argument(
-        "--kvpersist-normalise",
-        type=parse_names,
-        default=tuple(NORMALISATIONS),
-        metavar="NAMES",
-        help="Fields to remove from requests because clients change them without changing the "
+    add(
+        "normalise",
+        "Fields to remove from requests because clients change them without changing the "
         f"prompt: {', '.join(NORMALISATIONS)}, with commas between, or none (default: all)",
+        type=parse_names,
+        default="all",
+        metavar="NAMES",
     )
-    group.add_argument(
-        "--kvpersist-namespace-by-key",
+    add(
+        "namespace-by-key",
+        "Share nothing between requests with different API keys",
         action="store_true",
-        help="Share nothing between requests with different API keys",
     )
-    group.add_argument(
-        "--kvpersist-api-key",
+    add(
+        "api-key",
+        "The key that /v1/kvpersist/* and /metrics take as Bearer, from anywhere (default: "
+        f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
         type=parse_key,
         metavar="KEY",
-        help="The key that /v1/kvpersist/* and /metrics take as Bearer, from anywhere (default: "
-        f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
     )
-    group.add_argument(
-        "--kvpersist-warm",
+    add(
+        "warm",
+        "Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
+        "does; can be given more than once",
         type=Path,
         action="append",
         default=[],
-        metavar="FILE",
-        help="Compute and pin a beginning at the start, as mlx-lm-kvpersist warm FILE "
-        "does; can be given more than once",
     )
-    group.add_argument(
-        "--kvpersist-show-text",
+    add(
+        "show-text",
+        "Let /v1/kvpersist/requests quote prompts where they differ from what is stored",
         action="store_true",
-        help="Let /v1/kvpersist/requests quote prompts where they differ from what is stored",
     )
 
 
@@ -252,12 +252,14 @@ def from_args(args: Namespace) -> Config:
     The stock server's own `--kv-bits` and `--kv-group-size` choose the precision, too. Stock's own
     quantizing turns batching off, so it is switched off for models that the plugin keeps.
     """
+    import mlx.core as mx
+
     if mx.distributed.init().size() > 1:
         raise ConfigError(
             "distributed serving (mlx.launch) is not supported: every rank would have to find the "
             "same blocks; leave out --plugin kvpersist, or serve from one process"
         )
-    precision, stock_kv_bits = _precision(args), getattr(args, "kv_bits", None)
+    precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
     folder = args.kvpersist_dir or default_folder()
     ram, disk = args.kvpersist_ram, args.kvpersist_disk
@@ -292,7 +294,7 @@ def from_args(args: Namespace) -> Config:
     )
 
 
-def _precision(args: Namespace) -> PrecisionRequest:
+def precision_of(args: Namespace) -> PrecisionRequest:
     """Return the precision that is asked for."""
     bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
     if getattr(args, "kv_bits", None) is not None:
@@ -347,6 +349,8 @@ def default_folder() -> Path:
 
 def device_memory_bytes() -> int:
     """Return the memory of MLX's device, or the machine's where the device does not say."""
+    import mlx.core as mx
+
     info = mx.device_info()
     size = info.get("memory_size") or info.get("total_memory")  # by Metal, and by CUDA
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

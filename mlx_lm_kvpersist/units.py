@@ -6,10 +6,10 @@ import math
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 _UNITS = "KMGT"
-_MIN_BUDGET_BYTES = 1 << 20
 
 
 def parse_size(text: str) -> int:
@@ -27,17 +27,6 @@ def parse_size(text: str) -> int:
             f"{text!r} has no unit; write {match[1]}G, {match[1]}M or {match[1]}K"
         )
     return int(number * 1024 ** (_UNITS.index(unit) + 1 if unit else 0))
-
-
-def parse_budget(text: str) -> int:
-    """Return a budget in bytes: a size of at least 1M, or 0 for none at all.
-
-    Raises ArgumentTypeError as `parse_size` does, and for less than 1M.
-    """
-    n_bytes = parse_size(text)
-    if 0 < n_bytes < _MIN_BUDGET_BYTES:
-        raise ArgumentTypeError(f"{text!r} is too little; write 1M or more, such as 8G")
-    return n_bytes
 
 
 def parse_folder(text: str) -> Path:
@@ -65,23 +54,18 @@ def show_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.1f} {unit}iB"
 
 
-def parse_nats(text: str) -> float:
-    """Return a divergence above 0."""
-    return _number(text, "a divergence in nats; write a number above 0, such as 0.01")
+def number(
+    expected: str, least: float = math.ulp(0.0), most: float = sys.float_info.max
+) -> Callable[[str], float]:
+    """Return how an option reads a number from `least` to `most`; `expected` says so in words."""
 
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not least <= found <= most:
+            raise ArgumentTypeError(f"{text!r} is not {expected}")
+        return found
 
-def parse_seconds(text: str) -> float:
-    """Return a time above 0."""
-    return _number(text, "a number of seconds above 0")
-
-
-def _number(
-    text: str, expected: str, least: float = math.ulp(0.0), most: float = sys.float_info.max
-) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number <= most:
-        raise ArgumentTypeError(f"{text!r} is not {expected}")
-    return number
+    return parse

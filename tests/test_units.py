@@ -4,10 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from mlx_lm_kvpersist import config
-from mlx_lm_kvpersist.units import parse_budget, parse_size, show_bytes
-
-from .test_config import options
+from mlx_lm_kvpersist.units import parse_size, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,18 +33,6 @@ def test_what_is_no_size(text: str) -> None:
 def test_a_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"write {text}G, {text}M or {text}K"):
         parse_size(text)
-
-
-@pytest.mark.parametrize("option", ["--kvpersist-ram", "--kvpersist-disk"])
-def test_a_budget_of_eight_bytes_is_refused(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for value, said in (("8", "write 8G, 8M or 8K"), ("512K", "write 1M or more, such as 8G")):
-        with pytest.raises(SystemExit):
-            options().parse_args([option, value])
-        assert said in capsys.readouterr().err
-    assert parse_budget("1M") == 1 << 20 and parse_budget("0") == 0
-    config.from_args(options().parse_args([option, "8G"]))
 
 
 @pytest.mark.parametrize(

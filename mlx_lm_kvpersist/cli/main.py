@@ -17,11 +17,11 @@ from typing import Any
 
 from .. import __version__
 from .._startup import requested_plugins, serve
+from ..config import add_options
 from ..errors import KVPersistError
-from ..units import parse_folder, parse_nats, parse_seconds, parse_size
 
 PROG = "mlx-lm-kvpersist"
-_KV_BITS = ("auto", "4", "5", "6", "8", "k6v4", "k8v4", "16")
+_PRECISION = ("kv-group-size", "kv-rotate", "kv-target", "kv-measure-s")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
-    _add_quality(_adder(commands, _folder()))
+    _add_quality(_adder(commands, "dir", *_PRECISION))
     _add_selftest(add)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -96,17 +96,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     server.add_argument("options", nargs=argparse.REMAINDER)
     _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
-    add_spec = _adder(commands, _folder())
+    add_spec = _adder(commands, "dir", "kv-bits", *_PRECISION)
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
-    spec.add_argument(
-        "--bits",
-        choices=_KV_BITS,
-        default="auto",
-        help="as the server's --kvpersist-kv-bits (default: auto)",
-    )
-    _add_precision(spec)
     _add_store(_group(commands, "store", "check, repair and shrink a store"))
     summary = "let a running server compute the beginning of prompts, and pin it"
     warm = add("warm", "warm:run", summary, json=True)
@@ -130,17 +123,22 @@ def _commands(parser: argparse.ArgumentParser, dest: str) -> Any:
     return parser.add_subparsers(dest=dest, metavar="COMMAND")
 
 
-def _adder(commands: Any, *parents: argparse.ArgumentParser) -> Any:
-    """Return a function that adds a command, with `parents`' options, and returns its parser."""
+def _adder(commands: Any, *names: str) -> Any:
+    """Return a function that adds a command and returns its parser.
+
+    names: options of the server that all of its commands take, beside --json.
+    """
 
     def add(
-        name: str, run: str, summary: str, *, json: bool = False, **options: Any
+        name: str, run: str, summary: str, *, json: bool = bool(names), **options: Any
     ) -> argparse.ArgumentParser:
         description = f"{summary[0].upper()}{summary[1:]}."
         command: argparse.ArgumentParser = commands.add_parser(
-            name, help=summary, description=description, parents=parents, **options
+            name, help=summary, description=description, **options
         )
         command.set_defaults(run=run, error=command.error)
+        if names:
+            add_options(command, *names)
         if json:
             command.add_argument("--json", action="store_true", help="print JSON")
         return command
@@ -148,60 +146,11 @@ def _adder(commands: Any, *parents: argparse.ArgumentParser) -> Any:
     return add
 
 
-def _folder() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--kvpersist-dir",
-        type=parse_folder,
-        metavar="FOLDER",
-        help="the store (default: the user's cache folder, as for the server)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _budgets() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--kvpersist-disk",
-        type=parse_size,
-        metavar="SIZE",
-        help="most disk space for conversations (default: the server's, a tenth of the volume, "
-        "at most 64G); give what the server is given",
-    )
-    parser.add_argument(
-        "--kvpersist-min-free",
-        type=parse_size,
-        default="10G",
-        metavar="SIZE",
-        help="disk space to leave free on the volume (default: %(default)s)",
-    )
-    return parser
-
-
-def _add_precision(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--group-size", type=int, help="as --kvpersist-kv-group-size")
-    command.add_argument(
-        "--rotate", choices=("auto", "on", "off"), default="auto", help="as --kvpersist-kv-rotate"
-    )
-    command.add_argument(
-        "--target", type=parse_nats, default=0.01, metavar="NATS", help="as --kvpersist-kv-target"
-    )
-    command.add_argument(
-        "--measure-s",
-        type=parse_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="as --kvpersist-kv-measure-s (default: 60)",
-    )
-
-
 def _add_bench(add: Any) -> None:
-    bench = add("bench", "bench:run", "compare this machine's first tokens with stock's")
-    bench.description = (
-        "Start the stock server and this one with a model, in turns and with a temporary store. "
-        "Print a table of the time to the first token (new prompt, next turn, next turn after "
-        "kill -9) and of tokens a second."
+    bench = add(
+        "bench",
+        "bench:run",
+        "compare first tokens and replies with stock's",
     )
     bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
     bench.add_argument(
@@ -215,9 +164,6 @@ def _add_bench(add: Any) -> None:
 
 def _add_connect(add: Any) -> None:
     connect = add("connect", "connect:run", "configure a client for a server of this machine")
-    connect.description = (
-        "Print a client's configuration for a server of this machine, and the command to start it."
-    )
     connect.add_argument(
         "client",
         choices=("claude", "codex", "opencode", "aider", "openwebui"),
@@ -254,7 +200,6 @@ def _add_quality(add: Any) -> None:
         help="tokens of the context in which a fact is hidden (%(default)s)",
     )
     quality.add_argument("--no-needle", action="store_true", help="hide no fact; that is slowest")
-    _add_precision(quality)
     quality.add_argument(
         "--choose",
         action="store_true",
@@ -264,10 +209,6 @@ def _add_quality(add: Any) -> None:
 
 def _add_selftest(add: Any) -> None:
     selftest = add("selftest", "selftest:run", "prove every patch, start the plugin", json=True)
-    selftest.description = (
-        "Prove every patch of mlx_lm.server, then start the server with the plugin, on a temporary "
-        "store and without a model, up to the point where it would listen."
-    )
     selftest.add_argument(
         "server_options",
         nargs="*",
@@ -277,7 +218,7 @@ def _add_selftest(add: Any) -> None:
 
 
 def _add_sessions(commands: Any) -> None:
-    add = _adder(commands, _folder())
+    add = _adder(commands, "dir")
     add("list", "sessions:list_all", "list all sessions, the most recently used first")
     show = add("show", "sessions:show", "show one session with its blocks")
     rm = add("rm", "sessions:rm", "remove sessions and the blocks that no other session needs")
@@ -293,24 +234,24 @@ def _add_sessions(commands: Any) -> None:
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    add = _adder(commands, _folder(), _budgets())
+    add = _adder(commands, "dir", "disk", "min-free")
     load = add("import", "sessions:load", "add a session from a file that export has written")
     load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
     load.add_argument("--create", action="store_true", help="make the store where there is none")
 
 
 def _add_store(commands: Any) -> None:
-    add = _adder(commands, _folder(), _budgets())
+    add = _adder(commands, "dir", "disk", "min-free")
     add("stats", "store:stats", "say what the store holds and what it may use")
     add("gc", "store:gc", "remove what was not used for longest until the budgets are kept")
-    add = _adder(commands, _folder())
+    add = _adder(commands, "dir")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")
 
 
 def _add_why(commands: Any) -> None:
-    add = _adder(commands, _folder())
+    add = _adder(commands, "dir")
     why = add("why", "why:run", "say what the last requests reused, and why not more")
     why.add_argument(
         "request",

@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
         for name, score in scores.items()
         for n_bytes in [specs[name].bytes_per_token if name in specs else own_bytes]
     ]
-    advice = recommend(rows, args.target)
-    noted = caveats(rows, args.target)
+    advice = recommend(rows, args.kvpersist_kv_target)
+    noted = caveats(rows, args.kvpersist_kv_target)
     if args.json:
         print_json(
             {
@@ -169,7 +169,7 @@ def _choose(args: argparse.Namespace) -> int:
         *(f"Bits of the {side} by layer: {line}" for side, line in pictures(spec).items()),
         f"Predicted divergence: {nats.value:.2g} ± {nats.error:.1g} nats"
         if nats
-        else "There was no time to measure the whole: give it more with --measure-s",
+        else "There was no time to measure the whole: give it more with --kvpersist-kv-measure-s",
         f"Persisted in {folder}. The server uses it from its next start; conversations stored in "
         "other bits are not found again.",
     )

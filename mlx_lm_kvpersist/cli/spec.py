@@ -16,7 +16,7 @@ from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.measuring.allocation import chosen_spec, measure
 from ..cache.measuring.persisted_allocation import known_allocation, suits
 from ..cache.measuring.sample import sample_ids
-from ..config import KV_BITS
+from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
 from ..store.folder import INDEX_FILES
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     model, tokenizer = load_named(args.model, args.adapter_path)
-    request = request_of(args, args.bits)
+    request = precision_of(args)
     try:
         known = _known(args, request) if request.is_measured else None
         spec, allocation = measured_spec(model, tokenizer, request, known)
@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def request_of(args: argparse.Namespace, bits: str) -> PrecisionRequest:
     """Return what the options ask for, with these bits."""
-    return PrecisionRequest(
-        KV_BITS[bits], args.group_size, args.rotate, args.target, args.measure_s
-    )
+    args.kvpersist_kv_bits = bits
+    return precision_of(args)
 
 
 def measured_spec(

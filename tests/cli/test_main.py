@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist import __version__, config
+from mlx_lm_kvpersist import __version__
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import StoreError
 
@@ -143,8 +143,3 @@ def test_server_passes_everything_on(
     monkeypatch.setattr(cli, "serve", seen.append)
     assert cli.main(["server", *argv]) == 0
     assert seen == [served]
-
-
-def test_spec_takes_the_bits_that_the_server_takes() -> None:
-    (bits,) = [a for a in COMMANDS["spec"]._actions if a.dest == "bits"]
-    assert tuple(bits.choices or ()) == tuple(config.KV_BITS)

@@ -52,7 +52,7 @@ def quality(*argv: str | Path) -> int:
 def test_fewer_bits_are_further_away(
     tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ("--model", tiny_model, "--text", text, *SHORT, "--rotate", "off", "--json")
+    argv = ("--model", tiny_model, "--text", text, *SHORT, "--kvpersist-kv-rotate", "off", "--json")
     assert quality(*argv) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["text"]["name"] == str(text) and report["reference"] == "float32"
@@ -82,7 +82,16 @@ def test_the_table_names_text_and_advice(
     tiny_model_bos: Path, capsys: pytest.CaptureFixture[str], text: Path
 ) -> None:
     assert (
-        quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle", "--rotate", "off")
+        quality(
+            "--model",
+            tiny_model_bos,
+            "--text",
+            text,
+            *SHORT,
+            "--no-needle",
+            "--kvpersist-kv-rotate",
+            "off",
+        )
         == 0
     )
     out = capsys.readouterr().out
@@ -113,7 +122,7 @@ def test_what_was_chosen_anew_is_what_the_server_takes(
     assert quality(*argv) == 1
     assert "there is no store at" in capsys.readouterr().err
     DiskStore(store, StoreLimits(0, 1 << 30)).close()
-    assert quality(*argv, "--target", "1e-9", "--json") == 0
+    assert quality(*argv, "--kvpersist-kv-target", "1e-9", "--json") == 0
     strict = json.loads(capsys.readouterr().out)["layout"]
     assert quality(*argv) == 0
     said = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm_kvpersist.cli import main as cli
 from tests.support import make_zoo_model
 
-PLAIN = ("--bits", "4", "--rotate", "off")
+PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
 
 
 def described(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -32,12 +32,14 @@ def test_precision_as_the_server_takes_it(
     tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = [
-        described(capsys, "--model", str(tiny_model), "--bits", bits, "--rotate", rotate)["layout"]
+        described(
+            capsys,
+            *("--model", str(tiny_model)),
+            *("--kvpersist-kv-bits", bits, "--kvpersist-kv-rotate", rotate),
+        )["layout"]
         for bits, rotate in (("4", "off"), ("8", "off"), ("k8v4", "on"), ("16", "auto"))
     ]
     assert layouts == ["4b64", "8b64", "k8rv4rb64", "full"]
-    assert cli.main(["spec", "--model", str(tiny_model), "--group-size", "48"]) == 1
-    assert "group size is 48" in capsys.readouterr().err
 
 
 def test_what_a_model_bears_is_measured(
