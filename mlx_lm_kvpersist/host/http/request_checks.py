@@ -7,8 +7,6 @@ can serve are left to stock.
 from __future__ import annotations
 
 import json
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from ..attachments import IMAGE_KINDS, PART_KINDS
 MAX_BODY_BYTES = 256 << 20
 _MAX_SLICE = 2**31
 _MLX_INTEGERS = 2**63
-_DISCARD_S = 10.0
 _NUMBERS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -47,28 +44,14 @@ def read_json(handler: Any) -> dict[str, Any]:
     if length is None:
         raise RequestRefused("the header Content-Length is missing, expected the body's size", 411)
     n_bytes = check_body_length(length)
-    parts = []
-    until_s = time.monotonic() + handler.timeout
-    n_left = n_bytes
     try:
-        while n_left:
-            part = handler.rfile.read1(min(n_left, 1 << 20))
-            if not part:
-                raise RequestRefused(
-                    f"the body ended after {n_bytes - n_left:,} of {n_bytes:,} bytes"
-                )
-            if time.monotonic() > until_s:
-                raise TimeoutError
-            parts.append(part)
-            n_left -= len(part)
+        read = handler.rfile.read(n_bytes)
     except TimeoutError:
-        raise RequestRefused(
-            f"{n_left:,} of the body's {n_bytes:,} bytes did not come within "
-            f"{handler.timeout:.0f} seconds",
-            408,
-        ) from None
+        raise late_body(handler) from None
+    if len(read) < n_bytes:
+        raise RequestRefused(f"the body ended after {len(read):,} of {n_bytes:,} bytes")
     try:
-        body = json.loads(b"".join(parts).decode())
+        body = json.loads(read.decode())
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"the body is no JSON that can be read: {error}") from error
     if not isinstance(body, dict):
@@ -76,20 +59,9 @@ def read_json(handler: Any) -> dict[str, Any]:
     return body
 
 
-def discard_body(handler: Any) -> None:
-    """Read what a refused client still sends, for a few seconds.
-
-    It sends all before it reads the answer, and a connection that is closed before is reset.
-    """
-    until_s = time.monotonic() + _DISCARD_S
-    try:
-        handler.wfile.flush()
-        handler.connection.shutdown(socket.SHUT_WR)
-        handler.connection.settimeout(1.0)
-        while time.monotonic() < until_s and handler.rfile.read1(1 << 20):
-            pass
-    except OSError:
-        pass  # it has gone
+def late_body(handler: Any) -> RequestRefused:
+    """Return what a client is told that stopped sending."""
+    return RequestRefused(f"the body did not come within {handler.timeout:.0f} s", 408)
 
 
 def check_bias(bias: Any) -> None:

@@ -39,7 +39,7 @@ from .request_checks import (
     check_chat,
     check_model,
     check_parameters,
-    discard_body,
+    late_body,
 )
 from .stop_words import StopWords
 
@@ -153,11 +153,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 path = self.path.partition("?")[0]
                 logger.info("the client of %s %s left before its answer's end", self.command, path)
 
-    def finish(self) -> None:
-        if self._status == 413:
-            discard_body(self)
-        super().finish()
-
     def parse_request(self) -> bool:
         self._begin_request()
         self.body: Any = {}
@@ -199,7 +194,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         except TimeoutError:
             if self._has_replied:
                 raise
-            self._fail(RequestRefused(f"the body did not come within {self.timeout:.0f} s", 408))
+            self._fail(late_body(self))
         except (RecursionError, UnicodeDecodeError) as error:
             # Stock catches only json's own error while it reads a body.
             self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
@@ -378,8 +373,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self._status = code
         if code == 503:
             self.send_header("Retry-After", str(RETRY_AFTER_S))
-        elif code == 413:
-            self.close_connection = True
 
     def end_headers(self) -> None:
         """Add the plugins' headers as late as possible: without streaming, the reply is known."""

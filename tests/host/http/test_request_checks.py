@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,8 +15,6 @@ from mlx_lm_kvpersist.host.http.request_checks import (
     MAX_BODY_BYTES,
     check_body_length,
     check_parameters,
-    discard_body,
-    read_json,
 )
 from tests.support import ServerProcess, StartServer
 
@@ -166,36 +163,6 @@ def test_xtc_is_checked_where_it_is_asked_for(probability: float, threshold: flo
     given.xtc_probability, given.xtc_threshold = 0.5, 0.6
     with pytest.raises(RequestRefused, match="xtc_threshold is"):
         check_parameters({}, given)
-
-
-class Drips:
-    """A connection on which a byte comes every 10 ms, as often as a test waits for one."""
-
-    timeout = 0.1
-    headers: ClassVar = {"Content-Length": "60"}
-
-    def __init__(self) -> None:
-        self.n_reads = 0
-        self.rfile = self.wfile = self.connection = self
-
-    def read1(self, n_bytes: int) -> bytes:
-        self.n_reads += 1
-        assert self.n_reads < 100
-        time.sleep(0.01)
-        return b" "
-
-    def flush(self) -> None: ...
-    def shutdown(self, how: int) -> None: ...
-    def settimeout(self, seconds: float) -> None: ...
-
-
-def test_a_body_that_drips_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestRefused, match="bytes did not come within 0 seconds") as refused:
-        read_json(Drips())
-    assert refused.value.status == 408
-    monkeypatch.setattr("mlx_lm_kvpersist.host.http.request_checks._DISCARD_S", 0.1)
-    discard_body(drips := Drips())
-    assert drips.n_reads > 0
 
 
 def test_a_reply_of_no_tokens_is_refused() -> None:
