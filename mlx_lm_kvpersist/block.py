@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -67,20 +66,13 @@ def checkpoint_key(block: bytes, kind: str, n_tokens: int) -> bytes:
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32."""
-    packed = array("i", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    """Return token ids as little-endian int32, as every machine has them that MLX runs on."""
+    return array("i", ids).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
     """Return the token ids of `pack_ids`."""
-    ids = array("i")
-    ids.frombytes(packed)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tolist()
+    return array("i", packed).tolist()
 
 
 @dataclass(frozen=True)

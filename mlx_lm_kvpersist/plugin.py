@@ -41,7 +41,7 @@ from .request.loading import places, prepare
 from .request.model import Speed
 from .request.outcome import Kind, Outcome
 from .request.roles import TemplateRoles, share_reasoning
-from .request.serving import RequestState, ServedRequest, Serving, UnservedRequest
+from .request.serving import RequestState, ServedRequest, Serving
 from .request_log import RequestLog
 from .round_trip import check_round_trip
 from .store.block_store import BlockStore
@@ -159,11 +159,12 @@ class KVPersistPlugin:
         self._roles.fit(messages)
 
     @hookimpl
-    def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest:
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
         if serving := self._serving:
             return ServedRequest(serving, request, prompt)
-        state, outcome = RequestState.of(request), Outcome.stock(len(prompt.ids), self._refusal)
-        return UnservedRequest(prompt, state, partial(self._record, state, outcome))
+        state = RequestState.of(request)
+        state.n_prompt = len(prompt.ids)
+        return None if state.is_kept else TakenRequest(prompt)  # stock would keep the prompt
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
@@ -214,9 +215,10 @@ class KVPersistPlugin:
         if state.outcome is None:
             if state.lookup is not None:
                 state.lookup.close()
-            has_text = has_text_only(request.messages)
-            why = "another plugin took it" if has_text else "prompts with images are left to it"
-            self._record(state, Outcome.stock(0, why))
+            why = "prompts with images are left to it"
+            if has_text_only(request.messages):
+                why = self._refusal or "another plugin took it"
+            self._record(state, Outcome.stock(state.n_prompt, why))
         assert state.outcome is not None
         said = state.outcome.header + ("" if state.is_kept else "; kept=no")
         return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_lm.models.cache import ChunkedKVCache
+
 from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 
@@ -22,7 +24,8 @@ def _kind(cache: Any) -> str:
     kind = KINDS.get(type(cache))
     if kind is None:
         return type(cache).__name__
-    return f"{kind.word} {kind.window(cache)}" if kind.window else kind.word
+    word = "chunked" if isinstance(cache, ChunkedKVCache) else kind.group.value
+    return f"{word} {kind.window(cache)}" if kind.window else word
 
 
 def describe_precisions(spec: ModelCacheSpec) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, Literal, Protocol, TypeVar
@@ -71,32 +71,30 @@ def match_prompt(
     root: bytes,
     prompt: str | bytes,
     tokens: TokenText | None = None,
-    prefer: Collection[bytes] = (),
     packed_ids: bytes = b"",
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends where a token ends.
 
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
-    Of equally long prefixes, a branch through a block in `prefer` wins. `packed_ids` are the own
-    ids of a text, if `tokens` covers them all: it then covers every block that has the same ids.
+    `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
+    that has the same ids.
     """
-    best, best_rank, n_used = None, (0, False), 0
-    steps = _steps(source, root, prompt, prefer, tokens, packed_ids)
+    best, n_best, n_used = None, 0, 0
+    steps = _steps(source, root, prompt, tokens, packed_ids)
     for step in steps:
         # A character that is incomplete in the store may count for one more.
-        if (step.position + step.n_equal + 1, True) < best_rank:
+        if step.position + step.n_equal + 1 <= n_best:
             break
         n_tokens, n_chars = _cut(step, prompt, tokens)
-        rank = (step.position + n_chars, step.preferred)
-        if n_tokens and rank > best_rank:
-            best, best_rank, n_used = step, rank, n_tokens
+        if n_tokens and step.position + n_chars > n_best:
+            best, n_best, n_used = step, step.position + n_chars, n_tokens
     match = NO_MATCH
     if best is not None:
         path = [node := best.node]
         at_end = n_used == node.n_tokens and not source.children(node.key, limit=1)
         while (best := best.before) is not None:
             path.append(best.node)
-        match = Match(tuple(reversed(path)), node.start + n_used, best_rank[0], at_end)
+        match = Match(tuple(reversed(path)), node.start + n_used, n_best, at_end)
     if tokens is None or not steps:
         return match
     farthest = steps[0]
@@ -118,14 +116,12 @@ class _Step:
     pending: bytes
     position: int
     n_equal: int
-    preferred: bool
 
 
 def _steps(
     source: BlockSource,
     root: bytes,
     prompt: str | bytes,
-    prefer: Collection[bytes],
     tokens: TokenText | None,
     packed_ids: bytes,
 ) -> list[_Step]:
@@ -150,11 +146,11 @@ def _steps(
                 content = tokens.known_beginning(node.ids, pending)
             whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
-            step = _Step(node, before, pending, position, n_equal, node.key in prefer)
+            step = _Step(node, before, pending, position, n_equal)
             steps.append(step)
             if whole:
                 open_ends.append((node.key, position + n_equal, step))
-    return sorted(steps, key=lambda step: (-step.position - step.n_equal, not step.preferred))
+    return sorted(steps, key=lambda step: -step.position - step.n_equal)
 
 
 def common_prefix(content: Content, prompt: Content, position: int) -> int:

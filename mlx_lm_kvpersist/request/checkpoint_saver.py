@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint
-from ..cache.blocks.cut_join import copy_state, first_cached, split_windows
+from ..cache.blocks.cut_join import copy_state, first_cached, split
 from ..cache.geometry.spec import state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.prompt import PREFILL, REPLY
@@ -139,7 +139,7 @@ class CheckpointSaver(Saver):
                 and _stored_window(stored.get(block.key, ()), window, block.stop - start) is None
             ]
             ranges = [(start, block.stop) for block, start in missing]
-            arrays = split_windows(self.spec, window, caches, ranges)
+            arrays = split(self.spec.sliding[window], caches, ranges)
             kind = window_kind(window)
             for (block, start), its_arrays in zip(missing, arrays, strict=True):
                 new.append((Checkpoint.at(block.key, kind, block.stop - start), its_arrays))

@@ -91,8 +91,7 @@ class Lookup:
     """One prompt, from what is stored of it to the caches that hold its beginning.
 
     The prompt is matched when the lookup is made, and again only if blocks came or went since.
-    `prompt` has replies as the ids that the model produced. `session` is what the client calls the
-    conversation.
+    `prompt` has replies as the ids that the model produced.
     """
 
     def __init__(
@@ -103,10 +102,9 @@ class Lookup:
         model: LoadedModel,
         *,
         canary: bool = True,
-        session: str | None = None,
     ) -> None:
         self.prompt, self.model, self.root = prompt, model, root
-        self._store, self._canary, self._session = store, canary, session
+        self._store, self._canary = store, canary
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
@@ -122,14 +120,11 @@ class Lookup:
         self._n_changes = self._store.n_changes
         self._nearest = NO_MATCH
         store, prompt, tokens = self._store, self.prompt, self.model.text
-        prefer: set[bytes] = set()
-        if self._session is not None:
-            prefer = store.view.session_blocks(self.root.key, self._session)
         packed = pack_ids(prompt.ids)
         match: Match | None = None
         if tokens is not None and self._text is not None:
             source = store.ram_first(self.root.key, self._text)
-            match = match_prompt(source, self.root.key, self._text, tokens, prefer, packed)
+            match = match_prompt(source, self.root.key, self._text, tokens, packed)
             self._nearest = match
             if match.n_tokens == 0:
                 return Found(prompt, match)
@@ -140,7 +135,7 @@ class Lookup:
                 match = replace(match, n_tokens=spliced.n_stored) if spliced is not None else None
         if match is None:
             source = store.ram_first(self.root.key, packed)
-            match = match_prompt(source, self.root.key, packed, None, prefer)
+            match = match_prompt(source, self.root.key, packed)
         if match.n_tokens == 0:
             return Found(prompt, self._nearest)
         n_most = len(prompt.ids) - 1  # the last token must run, to give logits

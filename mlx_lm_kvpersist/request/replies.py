@@ -109,11 +109,10 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     tokens = model.text
     if tokens is None:
         return prompt
-    stored = [
-        store.reply_ids(root.key, key) or store.reply_ids(root.key, key_begun)
-        for key, key_begun in _reply_keys(prompt.messages)
-    ]
-    replies = [_Reply.from_bytes(packed) for packed in stored if packed is not None]
+    keys = list(_reply_keys(prompt.messages))
+    stored = store.replies(root.key, [key for pair in keys for key in pair])
+    packed = [stored.get(key) or stored.get(key_begun) for key, key_begun in keys]
+    replies = [_Reply.from_bytes(found) for found in packed if found is not None]
     if not replies or not tokens.covers(prompt.ids):
         return prompt
     read = memoryview(tokens.to_bytes(prompt.ids))

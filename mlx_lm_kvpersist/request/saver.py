@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Record, block_key, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS, n_cached_tokens, split_blocks
+from ..cache.blocks.cut_join import BLOCK_TOKENS, n_cached_tokens, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes, token_arrays
 from ..host.prompt import PREFILL, REPLY
 from ..match.text import TokenText
@@ -168,7 +168,7 @@ class Saver:
     ) -> list[tuple[Block, Arrays]]:
         """Return those blocks of a chain that are not stored, with their arrays."""
         new = [block for block in chain if block.key not in store]
-        arrays = split_blocks(self.spec, caches, [(block.start, block.stop) for block in new])
+        arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
 
 

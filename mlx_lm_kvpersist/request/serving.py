@@ -35,7 +35,7 @@ class RequestState:
     """One request, from its HTTP thread to the generation thread and back.
 
     `session`, `namespace` and `is_kept` are set once, before the request is queued. `id` and
-    `outcome` are set when the request enters, before its reply begins.
+    `outcome` are set before its reply begins.
     """
 
     session: str | None = None
@@ -44,6 +44,8 @@ class RequestState:
     """Whether anything of it may be stored, on disk or in RAM."""
     id: str = ""
     outcome: Outcome | None = None
+    n_prompt: int = 0
+    """Tokens of its prompt, where stock serves it."""
     root: Root | None = None
     """Of the tree that the request's tenant may see, once its model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
@@ -149,9 +151,7 @@ class ServedRequest(TakenRequest):
         state.messages = prompt.messages
         try:
             fed = retokenize(prompt, root, store, model)
-            state.lookup = Lookup(
-                fed, root, store, model, canary=serving.canary, session=state.session
-            )
+            state.lookup = Lookup(fed, root, store, model, canary=serving.canary)
             self.prompt = state.lookup.found.prompt
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
@@ -205,19 +205,6 @@ class ServedRequest(TakenRequest):
         except Exception:
             logger.exception("kvpersist: a turn could not be saved")
         serving.remember(state)
-
-
-class UnservedRequest(TakenRequest):
-    """A request for a model whose conversations are not kept: only its outcome is recorded."""
-
-    def __init__(self, prompt: Prompt, state: RequestState, record: Callable[[], None]) -> None:
-        super().__init__(prompt)
-        self._state, self._record = state, record
-
-    def enter(self) -> Prepared | None:
-        self._record()
-        # Stock would keep the prompt.
-        return None if self._state.is_kept else Prepared(self.prompt)
 
 
 def awaits_another(

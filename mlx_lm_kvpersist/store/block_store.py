@@ -182,13 +182,15 @@ class BlockStore:
             sizes=sizes,
         )
 
-    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
-        """Return the packed ids of a remembered reply."""
-        for commit in reversed(self._writer.commits()):
-            for reply in commit.replies:
-                if (commit.root.key, reply.digest) == (root, digest):
-                    return reply.packed_ids
-        return self.view.reply_ids(root, digest)
+    def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the packed ids of those of these replies that are remembered, by digest."""
+        waiting = {
+            reply.digest: reply.packed_ids
+            for commit in self._writer.commits()
+            if commit.root.key == root
+            for reply in commit.replies
+        }
+        return {**self.view.replies(root, digests), **waiting}
 
     def other_roots(self, root: Root, limit: int) -> list[Root]:
         """Return what else is stored, the biggest first; nothing if the index cannot be read."""

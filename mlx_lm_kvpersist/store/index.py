@@ -39,8 +39,6 @@ _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _AT_ONCE = 500
 """Keys in one statement; SQLite takes 999 or more."""
-_MAX_BRANCHES = 4
-"""Of a session that are preferred to others of equal length: those used last."""
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
@@ -305,17 +303,6 @@ class Index:
     def _sessions(self, where: str, *values: Any) -> list[Session]:
         rows = self._db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", values)
         return [session for row in rows if (session := read_session(row)) is not None]
-
-    def session_blocks(self, root: bytes, name: str) -> set[bytes]:
-        """Return the keys of all blocks of the branches of a session that were used last."""
-        rows = self._db.execute(
-            "WITH RECURSIVE up(key) AS ("
-            "SELECT leaf FROM (SELECT leaf FROM sessions WHERE root = ? AND name = ? "
-            "ORDER BY used DESC LIMIT ?) "
-            "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up",
-            (root, name, _MAX_BRANCHES),
-        )
-        return {key for (key,) in rows}
 
     def pinned_blocks(self) -> set[bytes]:
         """Return the blocks of all pinned sessions."""

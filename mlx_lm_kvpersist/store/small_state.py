@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 from .database import Database
 from .records import StoredReply, seal, unsealed
 
+_AT_ONCE = 500
+"""Values in one query."""
 _MAX_REPLIES = 10_000
 KEPT = 100
 """Records of requests."""
@@ -32,11 +34,17 @@ class SmallState:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def reply_ids(self, root: bytes, digest: bytes) -> bytes | None:
-        row = self._database.connection.execute(
-            "SELECT ids FROM replies WHERE root = ? AND digest = ?", (root, digest)
-        ).fetchone()
-        return None if row is None else unsealed(root, digest, row[0])
+    def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the packed ids of remembered replies, by digest."""
+        found: dict[bytes, bytes] = {}
+        for first in range(0, len(digests), _AT_ONCE):
+            some = digests[first : first + _AT_ONCE]
+            where = f"root = ? AND digest IN ({','.join('?' * len(some))})"
+            query = f"SELECT digest, ids FROM replies WHERE {where}"
+            for digest, sealed in self._database.connection.execute(query, (root, *some)):
+                if (ids := unsealed(root, digest, sealed)) is not None:
+                    found[digest] = ids
+        return found
 
     def add_replies(self, root: bytes, replies: Collection[StoredReply], used: float) -> None:
         with self._database.transaction() as db:

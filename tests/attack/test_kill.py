@@ -115,11 +115,11 @@ def remove_index(folder: Path) -> None:
 
 def forget_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies stand in the index alone: without it they are matched by their text."""
-    monkeypatch.setattr(BlockStore, "reply_ids", lambda self, root, digest: _ids_of(self, digest))
+    monkeypatch.setattr(BlockStore, "replies", _ids_of)
 
 
-def _ids_of(store: BlockStore, key: bytes) -> bytes:
-    return store.index.chain(key)[-1][0].packed_ids
+def _ids_of(store: BlockStore, root: bytes, keys: list[bytes]) -> dict[bytes, bytes]:
+    return {key: store.index.chain(key)[-1][0].packed_ids for key in keys}
 
 
 def test_an_index_that_is_gone_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

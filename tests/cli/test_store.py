@@ -189,7 +189,7 @@ def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk.index._db.commit()
     disk.index.commit(Commit(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
     assert run("store", "rebuild") == 0
-    assert disk.index.state.reply_ids(ROOT.key, b"digest") == b"ids"
+    assert disk.index.state.replies(ROOT.key, [b"digest"]) == {b"digest": b"ids"}
     assert disk.index._db.execute("SELECT DISTINCT used FROM blocks").fetchall() == [(4e9,)]
     disk.close()
 

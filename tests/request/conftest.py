@@ -62,7 +62,7 @@ class Conversations:
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:
         """Take a turn as the server does: look up, prefill, keep, reply, keep."""
         prompt = ids[:n_prompt]
-        reuse = self.look_up(prompt, session)
+        reuse = self.look_up(prompt)
         assert list(reuse.prompt.ids) == prompt
         caches, n_reused = reuse.caches or self.loaded.spec.make_cache(), reuse.outcome.n_reused
         state = RequestState(session=session, root=self.root)
@@ -75,9 +75,9 @@ class Conversations:
         cache_type = REPLY if len(ids) > n_prompt else "user"
         insert(sequence, ids, caches, cache_type, self.store, self.loaded)
 
-    def look_up(self, ids: list[int], session: str | None = None) -> Reuse:
+    def look_up(self, ids: list[int]) -> Reuse:
         prompt = Prompt(ids, [ids], ["user"])
-        return Lookup(prompt, self.root, self.store, self.loaded, session=session).restore()
+        return Lookup(prompt, self.root, self.store, self.loaded).restore()
 
     def forget_hot_blocks(self) -> None:
         self.store.drain()

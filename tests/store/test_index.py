@@ -171,8 +171,7 @@ def ask_everything(store: BlockStore) -> None:
     for root, _ in index.roots():
         assert root == ROOT
     store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
-    store.reply_ids(ROOT.key, b"digest")
-    store.view.session_blocks(ROOT.key, "s")
+    store.replies(ROOT.key, [b"digest"])
     store.view.get("measured")
     store.view.under("")
     index.state.written_last_hour()
@@ -287,9 +286,8 @@ def test_the_oldest_remembered_replies_go_first(
         index.commit(Commit(ROOT, (), replies=(reply,)))
     (n_replies,) = index._db.execute("SELECT count(*) FROM replies").fetchone()
     assert n_replies == most
-    assert index.state.reply_ids(ROOT.key, (49).to_bytes(4, "big")) is None
-    assert index.state.reply_ids(ROOT.key, (50).to_bytes(4, "big")) == b"ids"
-    assert index.state.reply_ids(ROOT.key, (most + 49).to_bytes(4, "big")) == b"ids"
+    digests = [n.to_bytes(4, "big") for n in range(most + 50)]
+    assert index.state.replies(ROOT.key, digests) == dict.fromkeys(digests[50:], b"ids")
     index.close()
 
 

@@ -139,10 +139,6 @@ def ask_whether_a_tail_is_replaced(one: Many) -> None:
     assert one.new not in one.index.children(one.head.key, one.new.packed_ids)
 
 
-def prefer_a_session(one: Many) -> None:
-    assert one.head.key in one.index.session_blocks(ROOT.key, "s")
-
-
 def find_the_session_of_a_leaf(one: Many) -> None:
     leaf = Leaf("s", b"new", 600, (one.head.key, one.siblings[0].key))
     found = one.index.session_at(ROOT, leaf)
@@ -175,7 +171,6 @@ def add_one_and_remove_it(one: Many) -> None:
         pytest.param(look_up_by_ids, id="b1-ids"),
         pytest.param(look_up_the_end, id="b1-at-end"),
         pytest.param(ask_whether_a_tail_is_replaced, id="b1-tails"),
-        pytest.param(prefer_a_session, id="b1-session-blocks"),
         pytest.param(find_the_session_of_a_leaf, id="b1-session-at"),
         pytest.param(count_everything, id="b2-totals"),
         pytest.param(find_the_first_to_go, id="b2-evict"),

@@ -217,7 +217,6 @@ def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -
     n_fewer = 0
     for _ in range(150):
         nodes = random_tree(store, rng)
-        prefer = {node.key for node in nodes if rng.random() < 0.2}
         ids = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
         at: Block | None = rng.choice(nodes)
         while at is not None:
@@ -226,10 +225,10 @@ def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -
         text, packed = SPELLINGS.decode(ids), pack_ids(ids)
         by_text, by_ids = (store.ram_first(ROOT.key, prompt) for prompt in (text, packed))
         n_fewer += bool(by_text.complete)
-        found = match_prompt(by_text, ROOT.key, text, SPELLINGS, prefer)
-        assert found == match_prompt(store, ROOT.key, text, SPELLINGS, prefer)
-        found = match_prompt(by_ids, ROOT.key, packed, None, prefer)
-        assert found == match_prompt(store, ROOT.key, packed, None, prefer)
+        found = match_prompt(by_text, ROOT.key, text, SPELLINGS)
+        assert found == match_prompt(store, ROOT.key, text, SPELLINGS)
+        found = match_prompt(by_ids, ROOT.key, packed)
+        assert found == match_prompt(store, ROOT.key, packed)
         store.pool.clear()
         for node in nodes:
             store.index.forget(node.key)

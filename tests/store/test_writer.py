@@ -126,14 +126,14 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
     store.submit(may_go_on.wait)
     store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"new!"),)), [])
     try:
-        assert store.reply_ids(ROOT.key, b"digest") == b"new!"
+        assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
         begin.set()
         assert is_saved.wait(10)
-        assert store.reply_ids(ROOT.key, b"digest") == b"new!"
+        assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
     finally:
         may_go_on.set()
     store.drain()
-    assert store.reply_ids(ROOT.key, b"digest") == b"new!"
+    assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
 
 
 # What waits: how much, and how long.

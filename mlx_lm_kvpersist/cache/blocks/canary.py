@@ -25,8 +25,7 @@ from .cut_join import (
     concatenated,
     copy_state,
     first_cached,
-    split_blocks,
-    split_windows,
+    split,
 )
 
 logger = logging.getLogger(__name__)
@@ -142,10 +141,10 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
     n_held = {window: n_tokens - start for window, start in starts.items()}
     joiner = Joiner(spec, n_tokens, headroom(1), n_held, whole=False)
     cuts = [(0, _CUT), (_CUT, n_tokens)] if spec.full else []
-    for (start, stop), block in zip(cuts, split_blocks(spec, caches, cuts), strict=True):
+    for (start, stop), block in zip(cuts, split(spec.full, caches, cuts), strict=True):
         joiner.add(Piece(block, 0, stop - start))
     for window, start in starts.items():
-        (arrays,) = split_windows(spec, window, caches, [(start, n_tokens)])
+        (arrays,) = split(spec.sliding[window], caches, [(start, n_tokens)])
         joiner.add(Piece(arrays, 0, n_tokens - start), window)
     joiner.add_state(copy_state(spec, caches))
     return canary_difference(model, spec, joiner.finish(), _IDS)

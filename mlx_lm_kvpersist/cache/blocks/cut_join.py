@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -76,25 +75,6 @@ def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> in
     return max(kind_of(slot).positions(slot)[0] for slot in its_slots)
 
 
-def split_blocks(
-    spec: ModelCacheSpec, caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
-) -> list[dict[str, mx.array]]:
-    """Return one block per token range [start, stop), as evaluated arrays of their own.
-
-    Raises:
-        ValueError: the ranges overlap, are empty, out of order, longer than a block, or go beyond
-            what a cache holds; or there are not as many caches as the model has.
-    """
-    return _split(spec, spec.full, caches, ranges)
-
-
-def split_windows(
-    spec: ModelCacheSpec, window: int, caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
-) -> list[dict[str, mx.array]]:
-    """Return the keys and values of the groups with this window, as `split_blocks` does."""
-    return _split(spec, spec.sliding[window], caches, ranges)
-
-
 def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.array]:
     """Return the recurrent groups' states, as evaluated arrays of their own.
 
@@ -122,26 +102,22 @@ def n_bytes(arrays: Arrays) -> int:
     return sum(int(array.nbytes) for array in arrays.values())
 
 
-def _split(
-    spec: ModelCacheSpec,
-    groups: Sequence[LayerGroup],
-    caches: Sequence[Any],
-    ranges: Sequence[tuple[int, int]],
+def split(
+    groups: Sequence[LayerGroup], caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
 ) -> list[dict[str, mx.array]]:
-    for start, stop in ranges:
-        if not 0 <= start < stop <= start + BLOCK_TOKENS:
-            raise ValueError(f"tokens {start} to {stop} are not a block")
-    for (_, stop), (start, _) in zip(ranges, islice(ranges, 1, None), strict=False):
-        if start < stop:
-            raise ValueError(f"a block from token {start} overlaps the one up to token {stop}")
-    if len(caches) != len(spec.template):
-        raise ValueError(f"{len(caches)} caches for {len(spec.template)} layers")
+    """Return keys and values of groups per token range [start, stop), evaluated, of their own.
+
+    The ranges are in order; each is a block, or a part of one.
+
+    Raises:
+        ValueError: a range goes beyond what a cache holds.
+    """
     if not ranges:
         return []
     if prefers_few_copies() and len(ranges) > _STRETCH_BLOCKS:
         # Stacking makes a second copy for a moment, so the conversation is cut in stretches.
         head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
-        return [*_split(spec, groups, caches, head), *_split(spec, groups, caches, tail)]
+        return [*split(groups, caches, head), *split(groups, caches, tail)]
     slots = slots_of(caches)
     first = ranges[0][0]
     cuts = sorted({cut for span in ranges for cut in span} - {first})

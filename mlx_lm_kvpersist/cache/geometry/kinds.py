@@ -45,7 +45,6 @@ class CacheKind:
     """
 
     group: GroupKind
-    word: str
     first: Callable[[Any], int] = lambda cache: 0
     in_order: Callable[[Any, mx.array], mx.array] = lambda cache, x: x
     window: Callable[[Any], int] | None = None
@@ -106,11 +105,10 @@ def _refused_ring(cache: Any) -> str:
 
 
 KINDS: dict[type, CacheKind] = {
-    SequenceQuantizedKVCache: CacheKind(GroupKind.FULL, "full"),
-    KVCache: CacheKind(GroupKind.FULL, "full"),
+    SequenceQuantizedKVCache: CacheKind(GroupKind.FULL),
+    KVCache: CacheKind(GroupKind.FULL),
     RotatingKVCache: CacheKind(
         GroupKind.SLIDING,
-        "sliding",
         first=_first_of_ring,
         in_order=lambda cache, x: cache._temporal_order(x),
         window=lambda cache: int(cache.max_size),
@@ -119,12 +117,11 @@ KINDS: dict[type, CacheKind] = {
     ),
     ChunkedKVCache: CacheKind(
         GroupKind.SLIDING,
-        "chunked",
         first=lambda cache: int(cache.start_position),
         window=lambda cache: int(cache.chunk_size),
         filled=_chunk_filled,
     ),
-    ArraysCache: CacheKind(GroupKind.RECURRENT, "recurrent", states=lambda cache: cache.cache),
+    ArraysCache: CacheKind(GroupKind.RECURRENT, states=lambda cache: cache.cache),
 }
 """The classes that can be stored and restored."""
 

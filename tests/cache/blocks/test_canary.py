@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split_blocks
+from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import arrays_of
@@ -33,7 +33,7 @@ def stored(
     caches = spec.make_cache()
     mx.eval(model(mx.array([ids]), cache=caches))
     ranges = [(start, min(start + 256, len(ids))) for start in range(0, len(ids), 256)]
-    blocks = split_blocks(spec, caches, ranges)
+    blocks = split(spec.full, caches, ranges)
     return spec, [(block, b - a) for block, (a, b) in zip(blocks, ranges, strict=True)]
 
 

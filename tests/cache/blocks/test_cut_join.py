@@ -17,8 +17,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     copy_state,
     n_bytes,
     n_cached_tokens,
-    split_blocks,
-    split_windows,
+    split,
 )
 from mlx_lm_kvpersist.cache.geometry.kinds import KINDS, GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import (
@@ -107,7 +106,7 @@ def test_any_cut_joins_to_the_same_bits(
     for size in sizes:
         ranges.append((start, start + size))
         start += size
-    blocks = split_blocks(SPEC, caches, ranges)
+    blocks = split(SPEC.full, caches, ranges)
     assert [
         arrays_fit(token_arrays(SPEC.full, n), b) for b, n in zip(blocks, sizes, strict=True)
     ] == [None] * len(sizes)
@@ -121,14 +120,14 @@ def test_any_cut_joins_to_the_same_bits(
 def test_ranges_may_leave_gaps() -> None:
     caches = caches_of(100)
     for block, (start, stop) in zip(
-        split_blocks(SPEC, caches, [(3, 20), (40, 41)]), [(3, 20), (40, 41)], strict=True
+        split(SPEC.full, caches, [(3, 20), (40, 41)]), [(3, 20), (40, 41)], strict=True
     ):
         assert_same(join_blocks(SPEC, [(block, stop - start)], 0), caches, start, stop)
-    assert split_blocks(SPEC, caches, []) == []
+    assert split(SPEC.full, caches, []) == []
 
 
 def test_a_block_names_its_arrays() -> None:
-    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     assert list(block) == [
         f"{group}.{part}.{field}"
         for group in "01"
@@ -146,7 +145,7 @@ def test_blocks_share_no_memory_with_the_caches() -> None:
     caches = caches_of(2000)
     mx.eval([cache.state for cache in caches])
     before = mx.get_active_memory()
-    blocks = split_blocks(SPEC, caches, [(0, 256), (256, 300)])
+    blocks = split(SPEC.full, caches, [(0, 256), (256, 300)])
     added = mx.get_active_memory() - before
     assert added >= 300 * SPEC.bytes_per_token
     del caches
@@ -158,7 +157,7 @@ def test_blocks_share_no_memory_with_the_caches() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("headroom", [0, 64])
 def test_every_layer_has_buffers_of_its_own(headroom: int, whole: bool) -> None:
-    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     restored = join_blocks(SPEC, [(block, 10)], headroom, whole=whole)
     held = mx.get_active_memory()
     in_blocks = {(address(x), x.nbytes) for x in block.values()}
@@ -171,7 +170,7 @@ def test_every_layer_has_buffers_of_its_own(headroom: int, whole: bool) -> None:
 
 
 def test_a_restored_cache_appends_in_place() -> None:
-    (block,) = split_blocks(SPEC, caches_of(200), [(0, 200)])
+    (block,) = split(SPEC.full, caches_of(200), [(0, 200)])
     cache = join_blocks(SPEC, [(block, 200)], 64)[0]
     assert cache.keys is not None
     before = [address(x) for x in cache.keys]
@@ -185,20 +184,20 @@ def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    blocks = split_blocks(SPEC, caches, [(i, i + 256) for i in range(0, 8192, 256)])
+    blocks = split(SPEC.full, caches, [(i, i + 256) for i in range(0, 8192, 256)])
     assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
 
 
 def test_the_arrays_are_evaluated() -> None:
     """Another thread may only touch what needs no stream of the thread that made it."""
-    (block,) = split_blocks(SPEC, caches_of(10), [(0, 10)])
+    (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     arrays = list(block.values())
     for cache in join_blocks(SPEC, [(block, 10)], 5):
         assert cache.keys is not None and cache.values is not None
         arrays += [*cache.keys, *cache.values]
     mixed = mixed_caches(40)
-    (block,) = split_blocks(MIXED, mixed, [(0, 40)])
-    (window,) = split_windows(MIXED, 16, mixed, [(24, 40)])
+    (block,) = split(MIXED.full, mixed, [(0, 40)])
+    (window,) = split(MIXED.sliding[16], mixed, [(24, 40)])
     state = copy_state(MIXED, mixed)
     arrays += [*block.values(), *window.values(), *copy_state(MIXED, mixed).values()]
     for whole in (True, False):
@@ -225,25 +224,9 @@ def test_no_blocks_are_empty_caches() -> None:
     assert all(cache.empty() for cache in join_blocks(SPEC, [], 10))
 
 
-@pytest.mark.parametrize(
-    ("ranges", "reason"),
-    [
-        ([(0, 0)], "not a block"),
-        ([(0, 257)], "not a block"),
-        ([(-1, 5)], "not a block"),
-        ([(5, 9), (0, 3)], "overlaps"),
-        ([(0, 9), (8, 12)], "overlaps"),
-        ([(90, 101)], "of a cache that holds 0 to 100"),
-    ],
-)
-def test_ranges_that_are_no_blocks(ranges: list[tuple[int, int]], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        split_blocks(SPEC, caches_of(100), ranges)
-
-
-def test_there_are_as_many_caches_as_layers() -> None:
-    with pytest.raises(ValueError, match="1 caches for 3 layers"):
-        split_blocks(SPEC, caches_of(10)[:1], [(0, 10)])
+def test_a_range_beyond_what_a_cache_holds() -> None:
+    with pytest.raises(ValueError, match="of a cache that holds 0 to 100"):
+        split(SPEC.full, caches_of(100), [(90, 101)])
 
 
 @pytest.mark.parametrize("cut", [1, 255, 256, 257, 300])
@@ -253,7 +236,7 @@ def test_a_restored_conversation_goes_on_as_if_never_stored(
     prompt = mx.random.randint(0, VOCAB, (1, 310), key=mx.random.key(3))
     live = llama_spec.make_cache()
     llama_model(prompt[:, :300], cache=live)
-    blocks = split_blocks(llama_spec, live, [(0, 256), (256, 300)])
+    blocks = split(llama_spec.full, live, [(0, 256), (256, 300)])
     used = [(blocks[0], min(cut, 256)), *([(blocks[1], cut - 256)] if cut > 256 else [])]
     restored = join_blocks(llama_spec, used, 64)
 
@@ -277,7 +260,7 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
         name = "mlx_lm_kvpersist.cache.blocks.cut_join.prefers_few_copies"
         monkeypatch.setattr(name, lambda few=few: few)
         caches = caches_of(200)
-        blocks = split_blocks(SPEC, caches, ranges)
+        blocks = split(SPEC.full, caches, ranges)
         addresses = {address(x) for cache in caches for x in (*cache.state[0], *cache.state[1])}
         assert not addresses & {address(x) for block in blocks for x in block.values()}
         for whole in (True, False):
@@ -447,7 +430,7 @@ def test_caches_without_values_are_joined(whole: bool) -> None:
     keys, values = random_kv(1, 300)[0][:, :1, :, :16], mx.zeros((1, 1, 300, 0))
     cache.update_and_fetch(keys, values)
     cuts = [(0, 256), (256, 300)]
-    blocks = split_blocks(spec, caches, cuts)
+    blocks = split(spec.full, caches, cuts)
     used = [(block, stop - start) for block, (start, stop) in zip(blocks, cuts, strict=True)]
     (joined,) = join_blocks(spec, used, 10, whole=whole)
     found = joined.state
@@ -493,10 +476,10 @@ def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: b
     spec = MIXED if with_full else ModelCacheSpec(MIXED.groups[1:], MIXED.template)
     caches = mixed_caches(40)
     ranges = [(0, 25), (25, 40)] if with_full else []
-    early, late = split_windows(spec, 16, caches, [(24, 34), (34, 40)])
+    early, late = split(spec.sliding[16], caches, [(24, 34), (34, 40)])
     pieces = Pieces(
         40,
-        [Piece(block, 0, block["0.k"].shape[2]) for block in split_blocks(spec, caches, ranges)],
+        [Piece(block, 0, block["0.k"].shape[2]) for block in split(spec.full, caches, ranges)],
         {16: [Piece(early, 2, 10), Piece(late, 0, 6)]},
         copy_state(spec, caches),
     )
@@ -532,8 +515,8 @@ def test_a_window_knows_at_which_token_it_begins(whole: bool) -> None:
 
 def test_a_join_has_all_its_tokens() -> None:
     caches = mixed_caches(40)
-    (block,) = split_blocks(MIXED, caches, [(0, 40)])
-    (window,) = split_windows(MIXED, 16, caches, [(24, 40)])
+    (block,) = split(MIXED.full, caches, [(0, 40)])
+    (window,) = split(MIXED.sliding[16], caches, [(24, 40)])
     for whole in (True, False):
         joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
         joiner.add(Piece(block, 0, 39))
@@ -544,7 +527,7 @@ def test_a_join_has_all_its_tokens() -> None:
 
 def test_kinds_that_are_left_out_stay_empty() -> None:
     """As where the canary's kernels are compiled over a long cache of zeros."""
-    (block,) = split_blocks(MIXED, mixed_caches(40), [(0, 40)])
+    (block,) = split(MIXED.full, mixed_caches(40), [(0, 40)])
     for whole in (True, False):
         joined = join(MIXED, Pieces(40, [Piece(block, 0, 40)]), 0, whole=whole)
         assert [cached_positions(cache) for cache in joined[:3]] == [(0, 40), (0, 0), (0, 0)]

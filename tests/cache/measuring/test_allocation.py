@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split_blocks
+from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, split
 from mlx_lm_kvpersist.cache.geometry.precision import (
     Allocation,
     Estimate,
@@ -493,7 +493,7 @@ def of_layout(model: Any, spec: ModelCacheSpec, layout: str) -> ModelCacheSpec:
 
 def cut(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
     cuts = [(0, 256), (256, 300)]
-    blocks = split_blocks(mixed, caches, cuts)
+    blocks = split(mixed.full, caches, cuts)
     pieces = [Piece(b, 0, stop - start) for b, (start, stop) in zip(blocks, cuts, strict=True)]
     for piece in pieces:
         assert arrays_fit(token_arrays(mixed.full, piece.stop), piece.arrays) is None
