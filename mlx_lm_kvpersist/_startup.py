@@ -8,7 +8,6 @@ with one line.
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import itertools
@@ -147,24 +146,9 @@ class ServerLoader(Loader):
         """Return what `python -m mlx_lm.server` runs.
 
         runpy asks the loader for code and executes it as `__main__`, a second copy that no
-        import hook sees. So `__main__` gets the names of the imported, wrapped module and runs
-        only the stock module's own `if __name__ == "__main__":` block.
+        import hook sees. So it runs `main` of the imported, wrapped module.
         """
-        tree = ast.parse(
-            f"import importlib as _importlib\n"
-            f"globals().update({{k: v for k, v in"
-            f" vars(_importlib.import_module({fullname!r})).items() if not k.startswith('__')}})\n"
-        )
-        get_source = getattr(self.real, "get_source", None)
-        source = get_source(fullname) if get_source else None
-        block = [
-            node
-            for node in ast.parse(source or "").body
-            if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        ]
-        tree.body += block or ast.parse("main()").body
-        get_filename = getattr(self.real, "get_filename", None)
-        return compile(tree, get_filename(fullname) if get_filename else fullname, "exec")
+        return compile(f"import {fullname}\n{fullname}.main()\n", fullname, "exec")
 
 
 def serve(argv: Sequence[str]) -> None:

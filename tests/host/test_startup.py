@@ -32,8 +32,6 @@ def test_every_form_shows_the_plugins_options(
 ) -> None:
     done = environment.run(*form, "--plugin", "echo", "--help")
     assert done.returncode == 0, done.stderr
-    if form == FORMS["python -m mlx_lm.server"]:  # stock's own main block is run
-        assert done.stdout.startswith("Calling `python -m mlx_lm.server...` directly is deprec")
     assert "\nplugins:\n  --plugin NAME" in done.stdout
     assert "Installed: echo, editing, failing, kvpersist, misspelt, wrong" in " ".join(
         done.stdout.split()

@@ -46,7 +46,7 @@ def test_the_coming_host_starts_with_the_plugin(coming: ModuleType) -> None:
     check_startup()
 
 
-def test_1409_the_prompt_cache_passes_on_what_it_does_not_know(
+def test_the_prompt_cache_passes_on_what_it_does_not_know(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[Any, ...]] = []
@@ -118,7 +118,7 @@ def test_a_signature_may_grow_by_what_has_a_default(source: str, fits: bool) -> 
             expectation.check(module)
 
 
-def test_1392_a_prompt_cache_that_is_not_made_here_is_noticed(
+def test_a_prompt_cache_that_is_not_made_here_is_noticed(
     coming: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A factory that holds the class itself would leave the patch without effect."""
@@ -147,7 +147,7 @@ def ask(server: ServerProcess, **headers: str) -> tuple[dict[str, str], Any]:
     return found, json.loads(body)
 
 
-def test_1207_a_new_path_that_generates_has_sessions_tenants_and_headers(
+def test_a_new_path_that_generates_has_sessions_tenants_and_headers(
     coming_server: ServerProcess,
 ) -> None:
     headers, first = ask(coming_server, X_Session_ID="new-path")
@@ -166,7 +166,7 @@ def test_1207_a_new_path_that_generates_has_sessions_tenants_and_headers(
     ]
 
 
-def test_1207_a_request_that_a_plugin_refuses_is_refused_on_a_new_path(
+def test_a_request_that_a_plugin_refuses_is_refused_on_a_new_path(
     coming_server: ServerProcess,
 ) -> None:
     keep = {"X-KVPersist-Keep": "perhaps"}

@@ -37,7 +37,7 @@ def test_newer_than_measured_is_tried(mlx_lm: str, mlx: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".dev1", "rc1", ".post1", "+g1234abc"])
-def test_c10_a_version_with_a_suffix_was_not_measured(suffix: str) -> None:
+def test_a_version_with_a_suffix_was_not_measured(suffix: str) -> None:
     assert versions.is_known("0.32.0", "0.32.4")
     assert not versions.is_known(f"0.32.0{suffix}", "0.32.4")
     assert not versions.is_known("0.32.0", f"0.32.4{suffix}")
@@ -51,7 +51,7 @@ def test_c10_a_version_with_a_suffix_was_not_measured(suffix: str) -> None:
         ({"url": "file:///src/mlx-lm", "dir_info": {"editable": True}}, False),
     ],
 )
-def test_c10_a_git_snapshot_that_calls_itself_a_release_was_not_measured(
+def test_a_git_snapshot_that_calls_itself_a_release_was_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_url: object, measured: bool
 ) -> None:
     for name, version in (("mlx_lm", "0.32.0"), ("mlx", "0.32.4")):
