@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
+import shutil
 import site
 import stat
 import subprocess
 import sys
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +28,6 @@ from .output import console, print_json, print_table
 PLUGIN = "kvpersist"
 PTH_NAME = "mlx_lm_kvpersist.pth"
 WITHOUT_PTH = "mlx-lm-kvpersist server …, which needs no .pth file"
-IS_ACTIVE = "import sys; print(any(type(f).__name__ == 'ServerFinder' for f in sys.meta_path))"
 MACHINE = f"{__package__}.machine"
 
 
@@ -50,8 +48,8 @@ def examine() -> list[Finding]:
     return [
         *(check() for check in (package, mlx_lm, mlx, plugin)),
         pth_file([Path(folder) for folder in folders]),
-        activation([sys.executable], "this Python"),
-        *scripts(os.environ.get("PATH", "")),
+        activation("activation in this Python", [sys.executable, "-m", "mlx_lm", "server"]),
+        script(),
     ]
 
 
@@ -124,77 +122,39 @@ def pth_file(folders: Sequence[Path]) -> Finding:
     return Finding(".pth file", not advice, found, advice)
 
 
-def activation(interpreter: Sequence[str], whose: str) -> Finding:
-    """Check that an interpreter, started as the server is, has our import hook."""
-    name = f"activation in {whose}"
-    command = [*interpreter, "-c", IS_ACTIVE, "mlx_lm.server", f"--plugin={PLUGIN}"]
-    status, output = ask(command)
-    if status == 0 and output == "True":
-        return Finding(name, True, "the import hook is in place")
-    found = f"{shlex.join(interpreter)} failed: {output or f'status {status}'}"
-    advice = "install mlx-lm-kvpersist again in that environment"
-    if status == 0 and output == "False":
-        found = f"{shlex.join(interpreter)} did not execute {PTH_NAME}"
-        advice = (
-            f"install mlx-lm-kvpersist beside mlx-lm: {shlex.quote(interpreter[0])} -m pip install "
-            "mlx-lm-kvpersist, or uv tool install mlx-lm --with mlx-lm-kvpersist; "
-            f"or run {WITHOUT_PTH}"
-        )
+def activation(name: str, command: Sequence[str]) -> Finding:
+    """Check that a command that starts the server knows the plugin's options."""
+    status, output = ask([*command, f"--plugin={PLUGIN}", "--help"])
+    if status == 0 and "--kvpersist-dir" in output:
+        return Finding(name, True, f"{shlex.join(command)} knows --plugin")
+    found = f"{shlex.join(command)} failed: {output or f'status {status}'}"
+    if status == 0:
+        found = f"{shlex.join(command)} does not know --plugin: no {PTH_NAME} was executed"
+    advice = (
+        "install mlx-lm-kvpersist beside mlx-lm: pip install mlx-lm-kvpersist in that command's "
+        f"environment, or uv tool install mlx-lm --with mlx-lm-kvpersist; or run {WITHOUT_PTH}"
+    )
     return Finding(name, False, found, advice)
 
 
-def scripts(search_path: str) -> Iterator[Finding]:
-    """Check the `mlx_lm.server` that a shell starts, and whether its Python activates us."""
-    found = [
-        script
-        for folder in dict.fromkeys(search_path.split(os.pathsep))
-        if folder and os.access(script := Path(folder, "mlx_lm.server"), os.X_OK)
-    ]
-    name, start = "mlx_lm.server on PATH", f"{shlex.quote(sys.executable)} -m mlx_lm server …"
-    if not found:
-        yield Finding(name, True, f"none; start it as {start}")
-        return
-    first = found[0]
-    later = f"; further ones are not used: {', '.join(map(str, found[1:]))}" if found[1:] else ""
-    interpreter = interpreter_of(first)
-    if zipfile.is_zipfile(first):
-        text = f"{first} is a zip application, which ignores .pth files"
-        yield Finding(name, False, text, f"run {WITHOUT_PTH}")
-    elif interpreter is None:
-        yield Finding(name, False, f"{first} does not name its Python", f"run {start}")
-    else:
-        yield Finding(name, True, f"{first} runs {shlex.join(interpreter)}{later}")
-        yield activation(interpreter, name)
-
-
-def interpreter_of(script: Path) -> list[str] | None:
-    """Return the interpreter that a script's first lines name, as a command, or None.
-
-    `#!/path/python -I`, `#!/usr/bin/env python3`, and the form that installers write for long
-    paths: `#!/bin/sh` and then `'''exec' "/long path/python" "$0" "$@"`.
-    """
-    with script.open("rb") as file:
-        lines = [file.readline().decode("utf-8", "replace").strip() for _ in range(2)]
-    if not lines[0].startswith("#!"):
-        return None
-    command = shlex.split(lines[0][2:])
-    if command and Path(command[0]).name == "sh" and "exec'" in lines[1]:
-        command = [
-            word for word in shlex.split(lines[1].split("exec'")[1]) if word not in ("$0", "$@")
-        ]
-    if command and Path(command[0]).name == "env":
-        command = [word for word in command[1:] if word != "-S"]
-    return command or None
+def script() -> Finding:
+    """Check the `mlx_lm.server` that a shell starts, which may belong to another environment."""
+    name = "mlx_lm.server on PATH"
+    if (found := shutil.which("mlx_lm.server")) is None:
+        start = f"{shlex.quote(sys.executable)} -m mlx_lm server …"
+        return Finding(name, True, f"none; start it as {start}")
+    return activation(name, [found])
 
 
 def ask(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command; return its status and the last line of stdout, or of stderr if it failed."""
+    """Run a command; return its status and its stdout, or the last line of stderr if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return 127, str(error)
-    said = (done.stdout if done.returncode == 0 else done.stderr).strip()
-    return done.returncode, said.rpartition("\n")[2]
+    if done.returncode == 0:
+        return 0, done.stdout.strip()
+    return done.returncode, done.stderr.strip().rpartition("\n")[2]
 
 
 def run(args: argparse.Namespace) -> int:
