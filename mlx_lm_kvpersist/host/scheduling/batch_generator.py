@@ -94,6 +94,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._waited_s = 0.0
         """How long the last chunk waited for the device to end a step of the replies."""
         self._n_steps = 0
+        self._ended: list[Any] = []
+        """What the step that runs has to say of prompts."""
 
     def _make_batch(self, n: int) -> Any:
         if self._caches is not None:
@@ -113,19 +115,17 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if self._limits is None:
             stock: tuple[list[Any], list[Any]] = super()._next()
             return stock
-        ended: list[Any] = []
-        generated, step_s = self._decode(ended)
-        self._drop_stopped(ended)
-        self._admit(ended)
+        self._ended = []
+        generated, step_s = self._decode()
+        self._drop_stopped()
+        self._admit()
         for prefill in [one for one in self._prefills if one.is_ready]:
-            self._guarded(prefill, lambda one: self._begin_reply(one, ended), ended)
+            self._guarded(prefill, self._begin_reply)
         if self._prefills:
-            self._guarded(
-                self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)), ended
-            )
-        return ended, generated
+            self._guarded(self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)))
+        return self._ended, generated
 
-    def _decode(self, ended: list[Any]) -> tuple[list[Any], float]:
+    def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
         rows = self._rows()
         self._n_steps += 1
@@ -135,26 +135,26 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         try:
             return self._generation_batch.next(), time.perf_counter() - started
         except Exception as error:
-            self._fail_replies(rows, error, ended)
+            self._fail_replies(rows, error)
             return [], 0.0
 
     def _rows(self) -> list[tuple[int, Any]]:
         """Return the uid and the tokens of every reply."""
         return list(zip(self._generation_batch.uids, self._generation_batch.tokens, strict=True))
 
-    def _drop_stopped(self, ended: list[Any]) -> None:
+    def _drop_stopped(self) -> None:
         """Give up the prompts whose clients went away."""
         for sequence in list(self._unprocessed_sequences):
             reply = reply_of(sequence[4])
             if reply is not None and reply.is_stopped:
                 self._unprocessed_sequences.remove(sequence)
-                self._end(sequence[0], sequence[4], ClientGone(), ended)
+                self._end(sequence[0], sequence[4], ClientGone())
         for prefill in list(self._prefills):
             reply = reply_of(prefill.tokens)
             if reply is not None and reply.is_stopped:
-                self._fail(prefill, ClientGone(), ended)
+                self._fail(prefill, ClientGone())
 
-    def _admit(self, ended: list[Any]) -> None:
+    def _admit(self) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
         queue = self._unprocessed_sequences
         n_running = len(self._generation_batch) + len(self._prefills)
@@ -173,7 +173,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 batch = self._make_batch(1)
             except Exception as error:
                 self._currently_processing.clear()
-                self._end(uid, tokens, error, ended)
+                self._end(uid, tokens, error)
                 continue
             segments, _, n_new = self._currently_processing.pop()
             self._prefills.append(Prefill(uid, batch, batch.tokens[0], segments, n_new))
@@ -246,13 +246,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 except Exception:  # nothing catches it in stock
                     logger.exception("an interrupted reply could not be saved")
 
-    def _begin_reply(self, prefill: Prefill, ended: list[Any]) -> Any:
+    def _begin_reply(self, prefill: Prefill) -> Any:
         """Let a prompt's last token join the replies."""
         begun, rows = prefill.batch.generate([prefill.segments[0]]), self._rows()
         try:
             self._generation_batch.extend(begun)
         except Exception as error:
-            self._fail_replies(rows, error, ended)
+            self._fail_replies(rows, error)
             raise
         self._prefills.remove(prefill)
         mx.clear_cache()
@@ -262,27 +262,25 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
-    def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any], ended: list[Any]) -> None:
+    def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any]) -> None:
         """Act on a prompt. What that raises ends this request alone."""
         try:
-            ended.append(act(prefill))
+            self._ended.append(act(prefill))
         except Exception as error:
-            self._fail(prefill, error, ended)
+            self._fail(prefill, error)
 
-    def _fail(self, prefill: Prefill, error: Exception, ended: list[Any]) -> None:
+    def _fail(self, prefill: Prefill, error: Exception) -> None:
         """End the request of a prompt that is being computed."""
         self._prefills.remove(prefill)
-        self._end(prefill.uid, prefill.tokens, error, ended)
+        self._end(prefill.uid, prefill.tokens, error)
 
-    def _fail_replies(
-        self, rows: list[tuple[int, Any]], error: Exception, ended: list[Any]
-    ) -> None:
+    def _fail_replies(self, rows: list[tuple[int, Any]], error: Exception) -> None:
         """End all replies: after a step that failed half way, none can be computed on."""
         self._generation_batch = type(self._generation_batch).empty(self.model, self.sampler)
         for uid, tokens in rows:
-            self._end(uid, tokens, error, ended)
+            self._end(uid, tokens, error)
 
-    def _end(self, uid: int, tokens: Any, error: Exception, ended: list[Any]) -> None:
+    def _end(self, uid: int, tokens: Any, error: Exception) -> None:
         """End a request with an error; raise it where no plugin took the request."""
         reply = reply_of(tokens)
         if reply is None:
@@ -290,7 +288,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if not isinstance(error, ClientGone):
             logger.error("a request failed", exc_info=error)
         reply.fail(error.with_traceback(None))  # its frames hold the caches
-        ended.append(self._response(uid, (0, 0)))
+        self._ended.append(self._response(uid, (0, 0)))
 
     def _response(self, uid: int, progress: tuple[int, int]) -> Any:
         return type(self._prompt_batch).Response(uid, progress, False, False)

@@ -106,8 +106,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         requests stay in order. While nothing is served, the oldest request enters at once.
         """
         self._set_serving(timeout is None)
-        if self._is_distributed:
-            return super()._next_request(timeout)
         if timeout is None:
             request = self._enter(self._next_ready())
         elif self._line:
@@ -294,39 +292,35 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
         if rendered is None or rendered.tokenizer is not tokenizer:
-            if rendered is not None:
-                request.messages, request.tools = rendered.given
             rendered = self._render(tokenizer, request, args)
         check_length(len(rendered.stock[0]), self.model_provider.max_context)
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Render a request and keep the result with it; if that fails, its messages are as before.
+        """Render a request and keep the result with it; the request's messages stay as they are.
 
         Rendering changes messages, and mlx-lm 0.31.3 fails where they are rendered again.
         """
-        given, seen = (request.messages, request.tools), ClientRequest.of(request)
-        request.messages, request.tools = copy.deepcopy(given)
+        given = request.messages, request.tools
+        messages, tools = copy.deepcopy(given)
+        if request.request_type == "chat":
+            messages = fit_attachments(messages, self.model_provider.reads_images)
+            manager.prepare_messages(messages, tools)
+        request.messages, request.tools = messages, tools
         try:
-            if request.request_type == "chat":
-                reads_images = self.model_provider.reads_images
-                request.messages = fit_attachments(request.messages, reads_images)
-                manager.prepare_messages(request.messages, request.tools)
-            try:
-                stock = super()._tokenize(tokenizer, request, args)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
-            check_prompt_ids(stock[0])
-        except BaseException:
+            stock = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestRefused(f"no prompt can be made of this request ({reason})") from error
+        finally:
             request.messages, request.tools = given
-            raise
+        check_prompt_ids(stock[0])
         ids, segments, segment_types, *rest = stock
         # From 0.32.1 the images of a prompt come last; their positions refer to these ids.
         has_images = len(rest) > 1 and rest[1] is not None
-        messages = frozen(request.messages or [])
-        prompt = None if has_images else Prompt(ids, segments, segment_types, messages)
-        request.rendered = made = Rendered(seen, tokenizer, stock, prompt, given)
+        prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
+        seen = ClientRequest.of(request)
+        request.rendered = made = Rendered(seen, tokenizer, stock, None if has_images else prompt)
         return made
 
     def _log_cache_stats(self) -> None:

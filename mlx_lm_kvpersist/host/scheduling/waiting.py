@@ -26,15 +26,13 @@ LARGE_S = 0.25
 class Rendered:
     """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
 
-    `prompt` is None if it has images: plugins must not change it. `given` are the messages and
-    tools of the request before they were rendered, which changes them.
+    `prompt` is None if it has images: plugins must not change it.
     """
 
     request: ClientRequest
     tokenizer: Any
     stock: tuple[Any, ...]
     prompt: Prompt | None
-    given: tuple[Any, Any]
 
     def take(self) -> Taken | None:
         """Ask the plugins who takes the request; None leaves it to stock."""
