@@ -21,7 +21,7 @@ from .api.admin import (
     operator_change,
     operator_view,
 )
-from .api.agents import AgentsAPI
+from .api.agents import AgentsAPI, Service
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
@@ -227,7 +227,7 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key = self._config.api_key
         records = partial(self._log.records, with_text=self._config.show_text)
-        agents = AgentsAPI(chat_api, self._named_sessions, self._log.forget, **self._known_by())
+        agents = AgentsAPI(self._service(), self._log.forget)
         return [
             Route("GET", REQUESTS_PATH, operator_view(records, key)),
             Route("GET", STATS_PATH, operator_view(self._stats, key)),
@@ -244,24 +244,18 @@ class KVPersistPlugin:
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
             *(Route(*route) for route in agents.routes()),
-            Route("POST", WARM_PATH, self._warming().route),
+            Route("POST", WARM_PATH, Warming(self._service()).route),
         ]
 
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         if self._config.warm:
-            self._warming().at_start(self._config.warm, serve)
+            Warming(self._service()).at_start(self._config.warm, serve)
 
-    def _warming(self) -> Warming:
-        return Warming(chat_api, self._named_sessions, **self._known_by())
-
-    def _known_by(self) -> dict[str, Any]:
-        """Return how the operator, namespaces and sessions are known."""
-        return {
-            "key": self._config.api_key,
-            "by_key": self._config.namespace_by_key,
-            "session_header": self._config.session_header,
-        }
+    def _service(self) -> Service:
+        asked = self._config
+        known_by = asked.api_key, asked.namespace_by_key, asked.session_header
+        return Service(chat_api, self._named_sessions, *known_by)
 
     def _named_sessions(self) -> NamedSessions:
         if self._store is None:

@@ -58,27 +58,40 @@ Answer = tuple[int, Any]
 Call = Callable[[Any, Body], Answer | None]
 
 
+@dataclass(frozen=True)
+class Service:
+    """What agents and warming ask of the server, and how they know who asks.
+
+    chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
+    `NamedSessions`. What either refuses raises RequestRefused. key: the operator's. by_key: whether
+    API keys have namespaces of their own. session_header: looked at first for a session's name, if
+    any.
+    """
+
+    chat: Any
+    sessions: Callable[[], Any]
+    key: str | None
+    by_key: bool
+    session_header: str | None
+
+    def namespace(self, headers: Headers) -> str:
+        return namespace(headers, by_key=self.by_key)
+
+    def name_session(self, headers: Headers, name: str) -> None:
+        """Give a request a session, whatever its client says."""
+        for header in {"X-Session-ID", self.session_header or "X-Session-ID"}:
+            del headers[header]
+            headers[header] = name
+
+
 class AgentsAPI:
     """Answers `/v1/agents`. Agents of one namespace are not seen from another.
 
-    chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
-    `NamedSessions`. What either refuses raises RequestRefused. forget: removes what is remembered
-    of the requests of a session, given by its name. key: the operator's. by_key: whether API keys
-    have namespaces of their own. session_header: looked at first for a session's name, if any.
+    forget: removes what is remembered of the requests of a session, given by its name.
     """
 
-    def __init__(
-        self,
-        chat: Any,
-        sessions: Callable[[], Any],
-        forget: Callable[[str], None],
-        *,
-        key: str | None,
-        by_key: bool,
-        session_header: str | None,
-    ) -> None:
-        self._chat, self._sessions, self._forget = chat, sessions, forget
-        self._key, self._by_key, self._session_header = key, by_key, session_header
+    def __init__(self, service: Service, forget: Callable[[str], None]) -> None:
+        self._service, self._forget = service, forget
         self._agents: dict[tuple[str, str], Agent] = {}
         self._lock = Lock()
 
@@ -100,7 +113,7 @@ class AgentsAPI:
         headers = {"Content-Type": "application/json"}
         answered: Answer | None
         try:
-            body = self._chat.read_body(handler)
+            body = self._service.chat.read_body(handler)
             call = calls.get(handler.command)
             if call is None:
                 headers["Allow"] = ", ".join(calls)
@@ -117,10 +130,10 @@ class AgentsAPI:
     # Agents.
 
     def _create(self, handler: Any, body: Body) -> Answer:
-        check_site(handler.headers, self._key)
+        check_site(handler.headers, self._service.key)
         agent = Agent(
             body.get("id", f"agent-{uuid.uuid4().hex[:12]}"),
-            namespace(handler.headers, by_key=self._by_key),
+            self._service.namespace(handler.headers),
             int(time.time()),
             _beginning(body),
         )
@@ -136,7 +149,7 @@ class AgentsAPI:
             prefilled = None
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
-                    n_prompt, n_cached = self._chat.prefill(handler, agent.beginning)
+                    n_prompt, n_cached = self._service.chat.prefill(handler, agent.beginning)
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
             return 201, {**self._describe(agent), "prefilled": prefilled}
         except BaseException:
@@ -150,7 +163,7 @@ class AgentsAPI:
         asked = query.get("limit", [str(_PAGE)])[-1]
         limit = int(asked) if re.fullmatch("[0-9]{1,3}", asked) else 0
         require(1 <= limit <= _MAX_PAGE, "limit", asked, f"a number from 1 to {_MAX_PAGE}")
-        own = namespace(handler.headers, by_key=self._by_key)
+        own = self._service.namespace(handler.headers)
         with self._lock:
             agents = [agent for agent in self._agents.values() if agent.namespace == own]
         if "after" in query:
@@ -174,12 +187,12 @@ class AgentsAPI:
             body = {**body, "max_tokens": int(most)}
         messages = [*agent.beginning["messages"], *messages]
         with self._running(handler.headers, agent):
-            self._chat.answer(handler, {**agent.beginning, **body, "messages": messages})
+            self._service.chat.answer(handler, {**agent.beginning, **body, "messages": messages})
 
     def _evict(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
         agent = self._find(handler)
-        self._sessions().evict(agent.namespace, agent.session)
+        self._service.sessions().evict(agent.namespace, agent.session)
         return 200, self._describe(agent)
 
     def _pin(self, handler: Any, body: Body) -> Answer:
@@ -187,7 +200,7 @@ class AgentsAPI:
         agent = self._find(handler)
         pinned = body.get("pinned", True)
         require(isinstance(pinned, bool), "pinned", pinned, "a boolean")
-        if not self._sessions().set_pinned(agent.namespace, agent.session, pinned):
+        if not self._service.sessions().set_pinned(agent.namespace, agent.session, pinned):
             raise RequestRefused(f"nothing of the agent {agent.id} is stored; generate first", 409)
         return 200, self._describe(agent)
 
@@ -198,14 +211,14 @@ class AgentsAPI:
             if agent.n_running:
                 raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
             self._agents.pop((agent.namespace, agent.id), None)
-        self._sessions().remove(agent.namespace, agent.session)
+        self._service.sessions().remove(agent.namespace, agent.session)
         self._forget(agent.session)
         return 204, b""
 
     def _find(self, handler: Any) -> Agent:
         """Return the agent that a path names."""
         name = unquote(handler.path.partition("?")[0].split("/")[3])
-        agent = self._agents.get((namespace(handler.headers, by_key=self._by_key), name))
+        agent = self._agents.get((self._service.namespace(handler.headers), name))
         if agent is None:
             raise RequestRefused(
                 "there is no such agent; a server knows those that were created since it started",
@@ -214,24 +227,22 @@ class AgentsAPI:
         return agent
 
     def _describe(self, agent: Agent) -> Body:
-        stored = self._sessions().describe(agent.namespace, agent.session)
+        stored = self._service.sessions().describe(agent.namespace, agent.session)
         known = {"id": agent.id, "object": "agent", "created": agent.created}
         return {**known, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
         """Refuse what others would notice: everywhere, or where no namespace is named."""
         if handler.command != "GET":
-            check_site(handler.headers, self._key)
-        if not everywhere and names_namespace(handler.headers, by_key=self._by_key):
+            check_site(handler.headers, self._service.key)
+        if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):
             return
-        check_operator(handler, self._key)
+        check_operator(handler, self._service.key)
 
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
         """Give a request the agent's session, and let nobody delete the agent meanwhile."""
-        for name in {"X-Session-ID", self._session_header or "X-Session-ID"}:
-            del headers[name]
-            headers[name] = agent.session
+        self._service.name_session(headers, agent.session)
         with self._lock:
             if self._agents.get((agent.namespace, agent.id)) is not agent:
                 raise RequestRefused(f"the agent {agent.id} was deleted", 404)

@@ -19,10 +19,9 @@ from typing import Any
 from ..errors import ConfigError, RequestRefused
 from ..fields import require
 from .admin import answering, check_operator, check_site
-from .agents import Body
+from .agents import Body, Service
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
-from .session_keys import namespace
 
 WARM_PATH = "/v1/kvpersist/warm"
 
@@ -35,20 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Warming:
-    """Computes a prompt, and pins the session that holds it; see `AgentsAPI` for its arguments."""
+    """Computes a prompt, and pins the session that holds it."""
 
-    def __init__(
-        self,
-        chat: Any,
-        sessions: Callable[[], Any],
-        *,
-        key: str | None,
-        by_key: bool,
-        session_header: str | None,
-    ) -> None:
-        self._chat, self._sessions = chat, sessions
-        self._key, self._by_key = key, by_key
-        self._headers = {"X-Session-ID", session_header or "X-Session-ID"}
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     @property
     def route(self) -> Callable[[Any], None]:
@@ -56,9 +45,9 @@ class Warming:
         return answering(self._answer)
 
     def _answer(self, handler: Any) -> Any:
-        check_operator(handler, self._key)
-        check_site(handler.headers, self._key)
-        body = self._chat.read_body(handler)
+        check_operator(handler, self._service.key)
+        check_site(handler.headers, self._service.key)
+        body = self._service.chat.read_body(handler)
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
         return self.warm(handler, str(name), body.get("request"))
@@ -70,14 +59,12 @@ class Warming:
         """
         chat_body = chat_body_of(content, handler.headers)
         name = _NOT_SENT.sub("-", name)
-        for header in self._headers:
-            del handler.headers[header]
-            handler.headers[header] = name
+        self._service.name_session(handler.headers, name)
         since_s = time.time()
-        self._chat.prefill(handler, chat_body)
-        tenant, deadline_s = namespace(handler.headers, by_key=self._by_key), since_s + _SAVED_S
+        self._service.chat.prefill(handler, chat_body)
+        tenant, deadline_s = self._service.namespace(handler.headers), since_s + _SAVED_S
         while time.time() < deadline_s:
-            if (pinned := self._sessions().pin_newest(tenant, name, since_s)) is not None:
+            if (pinned := self._service.sessions().pin_newest(tenant, name, since_s)) is not None:
                 return pinned
             time.sleep(_POLL_S)
         why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"

@@ -58,8 +58,8 @@ class Sessions:
 class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
-        given: Any = {"key": None, "by_key": False, "session_header": "X-Own"}
-        self.api = AgentsAPI(self.chat, lambda: self.sessions, lambda name: None, **given)
+        service = agents.Service(self.chat, lambda: self.sessions, None, False, "X-Own")
+        self.api = AgentsAPI(service, lambda name: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
