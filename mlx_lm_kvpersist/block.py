@@ -81,15 +81,16 @@ class Block:
 
     `parent` is the key of the block before it, or of the root. `start` is the number of tokens
     before it, `packed_ids` its token ids as little-endian int32, `text` the characters that become
-    complete in it, and `pending` the bytes of an incomplete character at its end.
+    complete in it, and `pending` the bytes of an incomplete character at its end. Blocks with equal
+    ids are equal: the text follows from them.
     """
 
     key: bytes
     parent: bytes
     start: int = 0
     packed_ids: bytes = b""
-    text: str = ""
-    pending: bytes = b""
+    text: str = field(default="", compare=False)
+    pending: bytes = field(default=b"", compare=False)
     n_tokens: int = field(init=False, repr=False, compare=False)
     stop: int = field(init=False, repr=False, compare=False)
 

@@ -59,8 +59,9 @@ class DiskTier:
 
     def read(self, block: Record, root: Root) -> Arrays:
         path = path_of(self.disk.folder, block)
-        verify = self.disk.limits.verify
-        _, its_root, arrays = read_file(path, verify=verify, expected=block)
+        found, its_root, arrays = read_file(path, verify=self.disk.limits.verify)
+        if found != block:
+            raise BlockCorrupt(f"{path.name}: file and index disagree")
         if its_root.key != root.key:
             raise BlockCorrupt(f"{block} belongs to another model")
         return arrays

@@ -37,7 +37,7 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """The errors that a malformed header raises when it is read."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """The error numbers of opening a link or a socket."""
@@ -123,16 +123,13 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_file(
-    path: Path, *, verify: bool = True, expected: Record | None = None
-) -> tuple[Record, Root, Arrays]:
+def read_file(path: Path, *, verify: bool = True) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
     `verify` checks the checksum. Raises what `read_record` does, BlockCorrupt when the arrays are
-    damaged or the block is not the expected one, and OSError or MemoryError when they cannot be
-    read now.
+    damaged, and OSError or MemoryError when they cannot be read now.
     """
-    block, root, metadata = read_record(path)
+    record, root, metadata = read_record(path)
     try:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
@@ -141,64 +138,52 @@ def read_file(
         if not path.exists():  # another process made room
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
-    check_arrays(arrays, metadata, path.name, verify=verify)
-    if expected is not None and not same(block, expected):
-        raise BlockCorrupt(f"{path.name}: file and index disagree")
-    return block, root, arrays
-
-
-def same(record: Record, expected: Record) -> bool:
-    """Say whether a file holds what the index says."""
-    if isinstance(record, Block) and isinstance(expected, Block):
-        both = ((one.key, one.packed_ids, one.start) for one in (record, expected))
-        return next(both) == next(both)
-    return record == expected
+    try:
+        for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
+            if math.prod(shape):  # before there is a checksum, no memory is taken
+                raise ValueError(f"{empty} has the shape {shape}")
+            arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
+            mx.eval(arrays[empty])  # another thread may use it
+    except (*MALFORMED, RuntimeError) as error:
+        raise BlockCorrupt(f"{path.name}: its metadata cannot be read: {error!r}") from error
+    if verify and metadata.get("checksum") != checksum(arrays, metadata):
+        raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
+    return record, root, arrays
 
 
 def read_record(path: Path) -> tuple[Record, Root, Mapping[str, str]]:
     """Return what a file says of itself: its block or checkpoint, its root, all of its metadata.
 
-    Raises BlockCorrupt when the file is not whole or has another's name, StoreFormatError when a
-    newer version wrote it, FileNotFoundError when there is no such file, and OSError when it cannot
-    be read now, which says nothing about it.
+    Raises BlockCorrupt when the file is not whole or stands in another's place, StoreFormatError
+    when a newer version wrote it, FileNotFoundError when there is no such file, and OSError when it
+    cannot be read now, which says nothing about it.
     """
-    is_checkpoint = path.parent.parent.name == "checkpoints"
     with open_regular(path) as file:
-        n_bytes = os.fstat(file.fileno()).st_size
-        block, root, metadata = record_in(file, n_bytes, path.name, is_checkpoint=is_checkpoint)
-    if path.name != f"{block.key.hex()}.safetensors":
-        raise BlockCorrupt(f"{path.name}: holds {block}")
-    return block, root, metadata
+        record, root, metadata = record_in(file, os.fstat(file.fileno()).st_size, path.name)
+    if path != path_of(path.parents[2], record):
+        raise BlockCorrupt(f"{path.name}: holds {record}")
+    return record, root, metadata
 
 
 def record_in(
-    source: BinaryIO, n_bytes: int, name: str, *, is_checkpoint: bool
+    source: BinaryIO, n_bytes: int, name: str
 ) -> tuple[Record, Root, Mapping[str, str]]:
-    """Return what an open file of `n_bytes` says of itself; raises what `read_record` does."""
-    try:
-        expected, metadata = own_header(read_header(source, n_bytes).decode())
-    except MALFORMED as error:
-        raise BlockCorrupt(f"{name}: its header cannot be read: {error}") from error
-    if n_bytes != expected:
-        raise BlockCorrupt(f"{name}: has {n_bytes} bytes and should have {expected}")
-    return *block_of(metadata, is_checkpoint=is_checkpoint), metadata
+    """Return what an open file of `n_bytes` says of itself.
 
-
-def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tuple[Record, Root]:
-    """Return the block or checkpoint, and its root, that the metadata of its file describe.
-
-    Raises BlockCorrupt when they are incomplete or contradict themselves, and StoreFormatError
-    when they were written by a newer version.
+    Raises BlockCorrupt when it is not whole or contradicts itself, and StoreFormatError when a
+    newer version wrote it.
     """
-    version = metadata.get("format", "")
-    if version.isdecimal() and int(version) > FORMAT:
-        raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
-    record: Record
     try:
+        metadata = read_header(source, n_bytes)
+        version = metadata.get("format", "")
+        if version.isdecimal() and int(version) > FORMAT:
+            raise StoreFormatError(f"a file of format {version}; this version reads up to {FORMAT}")
         key, root = bytes.fromhex(metadata["key"]), Root.from_json(metadata["root"])
-        if is_checkpoint:
+        record: Record
+        if "block" in metadata:
             of_block, n_tokens = bytes.fromhex(metadata["block"]), int(metadata["n_tokens"])
             record = Checkpoint(key, of_block, metadata["kind"], n_tokens)
+            text = record.kind
         else:
             record = Block(
                 key,
@@ -208,39 +193,18 @@ def block_of(metadata: Mapping[str, str], *, is_checkpoint: bool = False) -> tup
                 text=json.loads(metadata["text"]),
                 pending=bytes.fromhex(metadata["pending"]),
             )
+            text = record.text
             if not record.packed_ids or len(record.packed_ids) % 4:
                 raise ValueError("it holds no whole tokens")
-        is_genuine = record.is_genuine
-        # Else SQLite does not take it.
-        (record.text if isinstance(record, Block) else record.kind).encode()
+        text.encode()  # else SQLite does not take it
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
         if not all(isinstance(one, str) for one in texts) or type(root.with_text) is not bool:
             raise TypeError("its root has the wrong types")
-    except (*MALFORMED, OverflowError) as error:
-        raise BlockCorrupt(f"its metadata cannot be read: {error!r}") from error
-    if not is_genuine:
-        raise BlockCorrupt(f"{record}: what it says of itself does not hash to its key")
-    return record, root
-
-
-def check_arrays(
-    arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str, *, verify: bool = True
-) -> None:
-    """Complete the arrays of a file and check them against its metadata.
-
-    Arrays without elements stand in the metadata alone. Raises BlockCorrupt when the checksum, if
-    it is to be verified, or the metadata are wrong.
-    """
-    try:
-        for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
-            if math.prod(shape):  # before there is a checksum, no memory is taken
-                raise ValueError(f"{empty} has the shape {shape}")
-            arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
-            mx.eval(arrays[empty])  # another thread may use it
-    except (*MALFORMED, OverflowError, RuntimeError) as error:
-        raise BlockCorrupt(f"{name}: its metadata cannot be read: {error!r}") from error
-    if verify and metadata.get("checksum") != checksum(arrays, metadata):
-        raise BlockCorrupt(f"{name}: its content does not match its checksum")
+        if not record.is_genuine:
+            raise ValueError(f"what {record} says of itself does not hash to its key")
+    except MALFORMED as error:
+        raise BlockCorrupt(f"{name}: its header cannot be read: {error!r}") from error
+    return record, root, metadata
 
 
 def _name_of(dtype: mx.Dtype) -> str:
@@ -267,15 +231,16 @@ def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-# The header of a safetensors file.
+def read_header(source: BinaryIO, n_file_bytes: int) -> Mapping[str, str]:
+    """Return the metadata of an open safetensors file.
 
-
-def own_header(text: str) -> tuple[int, Mapping[str, str]]:
-    """Return the size of the file with this header, in bytes, and its metadata.
-
-    Raises one of MALFORMED unless it describes arrays that lie one after the other.
+    Raises one of MALFORMED unless its header describes arrays that lie one after the other and fill
+    the rest of the file.
     """
-    content: dict[str, Any] = json.loads(text)
+    n_bytes = int.from_bytes(source.read(LENGTH_BYTES), "little")
+    if n_bytes > min(n_file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise ValueError("it is cut off")
+    content: dict[str, Any] = json.loads(source.read(n_bytes).decode())
     metadata: dict[str, str] = content.pop("__metadata__")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are no text")
@@ -284,14 +249,16 @@ def own_header(text: str) -> tuple[int, Mapping[str, str]]:
         shape = tuple(entry["shape"])
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{name} has the shape {shape}")
-        n_bytes = math.prod(shape) * DTYPE_BYTES[entry["dtype"]]
-        placed.append((entry["data_offsets"], n_bytes, name))
+        n_array_bytes = math.prod(shape) * DTYPE_BYTES[entry["dtype"]]
+        placed.append((entry["data_offsets"], n_array_bytes, name))
     end = 0
-    for offsets, n_bytes, name in sorted(placed):
-        if offsets != [end, end + n_bytes]:
-            raise ValueError(f"{name} takes {n_bytes} bytes and stands at {offsets}, not {end}")
-        end += n_bytes
-    return LENGTH_BYTES + len(text.encode()) + end, metadata
+    for offsets, n_array_bytes, name in sorted(placed):
+        if offsets != [end, end + n_array_bytes]:
+            raise ValueError(f"{name} takes {n_array_bytes} bytes and is at {offsets}, not {end}")
+        end += n_array_bytes
+    if (expected := LENGTH_BYTES + n_bytes + end) != n_file_bytes:
+        raise ValueError(f"the file has {n_file_bytes} bytes and should have {expected}")
+    return metadata
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -310,16 +277,3 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
         os.close(descriptor)
         raise BlockCorrupt(f"{path.name}: is no regular file")
     return os.fdopen(descriptor, "rb")
-
-
-def read_header(source: BinaryIO, n_file_bytes: int) -> bytes:
-    """Read the header of an open file, which then stands at its arrays.
-
-    Raises ValueError when it is longer than the file, or than a header may be.
-    """
-    n_bytes = int.from_bytes(source.read(LENGTH_BYTES), "little")
-    most = min(n_file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES)
-    header = source.read(n_bytes) if n_bytes <= most else b""
-    if n_bytes != len(header):
-        raise ValueError("its header is cut off")
-    return header

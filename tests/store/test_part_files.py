@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BytesIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,13 +12,13 @@ from mlx_lm_kvpersist.block import Checkpoint, Root
 from mlx_lm_kvpersist.errors import BlockCorrupt, StoreFormatError
 from mlx_lm_kvpersist.store.files import (
     FORMAT,
-    block_of,
     checkpoint_path,
     checksum,
     file_bytes,
     metadata_of,
     read_file,
     read_record,
+    record_in,
     write_block,
 )
 
@@ -146,21 +147,23 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         ("root", None),
     ],
 )
-def test_what_contradicts_itself_is_corrupt(field: str, value: str | None) -> None:
+def test_what_contradicts_itself_is_corrupt(
+    tmp_path: Path, field: str, value: str | None
+) -> None:
     metadata = metadata_of(PART, ROOT)
     del metadata[field]
     if value is not None:
         metadata[field] = value
+    mx.save_safetensors(str(tmp_path / "lie.safetensors"), {}, metadata)
+    content = (tmp_path / "lie.safetensors").read_bytes()
     with pytest.raises(BlockCorrupt):
-        block_of(metadata, is_checkpoint=True)
+        record_in(BytesIO(content), len(content), "lie")
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     metadata = {**metadata_of(PART, ROOT), "format": str(FORMAT + 1)}
-    with pytest.raises(StoreFormatError, match=f"a file of format {FORMAT + 1}"):
-        block_of(metadata, is_checkpoint=True)
     path = checkpoint_path(tmp_path, PART.key)
     os.makedirs(path.parent)
     mx.save_safetensors(str(path), {}, metadata)
-    with pytest.raises(StoreFormatError):
+    with pytest.raises(StoreFormatError, match=f"a file of format {FORMAT + 1}"):
         read_file(checkpoint_path(tmp_path, PART.key))
