@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from typing import ClassVar
 
 KEY_BYTES = 16
 """128 bits: two different prefixes share a key by accident once in about 2**64 blocks."""
@@ -85,6 +86,8 @@ class Block:
     ids are equal: the text follows from them.
     """
 
+    folder: ClassVar[str] = "blocks"
+    """Where its files are in a store's folder."""
     key: bytes
     parent: bytes
     start: int = 0
@@ -120,6 +123,8 @@ class Checkpoint:
     are the last tokens of the block that it covers, 0 for a state.
     """
 
+    folder: ClassVar[str] = "checkpoints"
+    """Where its files are in a store's folder."""
     key: bytes
     block: bytes
     kind: str

@@ -150,7 +150,7 @@ class KVPersistPlugin:
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
         if self._store is not None:
-            self._store.set_gentle(serving)
+            self._store.writer.set_gentle(serving)
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
@@ -178,8 +178,6 @@ class KVPersistPlugin:
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
         if outcome.divergence and state.is_kept:
             logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
-        if self._store is not None and state.is_kept:
-            self._store.keep_request(record)
 
     @hookimpl
     def reply_sent(
@@ -203,11 +201,11 @@ class KVPersistPlugin:
         outcome = state.outcome
         # The server serves a prompt with images before anybody asks for its headers.
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
-        if times_s:
-            first_token_s = round(times_s[0], 4)
-            self._log.timed(state.id, first_token_s)
-            if self._store is not None and state.is_kept:
-                self._store.add_first_token(state.id, first_token_s)
+        record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)
+        if record is not None and self._store is not None and state.is_kept:
+            self._store.change_index(
+                "remember what a request reused", lambda index: index.state.add_request(record)
+            )
 
     @hookimpl
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:

@@ -67,12 +67,17 @@ class RequestLog:
             self._records.append(record)
         return record
 
-    def timed(self, request_id: str, first_token_s: float) -> None:
-        """Add how long a request waited for its first token, in seconds since it was queued."""
+    def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
+        """Add how long a request waited for its first token, in seconds since it was queued.
+
+        Return its record; None where that is forgotten.
+        """
         with self._lock:
             for n, record in enumerate(self._records):
                 if record["id"] == request_id:
                     self._records[n] = {**record, "first_token_s": first_token_s}
+                    return self._records[n]
+        return None
 
     def forget(self, session: str | None) -> None:
         """Remove the records of a deleted session; others may quote it, and quote no more."""

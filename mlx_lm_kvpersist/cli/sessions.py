@@ -40,7 +40,7 @@ def choose(sessions: Sequence[Session], wanted: str) -> Session:
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
     """Return what is known of a session, for JSON."""
-    n_blocks, n_checkpoints, n_bytes = index.chain_size(session.leaf)
+    chain = index.outline([session.leaf])
     root = index.root(session.root)
     return {
         "id": session.id,
@@ -52,9 +52,9 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "isolated": bool(root and root.session),
         "text_stored": bool(root and root.with_text),
         "tokens": session.n_tokens,
-        "blocks": n_blocks,
-        "checkpoints": n_checkpoints,
-        "bytes": n_bytes,
+        "blocks": len(chain),
+        "checkpoints": sum(n_checkpoints for *_, n_checkpoints in chain),
+        "bytes": sum(n_bytes for _, _, n_bytes, _ in chain),
         "pinned": session.pinned,
         "created": _utc_time(session.created),
         "used": _utc_time(session.used),

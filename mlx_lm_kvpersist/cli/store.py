@@ -11,6 +11,7 @@ from ..store.budget import StoreLimits, free_bytes
 from ..store.eviction import Eviction
 from ..store.folder import own_bytes
 from ..store.index import Index
+from ..store.index_schema import INDEX_FORMAT
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
 from ..store.verify import Problem, find_problems, fix_problems
@@ -36,7 +37,7 @@ def stats(args: argparse.Namespace) -> int:
             }
             for root, totals in index.roots()
         ]
-        held, version = index.totals(), index.format()
+        held = index.totals()
         files = [path for path in folder.glob("index.sqlite*") if path.exists()]
         n_bytes = {"index": sum(path.stat().st_size for path in files)}
     for kind in ("blocks", "checkpoints", "sessions", "quarantine"):
@@ -45,7 +46,7 @@ def stats(args: argparse.Namespace) -> int:
     limits = limits_of(args, folder)
     facts = {
         "folder": str(folder),
-        "format": version,
+        "format": INDEX_FORMAT,
         "blocks": held.n_blocks,
         "checkpoints": held.n_checkpoints,
         "sessions": len(sessions),

@@ -73,7 +73,7 @@ def prepare(
         request,
         lambda spec: _allocation(provider, spec, fingerprint, request, store),
     )
-    spec = with_plans(provider.model, spec, store.view, attention)
+    spec = with_plans(provider.model, spec, store.view.state, attention)
     warm_up(provider.model, spec)
     speed = Speed(measure_prefill(provider.model, spec, max_prefill_bytes))
     text = TokenText.of(provider.tokenizer) if with_text else None
@@ -106,7 +106,7 @@ def _allocation(
     store: BlockStore,
 ) -> Allocation:
     """Return the precision of each layer: as chosen before, else measured now."""
-    known = known_allocation(store.view, fingerprint, request)
+    known = known_allocation(store.view.state, fingerprint, request)
     if known is not None and suits(known, spec, request):
         return known
     logged_s = time.monotonic()
@@ -132,10 +132,10 @@ def _allocation(
             "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits",
             found.cut_at_s,
         )
-    theirs = known_allocation(store.view, fingerprint, request)
+    theirs = known_allocation(store.view.state, fingerprint, request)
     if theirs is not None and suits(theirs, spec, request):
         return theirs  # another server was quicker
-    put_allocation(store.view, fingerprint, request, found)
+    put_allocation(store.view.state, fingerprint, request, found)
     return found
 
 
@@ -143,12 +143,12 @@ def _content_hash(store: BlockStore, path: Path) -> str:
     """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
     stat = path.stat()
     stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-    match store.view.get(f"hash/{path}"):
+    match store.view.state.get(f"hash/{path}"):
         case [str(then), str(known)] if then == stamp:
             return known
     logger.info("kvpersist: reading %s once, to tell models apart", path.name)
     found = content_hash(path)
-    store.view.put(f"hash/{path}", [stamp, found])
+    store.view.state.put(f"hash/{path}", [stamp, found])
     return found
 
 

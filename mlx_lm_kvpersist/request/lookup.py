@@ -111,7 +111,7 @@ class Lookup:
         self._steps: Generator[None, None, Reuse] | None = None
         self._reuse: Reuse | None = None
         self._spent_s = 0.0
-        self._n_quarantined = store.counters.blocks_quarantined  # a prefetch finds damage, too
+        self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
         self.found = self._find()
         """What `restore` will use, as far as nothing is stored or lost meanwhile."""
 
@@ -255,7 +255,7 @@ class Lookup:
             if one.window is not None:
                 n_held[one.window] += one.stop - one.start
         coming = store.reader.load_all([one.record for one in needed], self.root)
-        whole = not in_steps and all(one.record.key in store.pool for one in needed)
+        whole = not in_steps and all(store.pool.get(one.record.key) for one in needed)
         started = perf_counter()
         room = headroom(len(ids) - point.n_tokens)
         joiner = Joiner(spec, point.n_tokens, room, n_held, whole=whole)
@@ -299,7 +299,6 @@ class Lookup:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
                     lost.add(record.key)
                 return None
-        store.pool.trust(record.key for record in read)
         used = [block.key for block in path if block.start < point.n_tokens]
         store.touch(used, [one.record for one in needed if isinstance(one.record, Checkpoint)])
         for tier, n in n_bytes.items():
@@ -320,7 +319,7 @@ class Lookup:
             kind = Kind.DIVERGE
         reason: Reason | None = None
         detail = ""
-        if self._store.counters.blocks_quarantined > self._n_quarantined:
+        if self._store.blocks_quarantined > self._n_quarantined:
             reason = Reason.DAMAGED
         elif n_reused < n_wanted:
             reason = self.model.saver.missing

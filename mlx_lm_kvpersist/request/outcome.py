@@ -180,7 +180,7 @@ def why_not_stored(
     if match.n_tokens >= MIN_ALIKE_TOKENS or match.n_agreed >= MIN_ALIKE_CHARS:
         return Reason.DIVERGED, ""
     if text:
-        others = store.other_roots(root, _MAX_ROOTS)
+        others = [other for other, _ in store.view.roots(_MAX_ROOTS) if other.key != root.key]
         for other in sorted(others, key=lambda other: len(_differences(root, other))):
             for block in store.children(other.key, text):
                 n_alike = min(MIN_ALIKE_CHARS, len(block.text))

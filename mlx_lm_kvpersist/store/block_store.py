@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
-from ..errors import StoreError
+from ..errors import BlockCorrupt, StoreError
 from ..match.tree import AHEAD
 from ..units import show_bytes
 from .budget import StoreLimits
 from .disk import DiskStore
-from .disk_tier import DiskTier
-from .files import Arrays
+from .files import Arrays, block_path, read_file
+from .index import Index
 from .pool import BlockPool, KVBlock
 from .reading import Prefetch, Reader
 from .records import Commit
-from .tier import LowerTier, Tier
+from .tier import DISK, LowerTier, Tier
 from .writer import Writer
 
 __all__ = ["BlockStore", "Commit", "Prefetch", "StoreLimits"]
@@ -30,18 +32,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_QUEUE_BYTES = 512 << 10
 """Even where RAM holds nothing, commits must wait to be written."""
-
-
-@dataclass
-class StoreCounters:
-    """What has happened since the store was opened."""
-
-    turns_saved: int = 0
-    turns_not_saved: int = 0
-    blocks_quarantined: int = 0
-    """Blocks and checkpoints."""
-    failures: set[str] = field(default_factory=set)
-    """What keeps commits from being saved right now; each is logged once."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,100 @@ class RamFirst:
         return list(found) or self.store.children(parent, ahead, limit)  # evicted since
 
 
+class DiskTier:
+    """A store's folder below RAM. `failed` is told what could not be done, and why."""
+
+    name = DISK
+
+    def __init__(
+        self, disk: DiskStore, writer: Writer, failed: Callable[[str, Exception], None]
+    ) -> None:
+        self.disk = disk
+        self._lost: set[bytes] = set()
+        """Keys of what is damaged or may be missing, until it is removed or written anew. What
+        could not be read for another reason is not among them."""
+        self.view = disk.index.view(failed, self._lost)
+        self.children, self.branches = self.view.children, self.view.branches
+        self.used: deque[tuple[bytes, Sequence[Checkpoint]]] = deque()
+        """Ends of chains, and checkpoints, whose use the index does not know of yet."""
+        self._writer = writer
+        self._failed = failed
+
+    def checkpoints(self, blocks: Sequence[bytes]) -> list[Checkpoint]:
+        return [one for one, _ in self.view.checkpoints(blocks)]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.view
+
+    def read(self, block: Record, root: Root) -> Arrays:
+        path = block_path(self.disk.folder, block.key, block.folder)
+        found, its_root, arrays = read_file(path, verify=self.disk.limits.verify)
+        if found != block:
+            raise BlockCorrupt(f"{path.name}: file and index disagree")
+        if its_root.key != root.key:
+            raise BlockCorrupt(f"{block} belongs to another model")
+        return arrays
+
+    def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
+        self.mark_used()
+        lost = self._lost.copy()
+        keep = {key for commit in self._writer.commits() for key in commit.keys()}
+        saved = self.disk.save(commit, arrays_of, keep, self._writer.rest, lost)
+        if saved is None:
+            return None
+        # What was lost meanwhile may not have been written anew.
+        written = {record.key for record in saved.records}
+        self._lost.difference_update(lost & written)
+        return saved
+
+    def forget(self, key: bytes, reason: str | None = None) -> None:
+        self._lost.add(key)
+        self._writer.submit(partial(self._take_away, key, reason))
+
+    def _take_away(self, key: bytes, reason: str | None) -> None:
+        if key not in self._lost:
+            return  # written anew since
+        try:
+            if reason is None:
+                self.disk.files.forget_missing(key)
+            else:
+                self.disk.files.quarantine(key, reason)
+        except (OSError, StoreError, sqlite3.Error) as error:
+            self._failed("take a block out of the store", error)
+            if reason is not None:
+                return  # it stays damaged
+        self._lost.discard(key)
+
+    def mark_used(self) -> None:
+        """Tell the index what has been used: eviction begins with what was not. Writer thread."""
+        with self.disk.lock.held():
+            self.disk.follow_folder()
+            while self.used:
+                self.disk.index.touch(*self.used.popleft())
+
+    def sweep(self) -> None:
+        """Remove what an interrupted run left. Writer thread."""
+        with self.disk.lock.held():
+            self.disk.follow_folder()  # or files that only a newer index knows would be removed
+            n_swept = self.disk.files.sweep()
+        if n_swept:
+            logger.info("swept %d leftovers of an interrupted run from the store", n_swept)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what `Tier.stats` does, by the index: no folder is looked at."""
+        with self.disk.index.asked_once() as index:
+            totals = index.totals()
+        return {
+            "blocks": totals.n_blocks,
+            "checkpoints": totals.n_checkpoints,
+            "bytes": totals.n_bytes,
+            "checkpoint_bytes": totals.checkpoint_bytes,
+            "evicted": self.disk.eviction.n_evicted,
+            "max_bytes": self.disk.limits.max_disk_bytes,
+            "written_bytes": self.disk.n_written_bytes,
+        }
+
+
 class BlockStore:
     """Blocks by key, and their checkpoints, in whichever tier they are.
 
@@ -68,22 +152,27 @@ class BlockStore:
     def __init__(self, folder: Path, limits: StoreLimits, others: Sequence[LowerTier] = ()) -> None:
         self.folder = folder
         self.limits = limits
-        self.counters = StoreCounters()
+        self.turns_saved = self.turns_not_saved = 0
+        self.blocks_quarantined = 0
+        """Blocks and checkpoints that were found damaged since the store was opened."""
+        self._failures: set[str] = set()
+        """What keeps commits from being saved right now; each is logged once."""
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
         self.disk = DiskStore(folder, limits)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
-        self._writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
-        self._disk_tier = DiskTier(self.disk, self._writer, self._failed)
-        self.index, self.view = self.disk.index, self._disk_tier.view
+        self.writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
+        self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
+        self.index, self.view = self.disk.index, self.disk_tier.view
+        """What is on disk: for those who want to know what fails, and for serving threads."""
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.files.forgotten = self.pool.not_stored
-        self.below: tuple[LowerTier, ...] = (self._disk_tier, *others)
+        self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
         """The tiers below RAM, in the order in which they are read."""
         self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
         self.reader = Reader(self.pool, self.below, self._lose_from)
-        self._writer.submit(self._disk_tier.sweep)
+        self.writer.submit(self.disk_tier.sweep)
 
     # Find.
 
@@ -148,7 +237,7 @@ class BlockStore:
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
         if reason is not None:
             logger.warning("%s goes to quarantine: %s", block, reason)
-            self.counters.blocks_quarantined += 1
+            self.blocks_quarantined += 1
             self.pool.drop(block.key)
         self.n_changes += 1
         for tier in tiers:
@@ -175,7 +264,7 @@ class BlockStore:
         self.pool.touch(block.key for block in commit.blocks)
         self.n_changes += 1
         sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
-        self._writer.submit_commit(
+        self.writer.submit_commit(
             commit,
             save=partial(self._save, commit, pinned),
             abandon=partial(self._abandon, pinned),
@@ -186,51 +275,40 @@ class BlockStore:
         """Return the packed ids of those of these replies that are remembered, by digest."""
         waiting = {
             reply.digest: reply.packed_ids
-            for commit in self._writer.commits()
+            for commit in self.writer.commits()
             if commit.root.key == root
             for reply in commit.replies
         }
-        return {**self.view.replies(root, digests), **waiting}
+        return {**self.view.state.replies(root, digests), **waiting}
 
-    def other_roots(self, root: Root, limit: int) -> list[Root]:
-        """Return what else is stored, the biggest first; nothing if the index cannot be read."""
-        others = [other for other, _ in self.view.roots(limit + 1) if other.key != root.key]
-        return others[:limit]
+    def change_index(self, what: str, change: Callable[[Index], None]) -> None:
+        """Have the writer change the index; `what` it does is said where it fails."""
 
-    def keep_request(self, record: dict[str, Any]) -> None:
-        """Remember what a request reused, for those who ask later."""
-        self._disk_tier.change_index(
-            "remember what a request reused", lambda index: index.state.add_request(record)
-        )
+        def run() -> None:
+            try:
+                with self.disk.lock.held():
+                    change(self.index)
+            except (OSError, sqlite3.Error) as error:
+                self._failed(what, error)
 
-    def add_first_token(self, request_id: str, first_token_s: float) -> None:
-        """Add to what is remembered of a request how long it waited for its first token."""
-        self._disk_tier.change_index(
-            "remember what a request waited",
-            lambda index: index.state.add_first_token(request_id, first_token_s),
-        )
+        self.writer.submit(run)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
         """Mark a chain, given by the keys of its blocks, and these checkpoints as used.
 
-        The checkpoints are evicted before the chain: they are of no use without it.
+        What was read of them has proven right. The checkpoints are evicted before the chain: they
+        are of no use without it.
         """
-        self.pool.touch([*chain, *(block.key for block in checkpoints)])
-        self._disk_tier.change_index(
-            "mark a block as used", lambda index: index.touch(chain[-1], checkpoints)
-        )
-
-    def set_gentle(self, gentle: bool) -> None:
-        """Say whether writing is to leave most of the time to others from now on. Any thread."""
-        self._writer.set_gentle(gentle)
-
-    def submit(self, task: Callable[[], object]) -> None:
-        """Have the writer do something after all that waits. Any thread."""
-        self._writer.submit(task)
+        self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
+        self.disk_tier.used.append((chain[-1], checkpoints))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
-        self._writer.drain()
+        self._mark_used()
+        self.writer.drain()
+
+    def _mark_used(self) -> None:
+        self.change_index("mark what was used", lambda index: self.disk_tier.mark_used())
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
         """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
@@ -248,20 +326,21 @@ class BlockStore:
             "folder": str(self.folder),
             "tiers": found,
             "queue": {
-                "tasks": self._writer.n_tasks,
-                "bytes": self._writer.n_bytes,
-                "max_bytes": self._writer.max_bytes,
+                "tasks": self.writer.n_tasks,
+                "bytes": self.writer.n_bytes,
+                "max_bytes": self.writer.max_bytes,
             },
-            "turns_saved": self.counters.turns_saved,
-            "turns_not_saved": self.counters.turns_not_saved,
-            "blocks_quarantined": self.counters.blocks_quarantined,
-            "failures": sorted(self.counters.failures),
+            "turns_saved": self.turns_saved,
+            "turns_not_saved": self.turns_not_saved,
+            "blocks_quarantined": self.blocks_quarantined,
+            "failures": sorted(self._failures),
         }
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is waiting, for at most `timeout_s` seconds, then close the index."""
         deadline_s = time.monotonic() + timeout_s
-        n_turns, n_bytes = self._writer.close(timeout_s)
+        self._mark_used()
+        n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
             logger.warning(
                 "%d turns (%s) could not be written within %.0f s; they are computed again when "
@@ -271,7 +350,7 @@ class BlockStore:
                 timeout_s,
             )
         readers_ended = self.reader.close(max(0.0, deadline_s - time.monotonic()))
-        if readers_ended and not self._writer.is_alive():
+        if readers_ended and not self.writer.is_alive():
             self.disk.close()
             self.pool.clear()
 
@@ -288,8 +367,8 @@ class BlockStore:
         if not saved:
             self._abandon(pinned)
             return
-        self.counters.turns_saved += 1
-        self.counters.failures.clear()
+        self.turns_saved += 1
+        self._failures.clear()
         for key in {record.key for one in saved for record in one.records}:
             entry = self.pool.get(key)
             if entry is not None:
@@ -307,13 +386,13 @@ class BlockStore:
 
     def _abandon(self, pinned: list[KVBlock]) -> None:
         """A commit stays in memory only, where its blocks may now be evicted. Any thread."""
-        self.counters.turns_not_saved += 1
+        self.turns_not_saved += 1
         self.pool.unpin(pinned)
 
     def _failed(self, what: str, error: Exception) -> None:
         """Say once what does not work, until something works again."""
         # A full disk fails here with one error and there with another.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
-        if kind not in self.counters.failures:
-            self.counters.failures.add(kind)
+        if kind not in self._failures:
+            self._failures.add(kind)
             logger.error("cannot %s: %s; serving goes on from memory", what, error)

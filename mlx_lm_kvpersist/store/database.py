@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .records import read_text
-
 INCREMENTAL = 2
 """The file gives free pages back when it is asked to, so that it shrinks with the store."""
 
@@ -32,6 +30,14 @@ class _ThreadConnection:
 
     def __del__(self) -> None:
         self.db.close()
+
+
+def _text(raw: bytes) -> str | bytes:
+    """Read a text; the bytes of a damaged one, which is then no text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
 
 
 class Database:
@@ -74,7 +80,7 @@ class Database:
         # Another thread closes it only when nobody has this database any more.
         db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
         try:
-            db.text_factory = read_text
+            db.text_factory = _text
             if not self.path.stat().st_size:  # else this would write
                 db.execute(f"PRAGMA auto_vacuum = {INCREMENTAL}")
             db.execute("PRAGMA journal_mode = WAL")

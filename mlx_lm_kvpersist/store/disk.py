@@ -38,7 +38,6 @@ from .files import (
     checkpoint_path,
     file_bytes,
     metadata_of,
-    path_of,
     write_block,
 )
 from .folder import move, remove, sync, take_into_use
@@ -235,17 +234,14 @@ class DiskStore:
 
     def _is_there(self, block: Record) -> bool:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
-        if isinstance(block, Checkpoint):
-            known = self.index.has_checkpoint(block.key)
-            return known and path_of(self.folder, block).exists()
-        return self._is_block_there(block.key)
+        return block.key in self.index and block_path(self.folder, block.key, block.folder).exists()
 
     def _is_block_there(self, key: bytes) -> bool:
         return key in self.index and block_path(self.folder, key).exists()
 
     def _commit(self, commit: Commit, files: Sequence[NewFile], staging: Staging) -> Session | None:
         """Move the files of a commit into place, then change the index: all of it or nothing."""
-        paths = [path_of(self.folder, file.block) for file in files]
+        paths = [block_path(self.folder, file.block.key, file.block.folder) for file in files]
         session: Session | None = None
         try:
             for file, path in zip(files, paths, strict=True):

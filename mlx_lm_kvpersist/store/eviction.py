@@ -1,7 +1,4 @@
-"""Eviction: what is used least is removed from disk until the budgets hold.
-
-A dry run finds out what making room would remove, by doing it on a copy of the index.
-"""
+"""Eviction: what is used least is removed from disk until the budgets hold."""
 
 from __future__ import annotations
 

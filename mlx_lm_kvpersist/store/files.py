@@ -45,19 +45,14 @@ _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
 Arrays = Mapping[str, mx.array]
 
 
-def block_path(folder: Path, key: bytes) -> Path:
-    """Return where the block of this key is kept."""
-    return folder / "blocks" / key.hex()[:2] / f"{key.hex()}.safetensors"
+def block_path(folder: Path, key: bytes, name: str = Block.folder) -> Path:
+    """Return where the block of this key is kept; for another `name` of a folder, what is there."""
+    return folder / name / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
 def checkpoint_path(folder: Path, key: bytes) -> Path:
     """Return where the checkpoint of this key is kept."""
-    return folder / "checkpoints" / key.hex()[:2] / f"{key.hex()}.safetensors"
-
-
-def path_of(folder: Path, block: Record) -> Path:
-    """Return where a block or a checkpoint is kept."""
-    return (checkpoint_path if isinstance(block, Checkpoint) else block_path)(folder, block.key)
+    return block_path(folder, key, Checkpoint.folder)
 
 
 def key_of(path: Path) -> bytes | None:
@@ -160,14 +155,12 @@ def read_record(path: Path) -> tuple[Record, Root, Mapping[str, str]]:
     """
     with open_regular(path) as file:
         record, root, metadata = record_in(file, os.fstat(file.fileno()).st_size, path.name)
-    if path != path_of(path.parents[2], record):
+    if path != block_path(path.parents[2], record.key, record.folder):
         raise BlockCorrupt(f"{path.name}: holds {record}")
     return record, root, metadata
 
 
-def record_in(
-    source: BinaryIO, n_bytes: int, name: str
-) -> tuple[Record, Root, Mapping[str, str]]:
+def record_in(source: BinaryIO, n_bytes: int, name: str) -> tuple[Record, Root, Mapping[str, str]]:
     """Return what an open file of `n_bytes` says of itself.
 
     Raises BlockCorrupt when it is not whole or contradicts itself, and StoreFormatError when a

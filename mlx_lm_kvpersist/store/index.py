@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from copy import copy
 from dataclasses import astuple
 from pathlib import Path
 from threading import Lock
@@ -19,7 +20,7 @@ from typing import Any
 from ..block import Block, Checkpoint, Record, Root
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database
-from .index_schema import OTHER_TABLES, TABLES_OF_FILES, faults, prepare, recount, sound
+from .index_schema import faults, prepare
 from .records import (
     SESSION_COLUMNS,
     Commit,
@@ -28,8 +29,9 @@ from .records import (
     Session,
     Totals,
     read_root,
-    read_session,
+    read_sessions,
     sidecar,
+    typed,
 )
 from .small_state import SmallState
 
@@ -37,8 +39,6 @@ __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
-_AT_ONCE = 500
-"""Keys in one statement; SQLite takes 999 or more."""
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
@@ -56,7 +56,9 @@ class Index:
         self.path = path
         self.database = Database(path)
         self._seldom = Lock()
-        self.state = SmallState(self.database)
+        self._failed: Callable[[str, Exception], None] | None = None
+        self._hidden: Collection[bytes] = ()
+        self.state = SmallState(self)
         try:
             self.reopen(create=create)
         except BaseException:
@@ -71,7 +73,7 @@ class Index:
             raise FileNotFoundError(self.path)
         self.database.reopen()
         try:
-            prepare(self._db, self.path)
+            prepare(self.database.connection, self.path)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error
@@ -80,9 +82,29 @@ class Index:
         """Answer no more, and close this thread's connection. Any thread."""
         self.database.close()
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        return self.database.connection
+    def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
+        """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
+
+        Its questions never raise: `failed` is told, and the answer is that nothing is there.
+        """
+        view = copy(self)
+        view._failed, view._hidden = failed, hidden
+        view.state = SmallState(view)
+        return view
+
+    def ask(self, sql: str, *values: Any) -> list[Any]:
+        """Return the rows that answer a question."""
+        try:
+            return self.database.connection.execute(sql, values).fetchall()
+        except (OSError, sqlite3.Error) as error:
+            self.report("read the index", error)
+            return []
+
+    def report(self, doing: str, error: Exception) -> None:
+        """Raise an error, or say in a view what cannot be done."""
+        if self._failed is None:
+            raise error
+        self._failed(doing, error)
 
     @contextmanager
     def asked_once(self) -> Iterator[Index]:
@@ -107,53 +129,47 @@ class Index:
         to them are returned. A damaged index may lie; the walk of the tree checks those blocks
         that it means to use.
         """
-        if ahead is not None:
-            limit = FEW + 1
-        nodes = self._nodes("parent = ? LIMIT ?", parent, -1 if limit is None else limit)
-        if ahead is None or len(nodes) <= FEW:
-            return nodes
-        column = "text" if isinstance(ahead, str) else "ids"
+        hidden = set(self._hidden)  # before the rows are read: those go first
+        most = FEW + 1 if ahead is not None else -1 if limit is None else limit
+        nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
+        if ahead is not None and len(nodes) > FEW:
+            column = "text" if isinstance(ahead, str) else "ids"
 
-        def find(how: str, content: str | bytes) -> list[Block]:
-            where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
-            return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
+            def find(how: str, content: str | bytes) -> list[Block]:
+                where = f"parent = ? AND {column} {_ORDERED[how].format(column)} LIMIT ?"
+                return self._nodes(where, parent, content, MAX_ALIKE if how == "=" else 1)
 
-        return nearest(ahead, find)
+            nodes = nearest(ahead, find)
+        return [node for node in nodes if node.key not in hidden]
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
         """Return, of these parents and a child of each, the parents that have another child."""
-        found: set[bytes] = set()
-        steps = list(path.items())
-        for first in range(0, len(steps), _AT_ONCE // 2):
-            part = steps[first : first + _AT_ONCE // 2]
-            rows = self._db.execute(
-                f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(part))}) "
-                "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
-                "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
-                [key for step in part for key in step],
-            )
-            found.update(parent for (parent,) in rows)
-        return found
+        if not path:
+            return set()
+        rows = self.ask(
+            f"WITH step(parent, child) AS (VALUES {','.join(['(?, ?)'] * len(path))}) "
+            "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
+            "WHERE blocks.parent = step.parent AND blocks.key != step.child)",
+            *(key for step in path.items() for key in step),
+        )
+        return {parent for (parent,) in rows}
 
     def _nodes(self, where: str, *values: Any) -> list[Block]:
-        rows = self._db.execute(f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}", values)
-        # A damaged index may hold anything.
-        return [
-            Block(*row)
-            for row in rows
-            if all(map(isinstance, row, _BLOCK_TYPES)) and len(row[3]) % 4 == 0
-        ]
+        rows = self.ask(f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}", *values)
+        return [Block(*row) for row in typed(rows, *_BLOCK_TYPES) if len(row[3]) % 4 == 0]
 
     def __contains__(self, key: bytes) -> bool:
-        return self._db.execute("SELECT 1 FROM blocks WHERE key = ?", (key,)).fetchone() is not None
+        """Say whether there is a block or a checkpoint of this key."""
+        tables = "SELECT key FROM blocks UNION ALL SELECT key FROM checkpoints"
+        found = self.ask(f"SELECT 1 FROM ({tables}) WHERE key = ?", key)
+        return bool(found) and key not in self._hidden
 
     def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
-        nodes = self._nodes("key = ?", key)
-        row = self._db.execute("SELECT root, n_bytes FROM blocks WHERE key = ?", (key,)).fetchone()
-        if not nodes or not row or not all(map(isinstance, row, (bytes, int))):
-            return None
-        return nodes[0], row[0], row[1]
+        rows = self.ask(f"SELECT {_BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", key)
+        for *row, root, n_bytes in typed(rows, *_BLOCK_TYPES, bytes, int):
+            return Block(*row), root, n_bytes
+        return None
 
     def chain(self, leaf: bytes) -> list[tuple[Block, int]]:
         """Return the blocks from the root to `leaf` with their sizes; empty if one is missing."""
@@ -169,45 +185,29 @@ class Index:
             key = node.parent
         return []
 
-    def chain_size(self, leaf: bytes) -> tuple[int, int, int]:
-        """Return how many blocks lead to `leaf`, itself included; their checkpoints; all bytes."""
-        n_blocks, block_bytes, n_checkpoints, checkpoint_bytes = self._db.execute(
-            "WITH RECURSIVE up(key) AS (VALUES (?) UNION "
-            "SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
-            "SELECT count(*), coalesce(sum(b.n_bytes), 0), "
-            "coalesce(sum((SELECT count(*) FROM checkpoints WHERE block = b.key)), 0), "
-            "coalesce(sum((SELECT sum(n_bytes) FROM checkpoints WHERE block = b.key)), 0) "
-            "FROM blocks AS b JOIN up ON b.key = up.key",
-            (leaf,),
-        ).fetchone()
-        return n_blocks, n_checkpoints, block_bytes + checkpoint_bytes
-
-    def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
+    def outline(self, leaves: Sequence[bytes]) -> list[tuple[bytes, bytes, int, int]]:
         """Return all blocks on the way to these leaves, parents before children.
 
-        Of each: its key, its parent's key, its start, its tokens, its bytes with its checkpoints'.
-        `leaves` are at most 500.
+        Of each: its key, its parent's key, its bytes with its checkpoints', how many these are.
         """
-        rows = self._db.execute(
+        rows = self.ask(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
-            "SELECT key, parent, start, length(ids) / 4, n_bytes + coalesce("
-            "(SELECT sum(n_bytes) FROM checkpoints WHERE block = b.key), 0) "
-            "FROM blocks AS b JOIN up USING (key) ORDER BY start",
-            leaves,
+            "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
+            "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
+            "GROUP BY b.key ORDER BY start",
+            *leaves,
         )
-        types = (bytes, bytes, int, int, int)  # a damaged index may hold anything
-        return [row for row in rows if all(map(isinstance, row, types))]
+        return typed(rows, bytes, bytes, int, int)
 
     def keys(self, table: str = "blocks") -> set[bytes]:
         """Return the keys of all blocks, or of all "checkpoints"."""
-        rows = self._db.execute(f"SELECT key FROM {table} WHERE typeof(key) = 'blob'")
-        return {key for (key,) in rows}
+        return {key for (key,) in typed(self.ask(f"SELECT key FROM {table}"), bytes)}
 
     def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
         """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
         with closing(
-            self._db.execute(
+            self.database.connection.execute(
                 "SELECT CAST(used AS REAL), key FROM blocks AS b WHERE n_children = 0 "
                 # Once more, because a damaged index may lie.
                 "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
@@ -223,7 +223,7 @@ class Index:
         These are blocks whose parent is neither a root nor there, all blocks that follow them, and
         checkpoints whose block is not there.
         """
-        rows = self._db.execute(
+        rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
             "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
             "(SELECT 1 FROM blocks WHERE key = b.parent) "
@@ -237,12 +237,9 @@ class Index:
 
     def checkpoints(self, blocks: Sequence[bytes]) -> list[tuple[Checkpoint, int]]:
         """Return the checkpoints of these blocks with the sizes of their files, in bytes."""
-        found: list[tuple[Checkpoint, int]] = []
-        for first in range(0, len(blocks), _AT_ONCE):
-            some = blocks[first : first + _AT_ONCE]
-            where = f"block IN ({','.join('?' * len(some))}) ORDER BY block, kind, n_tokens"
-            found += self._checkpoints(where, *some)
-        return found
+        hidden = set(self._hidden)  # as in `children`
+        where = f"block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens"
+        return [one for one in self._checkpoints(where, *blocks) if one[0].key not in hidden]
 
     def checkpoint(self, key: bytes) -> tuple[Checkpoint, int] | None:
         """Return a checkpoint and the size of its file."""
@@ -250,23 +247,14 @@ class Index:
 
     def _checkpoints(self, where: str, *values: Any) -> list[tuple[Checkpoint, int]]:
         columns = "key, block, kind, n_tokens, n_bytes"
-        found = []
-        for row in self._db.execute(f"SELECT {columns} FROM checkpoints WHERE {where}", values):
-            # A damaged index may hold anything.
-            if all(map(isinstance, row, (bytes, bytes, str, int, int))) and abs(row[3]) < 1 << 31:
-                block = Checkpoint(*row[:4])
-                if block.is_genuine:
-                    found.append((block, row[4]))
-        return found
-
-    def has_checkpoint(self, key: bytes) -> bool:
-        row = self._db.execute("SELECT 1 FROM checkpoints WHERE key = ?", (key,)).fetchone()
-        return row is not None
+        rows = self.ask(f"SELECT {columns} FROM checkpoints WHERE {where}", *values)
+        found = [(Checkpoint(*row), n) for *row, n in typed(rows, bytes, bytes, str, int, int)]
+        return [one for one in found if abs(one[0].n_tokens) < 1 << 31 and one[0].is_genuine]
 
     def unused_checkpoints(self) -> Iterator[tuple[float, bytes, bytes]]:
         """Yield time of use, key and block of all checkpoints, the oldest first."""
         with closing(
-            self._db.execute(
+            self.database.connection.execute(
                 "SELECT CAST(used AS REAL), key, block FROM checkpoints ORDER BY used, key"
             )
         ) as rows:
@@ -292,21 +280,19 @@ class Index:
     def session_at(self, root: Root, leaf: Leaf) -> Session | None:
         """Return the session that this leaf continues: the one whose end lies on its chain."""
         ends = [*leaf.chain, *(old for old, _ in leaf.replaced)]
-        found: list[Session] = []
-        for first in range(0, len(ends), _AT_ONCE):
-            part = ends[first : first + _AT_ONCE]
-            # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
-            where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(part))})"
-            found += self._sessions(where, root.key, leaf.name, *part)
+        # Thousands of sessions may share a name: `+` keeps SQLite from searching by it.
+        where = f"+root = ? AND +name IS ? AND leaf IN ({','.join('?' * len(ends))})"
+        found = self._sessions(where, root.key, leaf.name, *ends)
         return max(found, key=lambda session: session.n_tokens, default=None)
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
-        rows = self._db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", values)
-        return [session for row in rows if (session := read_session(row)) is not None]
+        return read_sessions(
+            self.ask(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {where}", *values)
+        )
 
     def pinned_blocks(self) -> set[bytes]:
         """Return the blocks of all pinned sessions."""
-        rows = self._db.execute(
+        rows = self.ask(
             "WITH RECURSIVE up(key) AS (SELECT leaf FROM sessions WHERE pinned "
             "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up"
         )
@@ -316,25 +302,27 @@ class Index:
 
     def roots(self, limit: int = -1) -> list[tuple[Root, Totals]]:
         """Return the roots with most in them, with what they have."""
-        rows = self._db.execute(
+        rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
             "JOIN roots ON key = totals.root ORDER BY block_bytes DESC LIMIT ?",
-            (limit,),
+            limit,
         )
         read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
         return [(root, totals) for root, totals in read if root is not None]
 
     def root(self, key: bytes) -> Root | None:
-        row = self._db.execute("SELECT about FROM roots WHERE key = ?", (key,)).fetchone()
-        return read_root(key, row[0]) if row else None
+        rows = self.ask("SELECT about FROM roots WHERE key = ?", key)
+        return read_root(key, rows[0][0]) if rows else None
 
     def totals(self) -> Totals:
         """Return numbers and bytes of all blocks, checkpoints and sidecars."""
-        row = self._db.execute(
-            "SELECT n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes "
-            "FROM totals WHERE root = x''"
-        ).fetchone()
-        return Totals(*(n if isinstance(n, int) else 0 for n in row or ()))
+        columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
+        rows = self.ask(f"SELECT {columns} FROM totals WHERE root = x''")
+        return next((Totals(*row) for row in typed(rows, *[int] * 5)), Totals())
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with the rows in themselves, a line for each kind."""
+        return faults(self.database.connection)
 
     # Changes.
 
@@ -408,7 +396,9 @@ class Index:
         with self.database.transaction() as db:
             # As in `add_blocks`.
             db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
-            db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _row(session))
+            db.execute(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", session_row(session)
+            )
 
     def remove_session(self, session_id: str) -> None:
         with self.database.transaction() as db:
@@ -474,53 +464,15 @@ class Index:
         It is always the latest. Otherwise, after a clock jumps back, new blocks would be evicted
         first.
         """
-        newest = [
-            self._db.execute(
-                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", (_END,)
-            ).fetchone()
+        used = [
+            row
             for table in ("blocks", "checkpoints")
-        ]
-        return max([time.time(), *(math.nextafter(row[0], _END) for row in newest if row)])
-
-    # The file as a whole.
-
-    def faults(self) -> list[str]:
-        """Return what is wrong with the rows in themselves, a line for each kind."""
-        return faults(self._db)
-
-    def format(self) -> int:
-        """Return the format of the store."""
-        version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        return version
-
-    def take_over(self, path: Path) -> None:
-        """Replace what the files say by the content of the index at `path`, in one transaction.
-
-        What the files do not say is kept where it still applies and can be read: sessions that
-        have neither name nor pin, times of use, and all small state. Others read the old content
-        until it is done.
-        """
-        with self.database.attached(path, "fresh") as db:
-            for table in ("blocks", "checkpoints"):
-                db.execute(
-                    f"UPDATE fresh.{table} SET used = max(used, "
-                    f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
-                    f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
-                )
-            sessions = map(read_session, db.execute(f"SELECT {SESSION_COLUMNS} FROM main.sessions"))
-            db.executemany(
-                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
-                "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
-                [_row(session) for session in sessions if session is not None],
+            for row in self.ask(
+                f"SELECT used FROM {table} WHERE used < ? ORDER BY used DESC LIMIT 1", _END
             )
-            for table in OTHER_TABLES:
-                db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
-            for table in TABLES_OF_FILES:
-                db.execute(f"DELETE FROM main.{table}")
-            for table in TABLES_OF_FILES:
-                db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
-            recount(db)
+        ]
+        return max([time.time(), *(math.nextafter(newest, _END) for (newest,) in used)])
 
 
-def _row(session: Session) -> tuple[Any, ...]:
+def session_row(session: Session) -> tuple[Any, ...]:
     return (*astuple(session), len(sidecar(session)))

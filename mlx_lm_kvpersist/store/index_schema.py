@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ..errors import StoreFormatError
-from .records import SESSION_COLUMNS, read_root, read_session
+from .records import SESSION_COLUMNS, read_root, read_sessions
 
 INDEX_FORMAT = 4
 """The format of the store as a whole. A store of another format is refused."""
@@ -217,9 +217,8 @@ def faults(db: sqlite3.Connection) -> list[str]:
         (n_rows,) = db.execute(f"SELECT count(*) {where}").fetchone()
         if n_rows:
             found.append(f"{n_rows} rows of {table} have values of a wrong type")
-    sessions = db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions")
-    n_bad = sum(read_session(row) is None for row in sessions)
-    if n_bad:
+    sessions = db.execute(f"SELECT {SESSION_COLUMNS} FROM sessions").fetchall()
+    if n_bad := len(sessions) - len(read_sessions(sessions)):
         found.append(f"{n_bad} rows of sessions cannot be read")
     roots = dict(db.execute("SELECT key, about FROM roots"))
     n_bad = sum(read_root(key, about) is None for key, about in roots.items())

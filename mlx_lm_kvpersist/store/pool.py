@@ -136,7 +136,8 @@ class BlockPool:
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
                 for name, nodes in siblings.items():
                     insort(nodes, block, key=attrgetter(name))
-            self._evict()
+            if self.n_bytes > self.max_bytes:
+                self._evict()
             return entry
 
     def admit(self, entry: KVBlock) -> KVBlock | None:
@@ -173,20 +174,17 @@ class BlockPool:
                 entry.pins -= not prefetch
             self._evict()
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark a chain, given from its first block on, as used: its leaf stays evictable first."""
+    def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
+        """Mark a chain, given from its first block on, as used: its leaf stays evictable first.
+
+        proven: a restore with it has been completed, so what was read of it is right.
+        """
         with self._lock:
             for key in reversed(list(keys)):
-                if key in self._entries:
+                if (entry := self._entries.get(key)) is not None:
                     self._entries.move_to_end(key)
-
-    def trust(self, keys: Iterable[bytes]) -> None:
-        """Mark what was read from a tier below as proven: a restore with it has been completed."""
-        with self._lock:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    entry.tier, entry.read_s = RAM, 0.0
+                    if proven:
+                        entry.tier, entry.read_s = RAM, 0.0
 
     def not_stored(self, keys: Iterable[bytes]) -> None:
         """Mark what no tier below has any longer: while a commit waits for it, it stays."""

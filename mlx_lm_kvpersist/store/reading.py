@@ -10,17 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
 
 from ..block import Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
 from .pool import BlockPool, KVBlock
 from .tier import LowerTier
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +78,9 @@ class Reader:
         self.tiers = tiers
         self._on_bad = on_bad
         self._can_read = True
-        self._workers = Workers("kvpersist-reader", _N_THREADS)
-        self._prefetcher = Workers("kvpersist-prefetch", 1)
+        # A thread that has evaluated MLX leaks a little when it ends: these last as long as this.
+        self._workers = ThreadPoolExecutor(_N_THREADS, "kvpersist-reader")
+        self._prefetcher = ThreadPoolExecutor(1, "kvpersist-prefetch")
         self._prefetches: set[Prefetch] = set()
 
     def load(self, block: Record, root: Root) -> KVBlock | None:
@@ -97,7 +95,7 @@ class Reader:
 
         Several are read at once, and little beyond what the caller has asked for.
         """
-        if sum(block.key not in self.pool for block in wanted) < 2:
+        if sum(self.pool.get(block.key) is None for block in wanted) < 2:
             for block in wanted:
                 yield self.load(block, root)
             return
@@ -128,7 +126,9 @@ class Reader:
             finally:
                 prefetch.finished = True
 
-        if self._prefetcher.submit(run).cancelled():
+        try:
+            self._prefetcher.submit(run)
+        except RuntimeError:  # closed since
             prefetch.finished = True
         return prefetch
 
@@ -140,7 +140,15 @@ class Reader:
     def close(self, timeout_s: float) -> bool:
         """Stop reading; False when what is being read takes longer than `timeout_s`."""
         self.release_prefetched()
-        return self._prefetcher.close(timeout_s) and self._workers.close(timeout_s)
+
+        def end() -> None:
+            for threads in (self._prefetcher, self._workers):
+                threads.shutdown(cancel_futures=True)
+
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(timeout_s)
+        return not ending.is_alive()
 
     def _read_ahead(
         self, prefetch: Prefetch, wanted: Sequence[tuple[Record, int]], root: Root
@@ -185,64 +193,3 @@ class Reader:
                 entry.read_s = time.perf_counter() - started
                 return entry
         return None
-
-
-class Workers:
-    """Runs tasks in order on `n_threads` threads, which start with the first of them.
-
-    Each thread that has evaluated MLX leaks one when it ends, so these do not end before the
-    store is closed; and they are daemons, so that a disk that hangs keeps no process alive.
-    """
-
-    def __init__(self, name: str, n_threads: int) -> None:
-        self.n_threads = n_threads
-        self._name = name
-        self._threads: list[threading.Thread] = []
-        self._tasks: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._closing = False
-        self._changed = threading.Condition()
-
-    def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task run; the future is cancelled when the workers are closed before."""
-        future: Future[Result] = Future()
-        with self._changed:
-            if self._closing:
-                future.cancel()
-                return future
-            self._tasks.append((future, task))
-            if len(self._threads) < self.n_threads:
-                name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-                self._threads[-1].start()
-            self._changed.notify()
-        return future
-
-    def close(self, timeout_s: float) -> bool:
-        """Drop what waits and stop; False when what runs takes longer than `timeout_s`."""
-        with self._changed:
-            self._closing = True
-            dropped = list(self._tasks)
-            self._tasks.clear()
-            self._changed.notify_all()
-        for future, _ in dropped:
-            future.cancel()
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._closing)
-                if self._closing:
-                    return
-                future, task = self._tasks.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            # An idle worker must not hold the arrays that it read last.
-            del future, task

@@ -11,14 +11,15 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from ..block import Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
 from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
-from .index import Index
-from .index_schema import is_damage
+from .index import Index, session_row
+from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
 from .records import read_sidecar
 
 logger = logging.getLogger(__name__)
@@ -58,22 +59,40 @@ def rebuild_index(
 
 
 def _replaced_within(path: Path, fresh_path: Path) -> bool:
-    """Have the index at `path` take over a fresh one; False when it is missing or damaged."""
+    """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
+
+    One transaction: others read the old rows until it is done. Kept is what the files do not say,
+    where it still applies and can be read: sessions that have neither name nor pin, times of use,
+    and all small state.
+    """
     if not path.exists() or path.stat().st_size == 0:
         return False
-    live: Index | None = None
     try:
-        live = Index(path)
-        live.take_over(fresh_path)
+        with closing(Index(path)) as live, live.database.attached(fresh_path, "fresh") as db:
+            for table in ("blocks", "checkpoints"):
+                db.execute(
+                    f"UPDATE fresh.{table} SET used = max(used, "
+                    f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
+                    f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
+                )
+            db.executemany(
+                "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "
+                "WHERE EXISTS (SELECT 1 FROM fresh.blocks WHERE root = ?2 AND key = ?4)",
+                map(session_row, live.sessions()),
+            )
+            for table in OTHER_TABLES:
+                db.execute(f"DELETE FROM main.{table} WHERE NOT ({sound(db, table)})")
+            for table in TABLES_OF_FILES:
+                db.execute(f"DELETE FROM main.{table}")
+            for table in TABLES_OF_FILES:
+                db.execute(f"INSERT INTO main.{table} SELECT * FROM fresh.{table}")
+            recount(db)
     except sqlite3.Error as error:
         # A disk that is full or a lock that is held says nothing about the index.
         if not is_damage(error):
             raise
         logger.warning("the old index cannot be read (%s); it goes to quarantine", error)
         return False
-    finally:
-        if live is not None:
-            live.close()
     return True
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..block import Block, Checkpoint, Record, Root
 from .folder import make_private, whole_file
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
-
-_SEAL_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -130,17 +126,20 @@ class Forgotten:
     checkpoints: tuple[bytes, ...]
 
 
-# Rows of the index. A damaged index may hold anything: a row that is not what its table promises is
-# read as None.
+# Rows of the index. A damaged index may hold anything: rows that are not what their table promises
+# are left out.
 
 
-def read_session(row: Collection[Any]) -> Session | None:
-    """Read SESSION_COLUMNS."""
-    types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
-    if not all(map(isinstance, row, types)):
-        return None
-    session_id, root, name, leaf, n_tokens, pinned, created, used = row
-    return Session(session_id, root, name, leaf, n_tokens, bool(pinned), created, used)
+def typed(rows: Iterable[Any], *types: Any) -> list[Any]:
+    """Return the rows whose values are of these types."""
+    return [row for row in rows if all(map(isinstance, row, types))]
+
+
+def read_sessions(rows: Iterable[Any]) -> list[Session]:
+    """Read rows of SESSION_COLUMNS."""
+    optional = (str, type(None))
+    found = typed(rows, str, bytes, optional, bytes, int, int, float, float)
+    return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in found]
 
 
 def read_root(key: Any, about: Any) -> Root | None:
@@ -150,23 +149,6 @@ def read_root(key: Any, about: Any) -> Root | None:
         return root if root.key == key and isinstance(root.model, str) else None
     except (ValueError, TypeError, AttributeError):
         return None
-
-
-def seal(root: bytes, digest: bytes, ids: bytes) -> bytes:
-    """Return a reply's ids with a checksum behind them.
-
-    What else the index says of ids is proved by the keys and files of blocks. These go into a
-    prompt as they are.
-    """
-    return ids + xxhash.xxh3_64_digest(root + digest + ids)
-
-
-def unsealed(root: bytes, digest: bytes, sealed: Any) -> bytes | None:
-    """Return the ids of `seal`; None for anything else."""
-    if not isinstance(sealed, bytes):
-        return None
-    ids = sealed[:-_SEAL_BYTES]
-    return ids if seal(root, digest, ids) == sealed else None
 
 
 # A session that has a name or a pin has a small file, too: a rebuilt index knows neither.
@@ -208,11 +190,3 @@ def read_sidecar(path: Path) -> Session:
     if session.name is not None:
         session.name.encode()
     return session
-
-
-def read_text(raw: bytes) -> str | bytes:
-    """Read a text; the bytes of a damaged one, which is then no text."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return raw

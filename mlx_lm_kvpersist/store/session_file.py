@@ -29,7 +29,7 @@ import xxhash
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
-from .files import MALFORMED, MAX_HEADER_BYTES, open_regular, path_of, read_file, record_in
+from .files import MALFORMED, MAX_HEADER_BYTES, block_path, open_regular, read_file, record_in
 from .folder import new_file, sync, whole_file
 from .index import Index, Leaf, Session
 from .records import Commit, NewFile
@@ -190,7 +190,7 @@ def export_session(
     items: list[Record] = [*chain, *checkpoints]
     exported: dict[Path, Listed] = {}
     for number, item in enumerate(items):
-        path = path_of(folder, item)
+        path = block_path(folder, item.key, item.folder)
         try:
             if read_file(path)[0] != item:
                 raise BlockCorrupt(f"{path.name}: file and index disagree")

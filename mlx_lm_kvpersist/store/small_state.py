@@ -13,17 +13,20 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .database import Database
-from .records import StoredReply, seal, unsealed
+import xxhash
 
-_AT_ONCE = 500
-"""Values in one query."""
+from .records import StoredReply, typed
+
+if TYPE_CHECKING:
+    from .index import Index
+
 _MAX_REPLIES = 10_000
 KEPT = 100
 """Records of requests."""
 _MAX_RECORD_CHARS = 4096
+_SEAL_BYTES = 8
 _HOUR = 60
 """In minutes."""
 
@@ -31,26 +34,32 @@ _HOUR = 60
 class SmallState:
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, index: Index) -> None:
+        self._ask, self._report = index.ask, index.report
+        self._transaction = index.database.transaction
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of remembered replies, by digest."""
-        found: dict[bytes, bytes] = {}
-        for first in range(0, len(digests), _AT_ONCE):
-            some = digests[first : first + _AT_ONCE]
-            where = f"root = ? AND digest IN ({','.join('?' * len(some))})"
-            query = f"SELECT digest, ids FROM replies WHERE {where}"
-            for digest, sealed in self._database.connection.execute(query, (root, *some)):
-                if (ids := unsealed(root, digest, sealed)) is not None:
-                    found[digest] = ids
-        return found
+        """Return the packed ids of remembered replies, by digest.
+
+        They go into a prompt as they are, so they have a checksum. Of other ids that the index has,
+        keys and files of blocks tell whether they are damaged.
+        """
+        where = f"root = ? AND digest IN ({','.join('?' * len(digests))})"
+        rows = self._ask(f"SELECT digest, ids FROM replies WHERE {where}", root, *digests)
+        return {
+            digest: sealed[:-_SEAL_BYTES]
+            for digest, sealed in typed(rows, bytes, bytes)
+            if sealed[-_SEAL_BYTES:] == _seal(root, digest, sealed[:-_SEAL_BYTES])
+        }
 
     def add_replies(self, root: bytes, replies: Collection[StoredReply], used: float) -> None:
-        with self._database.transaction() as db:
+        with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
-                [(root, r.digest, seal(root, r.digest, r.packed_ids), used) for r in replies],
+                [
+                    (root, r.digest, r.packed_ids + _seal(root, r.digest, r.packed_ids), used)
+                    for r in replies
+                ],
             )
             db.execute(
                 "DELETE FROM replies WHERE used <= "
@@ -60,30 +69,31 @@ class SmallState:
 
     def get(self, key: str) -> Any:
         """Return a persisted value; None where there is none, or none that can be read."""
-        row = self._database.connection.execute(
-            "SELECT value FROM state WHERE key = ?", (key,)
-        ).fetchone()
-        return _value(row[0]) if row else None
+        rows = self._ask("SELECT value FROM state WHERE key = ?", key)
+        return _value(rows[0][0]) if rows else None
 
     def under(self, prefix: str) -> dict[str, Any]:
         """Return the persisted values whose keys begin with `prefix`, by the rest of their keys."""
-        rows = self._database.connection.execute(
+        rows = self._ask(
             "SELECT substr(key, ?2), value FROM state WHERE substr(key, 1, ?2 - 1) = ?1",
-            (prefix, len(prefix) + 1),
+            *(prefix, len(prefix) + 1),
         )
         return {key: _value(value) for key, value in rows}
 
     def put(self, key: str, value: Any) -> None:
         """Persist a JSON value, in place of any before. This needs no lock of the store."""
-        with self._database.transaction() as db:
-            db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+        try:
+            with self._transaction() as db:
+                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+        except (OSError, sqlite3.Error) as error:
+            self._report("persist what was measured", error)
 
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         uri = f"{path.absolute().as_uri()}?mode=rw"
         with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as damaged:
             for row in damaged.execute("SELECT key, value FROM state"):
-                with self._database.transaction() as db:
+                with self._transaction() as db:
                     db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)
 
     def written_last_hour(self) -> int:
@@ -92,16 +102,13 @@ class SmallState:
         A clock that was set back leaves minutes of the future behind. They do not count.
         """
         now = _minute()
-        (n_bytes,) = self._database.connection.execute(
-            "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?",
-            (now - _HOUR, now + 1),
-        ).fetchone()
-        return int(n_bytes)
+        total = "SELECT CAST(total(n_bytes) AS INTEGER) FROM writes WHERE minute BETWEEN ? AND ?"
+        return sum(n_bytes for (n_bytes,) in self._ask(total, now - _HOUR, now + 1))
 
     def count_write(self, n_bytes: int) -> None:
         """Count what is written now. The caller holds the store's lock."""
         now = _minute()
-        with self._database.transaction() as db:
+        with self._transaction() as db:
             db.execute(
                 "DELETE FROM writes WHERE minute NOT BETWEEN ? AND ?", (now - _HOUR, now + 1)
             )
@@ -114,9 +121,7 @@ class SmallState:
     def requests(self) -> list[dict[str, Any]]:
         """Return the records of requests, the newest first, without those that cannot be read."""
         records = []
-        for (about,) in self._database.connection.execute(
-            "SELECT about FROM requests ORDER BY number DESC"
-        ):
+        for (about,) in self._ask("SELECT about FROM requests ORDER BY number DESC"):
             try:
                 record = json.loads(about)
             except (TypeError, ValueError):
@@ -130,28 +135,19 @@ class SmallState:
         about = json.dumps(record)
         if len(about) > _MAX_RECORD_CHARS:
             return
-        with self._database.transaction() as db:
+        with self._transaction() as db:
             db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
             db.execute(
                 "DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?",
                 (KEPT,),
             )
 
-    def add_first_token(self, request_id: str, first_token_s: float) -> None:
-        """Add the time to the first token to a record; nothing happens where it is gone."""
-        begin = json.dumps({"id": request_id})[:-1]
-        with self._database.transaction() as db:
-            found = "SELECT number, about FROM requests WHERE instr(about, ?) = 1"
-            for number, about in db.execute(found, (begin,)).fetchall():
-                about = json.dumps({**json.loads(about), "first_token_s": first_token_s})
-                db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
-
     def forget_requests(self, sessions: Collection[str | None] | None = None) -> None:
         """Remove the records of sessions, by their names; None stands for all.
 
         A record of another session may quote a session that is removed. It loses the quotation.
         """
-        with self._database.transaction() as db:
+        with self._transaction() as db:
             for number, about in db.execute("SELECT number, about FROM requests").fetchall():
                 try:
                     record = json.loads(about)
@@ -165,6 +161,10 @@ class SmallState:
                     record["divergence"] = {**quotes, "stored": None, "asked": None}
                     about = json.dumps(record)
                     db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
+
+
+def _seal(root: bytes, digest: bytes, ids: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(root + digest + ids)
 
 
 def _value(text: Any) -> Any:

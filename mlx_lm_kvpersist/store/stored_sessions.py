@@ -6,8 +6,7 @@ HTTP threads ask. The writer changes the disk, after the turns that already wait
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,33 +29,23 @@ class StoredSessions:
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
-        self._last: tuple[Any, dict[str, Any]] = (None, {})
-        """What `describe` returned, and what it depends on."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the sessions used last, and the tree of their blocks, without any text.
+        """Return the sessions used last.
 
-        "tree" has a node for each stretch of blocks without a branch, depth first. A node counts
-        its own stretch, a session its whole chain; bytes are those on disk. `used` and `created`
-        are seconds since the epoch.
+        A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
+        since the epoch.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
             sessions = index.sessions(SHOWN + 1)
-            # Pages ask every few seconds, and long conversations have thousands of blocks.
-            state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
-            before, last = self._last
-            if state == before:
-                return last
             is_all, sessions = len(sessions) <= SHOWN, sessions[:SHOWN]
             rows = index.outline([session.leaf for session in sessions])
             roots = {key: index.root(key) for key in {session.root for session in sessions}}
-        in_ram = {row[0] for row in rows if row[0] in pool}
-        sums: dict[bytes, tuple[int, ...]] = {}
-        for key, parent, _, _, n_bytes in rows:
-            above = sums.get(parent, (0, 0, 0))
-            own = (1, int(key in in_ram), n_bytes)
-            sums[key] = tuple(a + b for a, b in zip(above, own, strict=True))
+        sums: dict[bytes, tuple[int, int, int]] = {}
+        for key, parent, n_bytes, _ in rows:
+            n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
+            sums[key] = n_above + 1, n_in_ram_above + (key in pool), bytes_above + n_bytes
         described = []
         for one in sessions:
             n_blocks, n_in_ram, n_bytes = sums.get(one.leaf, (0, 0, 0))
@@ -77,10 +66,7 @@ class StoredSessions:
                     "used": one.used,
                 }
             )
-        tree = _tree(rows, in_ram, sessions)
-        answer = {"is_all": is_all, "sessions": described, "tree": tree}
-        self._last = state, answer
-        return answer
+        return {"is_all": is_all, "sessions": described}
 
     def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
         """Pin a session, so that it is never removed from disk to make room, or let it go."""
@@ -133,7 +119,7 @@ class StoredSessions:
                 except BaseException as error:
                     future.set_exception(error)
 
-        self._store.submit(run)
+        self._store.writer.submit(run)
         if not wait([future], _TIMEOUT_S).done and future.cancel():
             why = f"the store was busy for {_TIMEOUT_S:.0f} s and nothing is changed; ask again"
             raise RequestRefused(why, 503)
@@ -164,7 +150,7 @@ class NamedSessions:
         keys = [row[0] for row in rows]
         in_ram = [entry.n_bytes for key in keys if (entry := pool.get(key))]
         parts = [entry.n_bytes for c in pool.checkpoints(keys) if (entry := pool.get(c.key))]
-        n_bytes = sum(row[4] for row in rows)
+        n_bytes = sum(row[2] for row in rows)
         return {
             "tokens": branches[0].n_tokens if branches else 0,
             "branches": len(branches),
@@ -245,35 +231,3 @@ def _branches(index: Index, namespace: str, name: str) -> list[Session]:
         for session in found
         if (root := roots[session.root]) is not None and root.namespace == namespace
     ]
-
-
-def _tree(
-    rows: Sequence[tuple[bytes, bytes, int, int, int]],
-    in_ram: set[bytes],
-    sessions: Sequence[Session],
-) -> list[dict[str, Any]]:
-    """Return stretches of blocks, depth first; `rows` are `outline`'s, parents before children."""
-    ends: dict[bytes, list[str]] = {}
-    for session in sessions:
-        ends.setdefault(session.leaf, []).append(session.id)
-    n_children = Counter(row[1] for row in rows)
-    node_of: dict[bytes, dict[str, Any]] = {}
-    below: dict[int, list[dict[str, Any]]] = {}
-    for key, parent, start, n_tokens, n_bytes in rows:
-        above = node_of.get(parent)
-        node = above
-        if node is None or n_children[parent] > 1 or parent in ends:
-            depth = above["depth"] + 1 if above else 0
-            node = {"depth": depth, "start": start, "tokens": 0, "blocks": 0, "ram_blocks": 0}
-            node |= {"bytes": 0, "sessions": []}
-            below.setdefault(id(above), []).append(node)
-        node_of[key] = node
-        for name, n in ("tokens", n_tokens), ("blocks", 1), ("bytes", n_bytes):
-            node[name] += n
-        node["ram_blocks"] += key in in_ram
-        node["sessions"] = ends.get(key, [])
-    tree, left = [], below.get(id(None), [])[::-1]
-    while left:
-        tree.append(node := left.pop())
-        left += below.get(id(node), [])[::-1]
-    return tree

@@ -125,7 +125,7 @@ def _check_index(index: Index, fault: str) -> Problem | None:
 def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) -> Problem | None:
     """Check the file and the row of a block or a checkpoint."""
     problem = partial(Problem, subject=key.hex())
-    if not (index.has_checkpoint(key) if is_checkpoint else key in index):
+    if key not in index:
         return None
     path = (checkpoint_path if is_checkpoint else block_path)(folder, key)
     try:
@@ -163,11 +163,8 @@ def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) ->
 
 def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     key = key_of(path)
-    known = key is not None and (
-        (key in index and path == block_path(folder, key))
-        or (index.has_checkpoint(key) and path == checkpoint_path(folder, key))
-    )
-    if known or not path.exists():
+    places = [find(folder, key) for find in (block_path, checkpoint_path)] if key else []
+    if (key and key in index and path in places) or not path.exists():
         return None
     reason = "the index does not know it" if key else "left behind by an interrupted write"
     return Problem(Fault.ORPHAN, str(path), f"{path.name}: {reason}")

@@ -76,7 +76,7 @@ def test_a_full_disk(
         assert leftovers(talk.folder) == []
         check_on_disk(talk, cold, before)
     assert len(errors(caplog, "cannot save a turn")) == 1
-    assert talk.store.counters.turns_saved == 1
+    assert talk.store.turns_saved == 1
     talk.remember(later, "later")
     check_on_disk(talk, cold, later)
     talk.store.close()

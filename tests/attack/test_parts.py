@@ -206,7 +206,7 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
     assert min(counts.values()) > 20, counts
     for store in stores:
         store.drain()
-        assert store.counters.blocks_quarantined == 0 and not store.counters.failures
+        assert store.blocks_quarantined == 0 and not store._failures
         store.close()
     again = BlockStore(tmp_path / "store", limits)
     assert again.disk.files.sweep() == 0

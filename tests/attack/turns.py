@@ -151,7 +151,7 @@ def check_committed(folder: Path, committed: dict[str, int], limits: StoreLimits
     assert files == {f"{part.key.hex()}.safetensors" for part in parts}
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
-    assert store.counters.blocks_quarantined == 0
+    assert store.blocks_quarantined == 0
     store.close()
 
 
@@ -186,7 +186,7 @@ def write_turns(folder: Path, log: int, seed: int, n_turns: int) -> None:
             lengths[session] = (before or _N_SHARED) + rng.randrange(1, 60)
             keep_turn(store, session, before, lengths[session])
         store.drain()
-        assert store.counters.turns_not_saved == 0
+        assert store.turns_not_saved == 0
         os.write(log, "".join(f"{name} {lengths[name]}\n" for name in together).encode())
         n_turns -= len(together)
     store.close()

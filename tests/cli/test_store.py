@@ -185,12 +185,12 @@ def test_rebuild(run: CommandLine, gone: str) -> None:
 
 def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk = DiskStore(run.folder, LIMITS)
-    disk.index._db.execute("UPDATE blocks SET used = 4e9")
-    disk.index._db.commit()
+    disk.index.database.connection.execute("UPDATE blocks SET used = 4e9")
+    disk.index.database.connection.commit()
     disk.index.commit(Commit(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
     assert run("store", "rebuild") == 0
     assert disk.index.state.replies(ROOT.key, [b"digest"]) == {b"digest": b"ids"}
-    assert disk.index._db.execute("SELECT DISTINCT used FROM blocks").fetchall() == [(4e9,)]
+    assert disk.index.ask("SELECT DISTINCT used FROM blocks") == [(4e9,)]
     disk.close()
 
 

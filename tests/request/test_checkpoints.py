@@ -274,7 +274,7 @@ def test_points_give_way_also_while_nothing_is_written(stored: StoredModel) -> N
     release = Event()
     wholes = hold(stored, 1)
     stored.store.drain()
-    stored.store.submit(release.wait)
+    stored.store.writer.submit(release.wait)
     assert hold(stored, 8)[0] == wholes[0]
     release.set()
     stored.store.drain()

@@ -60,7 +60,7 @@ def prepare(provider: Any, store: BlockStore, request: PrecisionRequest) -> Load
 
 
 def kept(store: BlockStore, loaded: LoadedModel) -> Allocation | None:
-    return known_allocation(store.view, loaded.fingerprint, LONG)
+    return known_allocation(store.view.state, loaded.fingerprint, LONG)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_the_server_that_was_quicker_is_followed(
         db.execute("DELETE FROM state")
 
     def meanwhile(*given: Any) -> Allocation:
-        put_allocation(store.view, fingerprint, LONG, theirs)
+        put_allocation(store.view.state, fingerprint, LONG, theirs)
         return allocation.measure(*given)
 
     monkeypatch.setattr(loading, "measure", meanwhile)
     assert prepare(provider, store, LONG).spec.layout == "8b64*1,6b64*1"
-    assert known_allocation(store.view, fingerprint, LONG) == theirs
+    assert known_allocation(store.view.state, fingerprint, LONG) == theirs
 
 
 def test_memory_is_given_back(

@@ -275,7 +275,7 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
         last.unlink()
         _, _, outcome = talk.ask([*ids, 5, 6, 7])
         assert outcome.kind is Kind.MISS
-        assert store.counters.blocks_quarantined == 3
+        assert store.blocks_quarantined == 3
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
@@ -314,7 +314,7 @@ def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, dama
     path.write_bytes(content)
     outcome = talk.ask(ids)[2]
     assert outcome.n_reused >= 998
-    found_damage = talk.store.counters.blocks_quarantined == 1
+    found_damage = talk.store.blocks_quarantined == 1
     assert (outcome.reason is Reason.DAMAGED) == found_damage
     assert ("reason=damaged" in outcome.header) == found_damage
 

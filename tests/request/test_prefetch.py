@@ -191,7 +191,7 @@ def test_nobody_waits_for_what_another_needs_from_disk(
     again = server.served(prompt)
     assert again.text == first.text
     assert again.outcome.tier == "disk" and again.outcome.n_restored >= 512
-    assert len(slow_reads) >= 3 and set(slow_reads) == {"kvpersist-prefetch-0"}
+    assert len(slow_reads) >= 3 and set(slow_reads) == {"kvpersist-prefetch_0"}
     assert decoding.longest_gap_s(started, started + READ_S * len(slow_reads)) < READ_S
     wait_until(lambda: n_pins(server.store) == 0, "turns to be written and nothing held")
     # What it says of disk is said once.
@@ -283,7 +283,7 @@ def test_the_writer_is_gentle_while_somebody_is_served(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(server.store, "set_gentle", told.append)
+    monkeypatch.setattr(server.store.writer, "set_gentle", told.append)
     decoding = server.decode()
     server.served(synthetic_text(40))
     assert told == [True]

@@ -115,7 +115,7 @@ def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
     path.write_bytes(content)
     assert lookup.prefetch()
     wait_until(lambda: lookup._prefetch is not None and lookup._prefetch.finished, "the prefetch")
-    assert stored.store.counters.blocks_quarantined == 1
+    assert stored.store.blocks_quarantined == 1
     assert lookup.restore().outcome.reason is Reason.DAMAGED
 
 
@@ -264,7 +264,7 @@ def test_a_whole_file_of_another_form_costs_its_tokens(
     outcome = lookup.restore().outcome
     assert (outcome.n_reused, outcome.reason) == (lost.start, Reason.DAMAGED)
     stored.store.drain()
-    assert not path.exists() and stored.store.counters.blocks_quarantined == 1
+    assert not path.exists() and stored.store.blocks_quarantined == 1
 
 
 def test_what_was_restored_counts_as_used(stored: StoredModel) -> None:

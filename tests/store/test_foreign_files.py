@@ -339,7 +339,7 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     store = BlockStore(link, StoreLimits(4 << 20, 4 << 20))
     nodes = chain([9], [3])
     save_turn(store, nodes, "s3")
-    assert store.index.totals().n_blocks == 4 and store.counters.turns_saved == 1
+    assert store.index.totals().n_blocks == 4 and store.turns_saved == 1
     store.disk.files.quarantine(nodes[1].key, "a test")
     assert store.disk.files.sweep() == 0 and store.index.totals().n_blocks == 3
     assert len(list((folder / "quarantine").iterdir())) == 2
@@ -430,7 +430,7 @@ def test_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
     assert store.reader.load(chain([9])[0], ROOT) is None
-    assert store.counters.blocks_quarantined == 1
+    assert store.blocks_quarantined == 1
     store.close()
 
 

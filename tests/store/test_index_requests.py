@@ -59,13 +59,3 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     db.close()
     assert index.state.requests() == [record(1)]
     index.close()
-
-
-def test_a_first_token_is_added_to_the_record_of_its_request(tmp_path: Path) -> None:
-    index = Index(tmp_path / "index.sqlite")
-    for number in (1, 10):
-        index.state.add_request(record(number))
-    index.state.add_first_token("kvp-1", 0.25)
-    index.state.add_first_token("kvp-2", 0.5)  # deleted meanwhile
-    assert index.state.requests() == [record(10), record(1, first_token_s=0.25)]
-    index.close()

@@ -147,9 +147,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         ("root", None),
     ],
 )
-def test_what_contradicts_itself_is_corrupt(
-    tmp_path: Path, field: str, value: str | None
-) -> None:
+def test_what_contradicts_itself_is_corrupt(tmp_path: Path, field: str, value: str | None) -> None:
     metadata = metadata_of(PART, ROOT)
     del metadata[field]
     if value is not None:

@@ -203,7 +203,7 @@ def test_what_a_restore_has_used_is_proven() -> None:
     nodes = chain([1], [2])
     for node in nodes:
         pool.put(KVBlock(node, object(), 10, tier="disk", read_s=0.5))
-    pool.trust([nodes[0].key, b"not here"])
+    pool.touch([nodes[0].key, b"not here"], proven=True)
     found = [pool.get(node.key) for node in nodes]
     assert [entry and (entry.tier, entry.read_s) for entry in found] == [
         ("ram", 0.0),

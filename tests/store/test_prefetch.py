@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import sqlite3
 import threading
-import time
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 from mlx_lm_kvpersist.block import Block
 from mlx_lm_kvpersist.store.block_store import BlockStore, Prefetch, StoreLimits
 from mlx_lm_kvpersist.store.files import block_path
-from mlx_lm_kvpersist.store.reading import Workers
 from tests.support import wait_until
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -59,7 +56,7 @@ def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: 
     loaded = [store.reader.load(node, ROOT) for node in nodes[:3]]
     assert all(one.tier == "disk" and one.read_s > 0 for one in loaded)
     assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["disk"] * 3
-    store.pool.trust(node.key for node in nodes[:3])
+    store.pool.touch([node.key for node in nodes[:3]], proven=True)
     assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["ram"] * 3
     ahead.release()
 
@@ -220,28 +217,6 @@ def test_what_another_prompt_has_read_stays_for_both(
     assert in_ram(store, nodes) == 0
 
 
-def test_the_end_waits_for_all_that_reads_together() -> None:
-    workers, may_end = Workers("test", 10), threading.Event()
-    all_run = threading.Barrier(11)
-    for _ in range(10):
-        workers.submit(lambda: all_run.wait(30) >= 0 and may_end.wait())
-    all_run.wait(30)
-    started = time.monotonic()
-    assert not workers.close(0.5)
-    assert time.monotonic() - started < 4
-    may_end.set()
-    assert workers.close(10)
-
-
-def test_an_idle_reader_does_not_hold_what_it_has_read() -> None:
-    workers, held = Workers("test", 1), threading.Event()
-    is_freed = weakref.ref(held)
-    workers.submit(held.set).result(10)
-    del held
-    wait_until(lambda: is_freed() is None, "the reader to let go of what it has done")
-    assert workers.close(10)
-
-
 def test_a_file_of_a_newer_version_stays_where_it_is(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +226,7 @@ def test_a_file_of_a_newer_version_stays_where_it_is(
     assert store.reader.load(nodes[0], ROOT) is None
     store.drain()
     monkeypatch.undo()
-    assert store.counters.blocks_quarantined == 0
+    assert store.blocks_quarantined == 0
     assert store.reader.load(nodes[0], ROOT) is not None
 
 

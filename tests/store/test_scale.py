@@ -35,11 +35,11 @@ def steps(index: Index, act: Callable[[], object]) -> int:
         n_steps += 1
         return 0
 
-    index._db.set_progress_handler(count, 10)
+    index.database.connection.set_progress_handler(count, 10)
     try:
         act()
     finally:
-        index._db.set_progress_handler(None, 10)
+        index.database.connection.set_progress_handler(None, 10)
     return n_steps
 
 
@@ -69,7 +69,7 @@ def test_b3_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> Non
     store.close()
     index = Index(tmp_path / "fresh.sqlite")
     statements: list[str] = []
-    index._db.set_trace_callback(statements.append)
+    index.database.connection.set_trace_callback(statements.append)
     assert rebuild(store.folder, index) == 1 + n_sessions
     assert statements.count("COMMIT") == 1
     index.close()

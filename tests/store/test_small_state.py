@@ -32,10 +32,10 @@ for number in range(100):
 def folder(store: BlockStore) -> Path:
     """A closed store with a session and some state."""
     save_turn(store, chain([1], [2]), "s")
-    store.view.put("choice/b", None)
-    store.view.put("choice/a", {"bits": [4, 8.5]})
-    store.view.put("choice/a", {"bits": [5, 8.5]})
-    store.view.put("other", "ä")
+    store.view.state.put("choice/b", None)
+    store.view.state.put("choice/a", {"bits": [4, 8.5]})
+    store.view.state.put("choice/a", {"bits": [5, 8.5]})
+    store.view.state.put("other", "ä")
     store.close()
     return store.folder
 

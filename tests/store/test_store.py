@@ -43,7 +43,7 @@ def test_blocks_outlive_the_process(store: BlockStore) -> None:
         assert loaded.arrays.keys() == content[node.key].keys()
         for name, array in content[node.key].items():
             assert mx.array_equal(loaded.arrays[name], array)
-        again.pool.trust([node.key])
+        again.pool.touch([node.key], proven=True)
         hot = again.reader.load(node, ROOT)
         assert hot is not None and hot.tier == "ram"
     again.close()
@@ -130,7 +130,7 @@ def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes)
     may_go_on = threading.Event()
-    store.submit(may_go_on.wait)
+    store.writer.submit(may_go_on.wait)
     try:
         store.lose(nodes[1], "the canary differs")
         assert nodes[1].key not in store and nodes[1].key not in store.pool
@@ -242,7 +242,7 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     for node in nodes:
         store.pool.put(KVBlock.of(node, {}))
     statements: list[str] = []
-    store.index._db.set_trace_callback(statements.append)
+    store.index.database.connection.set_trace_callback(statements.append)
     packed = pack_ids(range(1, 600))
     source = store.ram_first(ROOT.key, packed)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599
@@ -276,7 +276,7 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
     save_turn(store, [head, tail], "first")
     longer = chain([1], [2, 3, 4])
     may_go_on = threading.Event()
-    store.submit(may_go_on.wait)
+    store.writer.submit(may_go_on.wait)
     for nodes, name, replaced in (
         (longer, "first", ((tail.key, longer[1].key),)),
         ([head, tail], "second", ()),
@@ -291,7 +291,7 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
         "first": longer[1].key,
         "second": tail.key,
     }
-    assert tail.key in store.index and store.counters.turns_not_saved == 0
+    assert tail.key in store.index and store.turns_not_saved == 0
 
 
 @pytest.mark.parametrize("how", ["saved", "put", "gone", "damaged"])
@@ -323,7 +323,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     new = [(nodes[1], arrays_of(nodes[1]))]
     store.commit(Commit(ROOT, tuple(nodes)), new)
     store.drain()
-    assert store.counters.turns_not_saved == 1
+    assert store.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
 
 
@@ -331,7 +331,7 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
 def waiting_writer(store: BlockStore) -> Iterator[None]:
     """Let commits wait; in the end they are written."""
     may_go = threading.Event()
-    store.submit(lambda: may_go.wait(60))
+    store.writer.submit(lambda: may_go.wait(60))
     try:
         yield
     finally:
@@ -354,7 +354,7 @@ def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path:
     with waiting_writer(store):
         store.commit(Commit(ROOT, tuple(first)), [(first[5], arrays_of(first[5]))])
         store.commit(Commit(ROOT, tuple(second)), [(second[0], arrays_of(second[0]))])
-    assert store.counters.turns_not_saved == 0
+    assert store.turns_not_saved == 0
     assert all(node.key in store.index for node in (*first, *second))
     store.close()
 

@@ -133,7 +133,7 @@ def test_what_a_tier_has_damaged_is_forgotten_there(store: BlockStore, shared: S
     hold(shared, NODES[:1])
     shared.is_damaged = True
     assert store.reader.load(NODES[0], ROOT) is None
-    assert not shared.held and store.counters.blocks_quarantined == 1
+    assert not shared.held and store.blocks_quarantined == 1
 
 
 def test_a_block_that_does_not_fit_goes_from_all_tiers(store: BlockStore, shared: Shared) -> None:

@@ -105,7 +105,7 @@ TROUBLES = {
 def writer_held(store: BlockStore) -> Iterator[None]:
     may_go_on = threading.Event()
     store.drain()
-    store._writer.submit(partial(may_go_on.wait, 30))
+    store.writer.submit(partial(may_go_on.wait, 30))
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -
             pass
         ahead.release()
     stored.drain()
-    assert stored.counters.blocks_quarantined == 0
+    assert stored.blocks_quarantined == 0
     assert files_of(stored.folder) == before
     assert stored.children(ROOT.key) == [NODES[0]] and NODES[1].key in stored
     (session,) = stored.index.sessions()
@@ -205,7 +205,7 @@ def test_a9_damage_is_still_damage(stored: BlockStore) -> None:
     damage(stored, NODES[1].key)
     assert stored.reader.load(NODES[1], ROOT) is None
     stored.drain()
-    assert stored.counters.blocks_quarantined == 1
+    assert stored.blocks_quarantined == 1
     assert not block_path(stored.folder, NODES[1].key).exists()
     assert len(list((stored.folder / "quarantine").iterdir())) == 2
 
@@ -240,12 +240,12 @@ def test_a18_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore)
     damage(stored, node.key)
     with writer_held(stored):
         assert stored.reader.load(node, ROOT) is None
-        late = stored._writer._tasks.pop()
+        late = stored.writer._tasks.pop()
         save = threading.Thread(target=save_turn, args=(stored, NODES, "s"))
         save.start()
-        while not stored._writer._tasks:
+        while not stored.writer._tasks:
             pass
-        stored._writer._tasks.append(late)
+        stored.writer._tasks.append(late)
     save.join()
     assert read_file(block_path(stored.folder, node.key))[0] == node
     assert not (stored.folder / "quarantine").exists()
@@ -262,11 +262,11 @@ def test_d_a_failure_is_logged_again_after_something_worked(
             patch.setattr(store.disk, "save", fail)
             for number in range(3):
                 save_turn(store, chain([n_failures], [number]))
-        assert len(store.counters.failures) == 1
+        assert len(store._failures) == 1
         said = [r for r in caplog.records if "cannot save a turn" in r.getMessage()]
         assert len(said) == n_failures
         save_turn(store, chain([n_failures], [7]))
-        assert not store.counters.failures
+        assert not store._failures
 
 
 def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
@@ -298,7 +298,7 @@ def test_a_folder_removed_under_a_server_is_a_store_again(
     save_turn(stored, chain([7], [8], [9]), "removed")
     assert len(n_written) >= 2
     save_turn(stored, chain([5]), "later")
-    assert stored.counters.turns_saved >= 1
+    assert stored.turns_saved >= 1
     again = BlockStore(folder, stored.limits)
     assert next(session.name for session in again.index.sessions()) == "later"
     again.close()
@@ -312,7 +312,7 @@ def test_a9_no_memory_while_a_turn_is_written_leaves_no_pin(
 
     monkeypatch.setattr("mlx_lm_kvpersist.store.disk.write_block", fail)
     save_turn(stored, chain([7], [8]), "s")
-    assert stored.counters.turns_not_saved == 1
+    assert stored.turns_not_saved == 1
     assert [entry.pins for entry in stored.pool._entries.values()] == [0, 0]
     assert list((stored.folder / "writing").iterdir()) == []
 

@@ -98,7 +98,7 @@ def test_what_ends_a_rest(
 def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     store.drain()
-    store.set_gentle(True)
+    store.writer.set_gentle(True)
     rests: list[float] = []
     may_go_on = threading.Event()
 
@@ -106,7 +106,7 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
         rests.append(worked_s)
         may_go_on.wait(10)
 
-    store._writer.rest = rest  # type: ignore[method-assign]
+    store.writer.rest = rest  # type: ignore[method-assign]
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     wait_until(lambda: len(rests) == 1, "the first rest")
     assert store.index.totals().n_blocks == 0
@@ -120,10 +120,10 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
     store: BlockStore,
 ) -> None:
     begin, is_saved, may_go_on = threading.Event(), threading.Event(), threading.Event()
-    store.submit(begin.wait)
+    store.writer.submit(begin.wait)
     store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"old!"),)), [])
-    store.submit(is_saved.set)
-    store.submit(may_go_on.wait)
+    store.writer.submit(is_saved.set)
+    store.writer.submit(may_go_on.wait)
     store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"new!"),)), [])
     try:
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
@@ -201,7 +201,7 @@ def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> Non
     for number in range(5):
         save_turn(store, chain([2000, number]))
     pause_s = 4 * 3 * (time.monotonic() - started) / 5
-    store.set_gentle(True)
+    store.writer.set_gentle(True)
     ends = time.monotonic() + 8
     peaks: list[int] = []
     generation_thread = threading.Lock()
@@ -244,7 +244,7 @@ def test_a10_what_is_not_written_at_the_end_is_counted(
 ) -> None:
     store.drain()
     hangs = threading.Event()
-    store._writer.submit(partial(hangs.wait, 30))
+    store.writer.submit(partial(hangs.wait, 30))
     for number in range(3):
         nodes = chain([number])
         store.commit(Commit(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
@@ -264,7 +264,7 @@ def test_a10_what_is_not_written_at_the_end_is_counted(
 def resting_store(store: BlockStore) -> Iterator[BlockStore]:
     """A store whose writer rests for 50 ms after each file."""
     store.drain()
-    store._writer.rest = lambda worked_s: time.sleep(0.05)  # type: ignore[method-assign]
+    store.writer.rest = lambda worked_s: time.sleep(0.05)  # type: ignore[method-assign]
     yield store
 
 
@@ -319,7 +319,7 @@ def test_a11_what_goes_while_a_turn_is_written_is_written_again(
     wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
     other.files.forget(first)
     resting_store.drain()
-    assert resting_store.counters.turns_not_saved == 0
+    assert resting_store.turns_not_saved == 0
     assert other.index.totals().n_blocks == 10 and other.files.sweep() == 0
     other.close()
 
@@ -349,7 +349,7 @@ def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
         nodes = chain(*([n] for n in range(25)), parent=root.key)
         store.commit(Commit(root, tuple(nodes)), [(node, {}) for node in nodes])
         store.drain()
-        assert store.counters.turns_saved == n_saved
+        assert store.turns_saved == n_saved
         assert whole_bytes(store.folder) <= limits.max_disk_bytes
         store.close()
 
