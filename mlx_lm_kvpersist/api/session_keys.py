@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from email.message import Message
 from hashlib import blake2b
 from typing import Any
@@ -30,16 +29,8 @@ _MAX_NAME_BYTES = 256
 Find = Callable[[Message, Mapping[str, Any]], str | None]
 
 
-@dataclass(frozen=True)
-class SessionKeySource:
-    """One place where a session key may stand; `find` gets the request's headers and body."""
-
-    name: str
-    find: Find
-
-
-def _header(name: str) -> SessionKeySource:
-    return SessionKeySource(f"header {name}", lambda headers, body: headers.get(name))
+def _header(name: str) -> Find:
+    return lambda headers, body: headers.get(name)
 
 
 def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
@@ -76,22 +67,20 @@ def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
     return _text(decoded.get("session_id")) if isinstance(decoded, dict) else None
 
 
-SOURCES: tuple[SessionKeySource, ...] = (
-    _header("X-Session-ID"),
-    SessionKeySource("Claude Code's session and agent headers", _claude_code),
-    SessionKeySource("Codex's thread or session header", _codex),
-    _header("X-OpenWebUI-Chat-Id"),
-    _header("x-litellm-session-id"),
-    _header("x-session-affinity"),
-    SessionKeySource("header x-<vendor>-session-id", _vendor),
-    SessionKeySource("body prompt_cache_key", lambda h, body: _text(body.get("prompt_cache_key"))),
-    SessionKeySource("body session_id", lambda h, body: _text(body.get("session_id"))),
-    SessionKeySource(
-        "body metadata.session_id", lambda h, b: _text(_metadata(b).get("session_id"))
-    ),
-    SessionKeySource("body metadata.user_id", _user_id_session),
-)
-"""In the order in which they are tried."""
+SOURCES: dict[str, Find] = {
+    "header X-Session-ID": _header("X-Session-ID"),
+    "Claude Code's session and agent headers": _claude_code,
+    "Codex's thread or session header": _codex,
+    "header X-OpenWebUI-Chat-Id": _header("X-OpenWebUI-Chat-Id"),
+    "header x-litellm-session-id": _header("x-litellm-session-id"),
+    "header x-session-affinity": _header("x-session-affinity"),
+    "header x-<vendor>-session-id": _vendor,
+    "body prompt_cache_key": lambda headers, body: _text(body.get("prompt_cache_key")),
+    "body session_id": lambda headers, body: _text(body.get("session_id")),
+    "body metadata.session_id": lambda headers, body: _text(_metadata(body).get("session_id")),
+    "body metadata.user_id": _user_id_session,
+}
+"""The places where a session key may stand, in the order in which they are tried."""
 
 
 def session_key(
@@ -101,10 +90,9 @@ def session_key(
 
     `first_header` is a header to look at before all others.
     """
-    sources = (_header(first_header), *SOURCES) if first_header else SOURCES
-    for source in sources:
-        key = source.find(headers, body)
-        if key:
+    first = (_header(first_header),) if first_header else ()
+    for find in (*first, *SOURCES.values()):
+        if key := find(headers, body):
             return short_name(key)
     return None
 

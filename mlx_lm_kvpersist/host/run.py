@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -22,22 +21,11 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from .._startup import report, stop
-from ..errors import ConfigError, GenerationStopped
+from ..errors import ConfigError
 from . import manager
-
-DRAIN_S = 5.0
-"""How long replies may go on after SIGTERM."""
-
-LAST_BYTES_S = 0.2
-"""How long after its last token a reply may take to be written."""
-
-LAST_ANSWERS_S = 5.0
-"""How long the process waits until those whose replies were cut off have been told."""
 
 GRACE_S = 30.0
 """How long a signalled server may take to end by itself."""
-
-logger = logging.getLogger(__name__)
 
 _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"}
 
@@ -158,9 +146,10 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM end the server as Ctrl-C does; a second signal, or `grace_s`, forces the end.
 
     SIGTERM kills a stock server before its threads have ended. Here the handler raises
-    KeyboardInterrupt; stock catches it, stops listening and joins the generation thread. Outside
-    the main thread nothing changes. Yields the list of the signals received. The timer of
-    `grace_s` keeps running after the block, because threads that are left can keep a process alive.
+    KeyboardInterrupt with its number; stock catches it, stops listening and joins the generation
+    thread. Outside the main thread nothing changes. Yields the list of the signals received. The
+    timer of `grace_s` keeps running after the block, because threads that are left can keep a
+    process alive.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -174,7 +163,7 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
         clock = threading.Timer(grace_s, end_now, (number, f"not ended after {grace_s:g} s"))
         clock.daemon = True
         clock.start()
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
     # A shell starts background jobs with SIGINT ignored; it stays ignored.
@@ -185,53 +174,6 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
     finally:
         for number, former in previous.items():
             signal.signal(number, former)
-
-
-@contextmanager
-def finishing_replies(generator: Any, drain_s: float = DRAIN_S) -> Iterator[None]:
-    """On SIGTERM let the replies that have begun end, within `drain_s`, before the server does.
-
-    New requests get 503 meanwhile. A second SIGTERM ends the server as one did without this.
-    """
-    end: Any = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(end):
-        yield
-        return
-    asked, ending = threading.Event(), threading.Event()
-
-    def finish() -> None:
-        asked.wait()
-        if ending.is_set():
-            return
-        if not generator.open_requests.wait_for_none(drain_s):
-            logger.info("some replies have not ended within %g s; they are cut off", drain_s)
-        time.sleep(LAST_BYTES_S)
-        if not ending.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def at_second(number: int, frame: FrameType | None) -> None:
-        ending.set()
-        end(number, frame)
-
-    def at_first(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, at_second)
-        if not len(generator.open_requests):
-            at_second(number, frame)
-        generator.requests.refuse(GenerationStopped("the server ends; ask again when it runs"))
-        asked.set()
-
-    # Not in the handler: the main thread may be starting another thread, and hold its lock.
-    threading.Thread(target=finish, name="finishing", daemon=True).start()
-    signal.signal(signal.SIGTERM, at_first)
-    try:
-        yield
-    finally:
-        was_asked = asked.is_set()
-        ending.set()
-        asked.set()
-        signal.signal(signal.SIGTERM, end)
-        if was_asked:
-            generator.open_requests.wait_for_none(LAST_ANSWERS_S)
 
 
 def end_now(number: int, reason: str) -> NoReturn:

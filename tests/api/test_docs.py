@@ -19,7 +19,7 @@ REUSE = html.unescape((DOCS / "reuse.md").read_text(encoding="utf-8"))
 
 
 def test_sources_in_their_order() -> None:
-    places = [REUSE.find(f"| {source.name} |") for source in SOURCES]
+    places = [REUSE.find(f"| {source} |") for source in SOURCES]
     assert -1 not in places
     assert places == sorted(places)
 

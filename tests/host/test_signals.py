@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from queue import Queue
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
-from mlx_lm_kvpersist.host.run import ending_cleanly, finishing_replies
+from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.http.server import PluginHTTPServer
+from mlx_lm_kvpersist.host.run import ending_cleanly
 from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
 from mlx_lm_kvpersist.host.scheduling.response_generator import RequestQueue
 from tests.support.waiting import wait_until
@@ -101,54 +103,60 @@ def test_handlers_are_restored_and_an_ignored_interrupt_stays_ignored(
         signal.signal(signal.SIGINT, before[1])
 
 
-class Serving:
-    """What a server has: clients that wait, and a queue."""
+class Listening:
+    """What a server does first: a signal ends it. Then it listens until it is shut down."""
 
-    def __init__(self) -> None:
-        self.open_requests = OpenRequests()
-        self.requests = RequestQueue()
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.n_times = 0
+        self.is_shut_down = Event()
+
+    def serve_forever(self) -> None:
+        self.n_times += 1
+        if self.n_times == 1:
+            raise KeyboardInterrupt(self.number)
+        assert self.is_shut_down.wait(10)
+
+    def shutdown(self) -> None:
+        self.is_shut_down.set()
+
+
+class Serving(PluginHTTPServer, Listening):
+    """A server with one client that waits for its reply."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        Listening.__init__(self, number)
         self.request = SimpleNamespace()
-        self.open_requests.begin(self.request)
+        self.generator = SimpleNamespace(open_requests=OpenRequests(), requests=RequestQueue())
+        self.generator.open_requests.begin(self.request)
+
+    def serve(self) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            self.serve_forever()
 
 
-@pytest.fixture
-def ended() -> Iterator[list[int]]:
-    """Signals that reach what ends the server."""
-    found: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
-    yield found
-    signal.signal(signal.SIGTERM, before)
+def test_running_replies_end_before_the_server_does() -> None:
+    server = Serving()
+    thread = Thread(target=server.serve)
+    thread.start()
+    wait_until(lambda: server.n_times == 2, "the server that listens on")
+    with pytest.raises(GenerationStopped, match="ask again"):
+        server.generator.requests.put((Queue(), None, None))
+    assert not server.is_shut_down.is_set()
+    server.generator.open_requests.end(server.request)
+    thread.join(10)
+    assert server.is_shut_down.is_set()
 
 
-def test_running_replies_end_before_the_server_does(ended: list[int]) -> None:
-    serving = Serving()
-    with finishing_replies(serving, 60):
-        signal.raise_signal(signal.SIGTERM)
-        assert not ended and serving.requests.is_closed
-        with pytest.raises(GenerationStopped, match="ask again"):
-            serving.requests.put((Queue(), None, None))
-        serving.open_requests.end(serving.request)
-        wait_until(lambda: ended == [signal.SIGTERM], "the end")
+def test_the_time_for_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "DRAIN_S", 0.05)
+    server = Serving()
+    server.serve()
+    assert server.n_times == 2
 
 
-def test_the_time_for_replies_is_bounded_and_a_second_signal_ends_it(ended: list[int]) -> None:
-    with finishing_replies(Serving(), 0.05):
-        signal.raise_signal(signal.SIGTERM)
-        wait_until(lambda: ended == [signal.SIGTERM], "the end")
-    ended.clear()
-    serving = Serving()
-    with finishing_replies(serving, 60):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [signal.SIGTERM]
-        serving.open_requests.end(serving.request)  # no third signal comes of it
-        time.sleep(0.2)
-        assert ended == [signal.SIGTERM]
-
-
-def test_without_running_replies_the_server_ends_at_once(ended: list[int]) -> None:
-    serving = Serving()
-    serving.open_requests.end(serving.request)
-    with finishing_replies(serving, 60):
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [signal.SIGTERM]
+def test_without_running_replies_or_at_a_keyboard_the_server_ends_at_once() -> None:
+    (keyboard := Serving(signal.SIGINT)).serve()
+    (idle := Serving()).generator.open_requests.end(idle.request)
+    idle.serve()
+    assert keyboard.n_times == idle.n_times == 1

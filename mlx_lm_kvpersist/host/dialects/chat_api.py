@@ -34,33 +34,26 @@ class ReplyTranslation(Protocol):
     @property
     def content(self) -> str:
         """The text that the client was shown so far."""
-        ...
 
     def begin(self, n_prompt: int, n_cached: int) -> Events:
         """Return the first events; both counts are 0 if they are not known yet."""
-        ...
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> Events:
         """Return the events for a part of the reply; the calls are those of a chat completion."""
-        ...
 
     def end(
         self, finish_reason: str, stop_word: str | None, n_prompt: int, n_cached: int, n_new: int
     ) -> Events:
         """Return the last events. `finish_reason` is a chat completion's."""
-        ...
 
     def beat(self) -> Events:
         """Return events that only say that the server is at work."""
-        ...
 
     def fail(self, status: int, message: str, code: str | None) -> Events:
         """Return the last events of a reply that ends early; `code` is RequestRefused's."""
-        ...
 
     def whole(self) -> dict[str, Any]:
         """Return the reply as one object, for a client that does not stream."""
-        ...
 
 
 class ChatAPI(Protocol):
@@ -79,11 +72,9 @@ class ChatAPI(Protocol):
         called, for the parser of calls; `stream`, whether the client wants events; and `reply`, a
         `ReplyTranslation`.
         """
-        ...
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Return an error in the API's own form."""
-        ...
 
 
 class TranslatedOutput(CompletionOutput):

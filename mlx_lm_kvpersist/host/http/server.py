@@ -8,8 +8,11 @@ import io
 import json
 import logging
 import re
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from datetime import datetime, timezone
@@ -29,7 +32,6 @@ from .. import manager
 from ..answers import Route
 from ..attachments import fit_attachments
 from ..prompt import ClientRequest, FrozenHeaders, frozen
-from ..run import finishing_replies
 from ..scheduling.model_provider import loaded_name
 from .client import ClientSocket
 from .completion_output import CompletionOutput
@@ -44,13 +46,19 @@ from .request_checks import (
 from .stop_words import StopWords
 
 if TYPE_CHECKING:
+    from http.server import ThreadingHTTPServer as StockServer
+
     from mlx_lm.server import APIHandler as Stock
 else:
-    Stock = object
+    Stock = StockServer = object
 
 CLIENT_TIMEOUT_S = 300.0
 """How long a client may send nothing of its request, or take nothing of its reply."""
 RETRY_AFTER_S = 5
+DRAIN_S = 5.0
+"""How long replies may go on after SIGTERM."""
+LAST_BYTES_S = 0.2
+"""How long after its last token a reply may take to be written."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _UNSAID = {
@@ -499,15 +507,41 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
         NoClient(generator, ours, ("", 0), None)
 
 
-def log_failure(server: Any, request: Any, client_address: Any) -> None:
-    """Log why a connection failed, in place of socketserver's traceback on stderr.
+class PluginHTTPServer(StockServer):
+    """Listens as stock's server does; after SIGTERM until the replies that have begun have ended.
 
-    At the end of the server a connection can be closed before its thread has begun to read it.
+    New requests get 503 meanwhile.
     """
-    if isinstance(sys.exc_info()[1], OSError):
-        logger.info("a connection was closed before its request was read")
-    else:
-        logger.exception("a connection failed")
+
+    request_queue_size = BACKLOG
+    generator: Any
+
+    def serve_forever(self, *args: Any) -> None:
+        try:
+            super().serve_forever(*args)
+        except KeyboardInterrupt as asked:
+            if signal.SIGTERM in asked.args and len(self.generator.open_requests):
+                stopped = GenerationStopped("the server ends; ask again when it runs")
+                self.generator.requests.refuse(stopped)
+                threading.Thread(target=self._end_after_replies, daemon=True).start()
+                super().serve_forever(*args)
+            raise
+
+    def _end_after_replies(self) -> None:
+        if not self.generator.open_requests.wait_for_none(DRAIN_S):
+            logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
+        time.sleep(LAST_BYTES_S)
+        self.shutdown()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log why a connection failed, in place of socketserver's traceback on stderr.
+
+        At the end of the server a connection can be closed before its thread has begun to read it.
+        """
+        if isinstance(sys.exc_info()[1], OSError):
+            logger.info("a connection was closed before its request was read")
+        else:
+            logger.exception("a connection failed")
 
 
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
@@ -531,10 +565,10 @@ def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
                 stop(error)
             call.arguments["handler_class"] = handler
             server_class = call.arguments["server_class"]
-            of_ours = {"request_queue_size": BACKLOG, "handle_error": log_failure}
-            call.arguments["server_class"] = type(server_class.__name__, (server_class,), of_ours)
-            with finishing_replies(generator):
-                stock(*call.args, **call.kwargs)
+            bases = (PluginHTTPServer, server_class)
+            ours = type(server_class.__name__, bases, {"generator": generator})
+            call.arguments["server_class"] = ours
+            stock(*call.args, **call.kwargs)
         except BaseException:
             # A port in use, a signal before the server listens: stock would leave the generation
             # thread running, and the process would never end.

@@ -357,6 +357,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         else:
             self.requests.close(GenerationStopped("the server ends"))
 
+    def stop_and_join(self) -> None:
+        super().stop_and_join()
+        self.open_requests.wait_for_none(LAST_ANSWERS_S)  # those that were cut off are told
+
     def _end_server(self, error: BaseException) -> None:
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""
         delay_s = 0.0
