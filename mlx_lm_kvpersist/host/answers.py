@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -72,11 +73,8 @@ class Route:
     handle: Callable[[Any], None]
 
     def matches(self, method: str, path: str) -> bool:
-        own, parts = self.path.split("/"), path.split("/")
-        if method != self.method or "{" not in self.path or len(own) != len(parts):
-            return False
-        pairs = zip(own, parts, strict=True)
-        return all(bool(part) if one.startswith("{") else part == one for one, part in pairs)
+        pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path))
+        return method == self.method and re.fullmatch(pattern, path) is not None
 
 
 @dataclass(eq=False)

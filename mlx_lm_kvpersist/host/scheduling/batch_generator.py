@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -79,8 +81,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
 
     To merge one layer's caches of several sequences, mlx-lm asks the cache of the first sequence
-    only: `caches[0][i].merge(...)`. So the first sequence's caches are put behind an adapter while
-    the batch is made. `_make_batch` itself stays stock's.
+    only: `caches[0][i].merge(...)`. So something that only merges stands for each of the first
+    sequence's caches while the batch is made. `_make_batch` itself stays stock's.
     """
 
     _generation_batch: Any
@@ -100,7 +102,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _make_batch(self, n: int) -> Any:
         if self._caches is not None:
             queue = self._unprocessed_sequences
-            adapted = [MergeAdapter(cache, self._caches) for cache in queue[0][3]]
+            merge = self._caches.merge
+            adapted = [SimpleNamespace(merge=partial(merge, cache)) for cache in queue[0][3]]
             queue[0] = (*queue[0][:3], adapted, *queue[0][4:])
         return super()._make_batch(n)
 
@@ -314,23 +317,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def prompt_cache_nbytes(self) -> int:
         caches = [cache for one in self._prefills for cache in one.batch.prompt_cache]
         return int(super().prompt_cache_nbytes) + sum(int(cache.nbytes) for cache in caches)
-
-
-class MergeAdapter:
-    """One layer's cache of the first sequence of a batch, while the batch is made."""
-
-    def __init__(self, cache: Any, by: PluginCaches) -> None:
-        self.cache, self._by = cache, by
-
-    def merge(self, row_caches: Sequence[Any]) -> Any:
-        """Return one batch cache: a plugin's, or what the first cache's own merge makes."""
-        caches = [self.cache, *row_caches[1:]]
-        merged = self._by.merge(caches)
-        if merged is not None:
-            return merged
-        if not hasattr(self.cache, "merge"):
-            raise ValueError(f"{type(self.cache)} does not yet support batching with history")
-        return self.cache.merge(caches)
 
 
 def _n_left(sequence: Any) -> int:

@@ -138,9 +138,16 @@ class PluginCaches:
         check = partial(check_caches, n_layers=self._n_layers)
         return self._safely(self._support.make_caches, check=check, raised=raised)
 
-    def merge(self, caches: Sequence[Any]) -> Any:
-        """Return one batch cache for one layer of several sequences; None leaves it to stock."""
-        return self._safely(self._support.merge, tuple(caches), check=check_batch)
+    def merge(self, first: Any, row_caches: Sequence[Any]) -> Any:
+        """Return one batch cache for one layer of several sequences, of which `first` is the first.
+
+        It is the plugin's, or what the first cache's own merge makes.
+        """
+        caches = [first, *row_caches[1:]]
+        merged = self._safely(self._support.merge, tuple(caches), check=check_batch)
+        if merged is None and not hasattr(first, "merge"):
+            raise ValueError(f"{type(first)} does not yet support batching with history")
+        return first.merge(caches) if merged is None else merged
 
     def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
