@@ -109,7 +109,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if timeout is None:
             request = self._enter(self._next_ready())
         elif self._line:
-            request = self._enter(self._line.oldest())
+            request = self._enter(self._line.popleft())
         else:
             queued = super()._next_request(timeout)
             request = self._enter(Waiting.of(queued) if queued is not None else None)
@@ -137,7 +137,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     def _next_ready(self) -> Waiting | None:
         while (queued := super()._next_request(None)) is not None:
-            self._line.add(queued)
+            self._line.append(Waiting.of(queued))
         begin = self._begin if manager.is_implemented("take_request") else None
         ready = self._line.next_ready(self._joins, begin)
         if ready is None and not isinstance(self._time_budget, UntilAsked):

@@ -76,37 +76,24 @@ class Waiting:
         return spent_s
 
 
-class Line:
+class Line(deque[Waiting]):
     """The requests that have not entered yet, in the order in which they came.
 
     Between two steps of the replies they may take about GAP_S; at least one of them gets on.
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[Waiting] = deque()
-        self._gap_began_s: float | None = None
-        """When the last step of the replies had ended; None once the next may begin."""
-        self._n_gaps = 0
-        self._has_moved = False
-        """Whether a request has begun or entered since."""
-        self._is_behind = False
-        """Whether some were left for after the next step."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, queued: Any) -> None:
-        """Append an item of the server's queue."""
-        self._waiting.append(Waiting.of(queued))
-
-    def oldest(self) -> Waiting:
-        """Remove the first, whatever it waits for."""
-        return self._waiting.popleft()
+    _gap_began_s: float | None = None
+    """When the last step of the replies had ended; None once the next may begin."""
+    _n_gaps = 0
+    _has_moved = False
+    """Whether a request has begun or entered since."""
+    _is_behind = False
+    """Whether some were left for after the next step."""
 
     def step_ended(self) -> bool:
         """Let a waiting request work on; tell whether any needs a look before the next step."""
         self._begin_gap()
-        return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self._waiting)
+        return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
     def next_ready(
         self, joins: Callable[[Waiting], bool], begin: Callable[[Waiting], None] | None
@@ -120,12 +107,12 @@ class Line:
             self._begin_gap()
         assert self._gap_began_s is not None
         self._is_behind = False
-        for waiting in list(self._waiting):
+        for waiting in list(self):
             if self._has_moved and time.perf_counter() - self._gap_began_s > GAP_S:
                 self._is_behind = True
                 break
             is_joining = joins(waiting)
-            if not is_joining and waiting is not self._waiting[0]:
+            if not is_joining and waiting is not self[0]:
                 break
             if is_joining and begin is not None and not waiting.has_begun:
                 self._has_moved = True
@@ -133,7 +120,7 @@ class Line:
                 waiting.advance()
             if not is_joining or begin is None or waiting.is_ready or waiting.reply.is_gone:
                 self._has_moved = True
-                self._waiting.remove(waiting)
+                self.remove(waiting)
                 return waiting
         self._gap_began_s = None
         return None
@@ -145,7 +132,7 @@ class Line:
         """
         self._gap_began_s, self._has_moved = time.perf_counter(), False
         self._n_gaps += 1
-        in_order = list(self._waiting)
+        in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)
         for waiting in in_order:
