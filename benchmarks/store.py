@@ -35,7 +35,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
 )
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, token_arrays
 from mlx_lm_kvpersist.cache.live.packed import headroom
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits

@@ -32,11 +32,10 @@ from .api.warming import WARM_PATH, Warming
 from .cache.geometry.spec import Batching
 from .cache.live.batch import batch_of
 from .errors import ModelNotSupported, RequestRefused
-from .host.answers import ModelSupport, Route, TakenRequest
+from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, has_text_only
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
-from .host.prompt import ClientRequest, Prompt, has_text_only
 from .request.loading import places, prepare
 from .request.model import Speed
 from .request.outcome import Kind, Outcome

@@ -28,7 +28,7 @@ from .cache.live.quantized import AttentionPlan, forced_plan
 from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
 from .errors import SelfTestFailed
-from .host.prompt import REPLY, Prompt
+from .host.answers import REPLY, Prompt
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind

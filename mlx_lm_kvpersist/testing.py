@@ -19,8 +19,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .errors import PluginFault, RequestRefused
 from .host import hookspecs, manager
-from .host.answers import CHECKS, check_batch, check_caches, check_prepared, expect
-from .host.prompt import PREFILL, ClientRequest, FrozenHeaders, Prompt, frozen
+from .host.answers import (
+    CHECKS,
+    PREFILL,
+    ClientRequest,
+    FrozenHeaders,
+    Prompt,
+    check_batch,
+    check_caches,
+    check_prepared,
+    expect,
+    frozen,
+)
 from .round_trip import tiny_model
 
 HOOKS = tuple(

@@ -114,7 +114,7 @@ TESTS = {
     ],
     "host/patching/patch": ["tests/host/patching/test_patches.py"],
     "host/patching/probes": ["tests/host/patching/test_patches.py"],
-    "host/prompt": [
+    "host/answers": [
         "tests/host/scheduling/test_response_generator.py",
         "tests/host/scheduling/test_prefill.py",
     ],

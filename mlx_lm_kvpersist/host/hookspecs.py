@@ -14,8 +14,7 @@ from typing import Any
 
 import pluggy
 
-from .answers import ModelSupport, Route, TakenRequest
-from .prompt import ClientRequest, Prompt
+from .answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest
 
 PROJECT = "mlx_lm.server"
 hookspec = pluggy.HookspecMarker(PROJECT)

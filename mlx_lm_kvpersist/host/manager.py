@@ -18,9 +18,8 @@ import pluggy
 
 from ..errors import ClientGone, PluginFault, PluginNotFound, RequestRefused
 from . import hookspecs
-from .answers import CHECKS, Prepared, TakenRequest, check_prepared
+from .answers import CHECKS, ClientRequest, Prepared, Prompt, TakenRequest, check_prepared
 from .http.request_checks import check_messages
-from .prompt import ClientRequest, Prompt
 
 ENTRY_POINT_GROUP = "mlx_lm.server.plugins"
 

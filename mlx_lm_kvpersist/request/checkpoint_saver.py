@@ -18,7 +18,7 @@ from ..block import Block, Checkpoint
 from ..cache.blocks.cut_join import copy_state, first_cached, split
 from ..cache.geometry.spec import state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
-from ..host.prompt import PREFILL, REPLY
+from ..host.answers import PREFILL, REPLY
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays

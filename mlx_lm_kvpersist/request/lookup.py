@@ -20,7 +20,7 @@ from ..cache.blocks.cut_join import Joiner, Piece
 from ..cache.geometry.spec import arrays_fit
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
-from ..host.prompt import Prompt
+from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, match_prompt, splice
 from ..store.block_store import BlockStore, Prefetch
 from ..store.tier import RAM

@@ -30,7 +30,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..block import Root, pack_ids, unpack_ids
-from ..host.prompt import Prompt
+from ..host.answers import Prompt
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
 from ..store.records import Commit, StoredReply

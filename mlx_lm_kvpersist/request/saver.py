@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..block import Block, Record, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, n_cached_tokens, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes, token_arrays
-from ..host.prompt import PREFILL, REPLY
+from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays

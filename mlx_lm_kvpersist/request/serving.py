@@ -14,8 +14,7 @@ from typing import Any
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone
-from ..host.answers import Prepared, TakenRequest
-from ..host.prompt import ClientRequest, Prompt
+from ..host.answers import ClientRequest, Prepared, Prompt, TakenRequest
 from ..store.block_store import BlockStore
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import REPLY, Prompt
+from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel

@@ -15,9 +15,8 @@ from threading import Lock
 from typing import Any
 
 from mlx_lm_kvpersist.errors import ConfigError
-from mlx_lm_kvpersist.host.answers import Route, TakenRequest
+from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, Route, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
-from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 
 
 class EchoRequest(TakenRequest):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request.checkpoint_saver import MIN_TOKENS_BETWEEN, CheckpointSaver
 from mlx_lm_kvpersist.request.saver import Saver
 from mlx_lm_kvpersist.request.serving import (

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist import block as block_module
 from mlx_lm_kvpersist.block import block_key
 from mlx_lm_kvpersist.cache.blocks.cut_join import _Buffers
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.host.prompt import REPLY
+from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request import model as model_module
 from mlx_lm_kvpersist.request import saver as saver_module

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_lm_kvpersist.host.prompt import Prompt
+from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request.replies import retokenize
 from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits

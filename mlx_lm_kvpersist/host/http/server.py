@@ -29,9 +29,8 @@ from ...error_forms import openai_error
 from ...errors import ConfigError, GenerationStopped, RequestRefused
 from ...fields import require_text
 from .. import manager
-from ..answers import Route
+from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
-from ..prompt import ClientRequest, FrozenHeaders, frozen
 from ..scheduling.model_provider import loaded_name
 from .client import ClientSocket
 from .completion_output import CompletionOutput

@@ -24,10 +24,17 @@ import mlx.core as mx
 
 from ...errors import PatchNotEffective
 from .. import manager
-from ..answers import ModelSupport, PrefillLimits, Prepared, Route, TakenRequest
+from ..answers import (
+    ClientRequest,
+    ModelSupport,
+    PrefillLimits,
+    Prepared,
+    Prompt,
+    Route,
+    TakenRequest,
+)
 from ..hookspecs import hookimpl
 from ..manager import TakenTokens, take_request
-from ..prompt import ClientRequest, Prompt
 from ..scheduling.model_provider import PluginCaches
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ...errors import ClientGone
-from ..answers import PrefillLimits
+from ..answers import PREFILL, REPLY, PrefillLimits
 from ..manager import TakenTokens
-from ..prompt import PREFILL, REPLY
 from .model_provider import PluginCaches
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ClientGone
-from ..prompt import ClientRequest
+from ..answers import ClientRequest
 
 LOOK_S = 0.1
 """How often the sockets of waiting clients are looked at."""

@@ -20,10 +20,10 @@ from weakref import WeakSet
 
 from ...errors import ClientGone, GenerationStopped, RequestRefused
 from .. import manager
+from ..answers import ClientRequest, Prompt, frozen, has_text_only
 from ..attachments import fit_attachments
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
-from ..prompt import ClientRequest, Prompt, frozen, has_text_only
 from .context_length import check_length
 from .model_provider import loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..answers import ClientRequest, Prompt
 from ..manager import Taken, take_request
-from ..prompt import ClientRequest, Prompt
 from .reply import ReplyQueue
 
 GAP_S = 0.05

@@ -14,9 +14,14 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits, TakenRequest
+from mlx_lm_kvpersist.host.answers import (
+    ClientRequest,
+    ModelSupport,
+    PrefillLimits,
+    Prompt,
+    TakenRequest,
+)
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.request.model import Speed

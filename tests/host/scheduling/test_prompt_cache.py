@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.host.answers import Prepared, TakenRequest
+from mlx_lm_kvpersist.host.answers import Prepared, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
-from mlx_lm_kvpersist.host.prompt import Prompt
 from tests.support.host import plugged
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone
-from mlx_lm_kvpersist.host.prompt import ClientRequest
+from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests, ReplyQueue, UntilAsked
 from tests.support import wait_until
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, RequestRefused
-from mlx_lm_kvpersist.host.answers import Prepared, TakenRequest
+from mlx_lm_kvpersist.host.answers import ClientRequest, Prepared, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.manager import TakenTokens
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests
 from mlx_lm_kvpersist.host.scheduling.response_generator import PluginResponseGenerator
 from tests.support.host import plugged

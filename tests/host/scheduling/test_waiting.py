@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.errors import RequestRefused
-from mlx_lm_kvpersist.host.answers import TakenRequest
+from mlx_lm_kvpersist.host.answers import ClientRequest, Prompt, TakenRequest
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, GENERATION_ARGS
-from mlx_lm_kvpersist.host.prompt import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.scheduling.waiting import GAP_S, LARGE_S, WORK_S, Line
 from tests.support.host import plugged
 
