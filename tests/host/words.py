@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -142,10 +143,8 @@ class WordsServer:
                 self.make_handler = make_handler
 
             def serve_forever(self) -> None:
-                try:
+                with ours, contextlib.suppress(ConnectionError):  # as socketserver does
                     self.make_handler(ours, ("127.0.0.1", 0), self)
-                finally:
-                    ours.close()
 
         def serve() -> None:
             self.server._run_http_server("127.0.0.1", 0, self.generator, OneConnection)
