@@ -10,15 +10,25 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support import StartServer, make_tiny_model
+from tests.support import ServerProcess, StartServer, make_tiny_model
 from tests.support.host import environment, patched_server, server, stock_environment  # noqa: F401
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
+from tests.support.zygote import Zygote
 
 # A change is judged by the same examples each time; new ones are tried wherever people work.
 # No deadlines: how long an example takes says more about the machine than about the code.
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("here", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygote() -> Iterator[None]:
+    """Servers are forked from one process that has imported transformers."""
+    ServerProcess.zygote = made = Zygote()
+    yield
+    ServerProcess.zygote = None
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from .stored import wait_for_writer
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CROWDS = [
-    pytest.param("llama", 9, 12, id="some"),
+    pytest.param("llama", 5, 12, id="some"),
     pytest.param("llama", 600, 50, id="many", marks=SLOW),
     *(
         pytest.param(family, 60, 12, id=family, marks=SLOW)

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .reply import PortTaken, Reply, ServerError, read_events, read_reply, response_headers
+from .zygote import READ_AT_IMPORT, Forked, Zygote
 
 HOST = "127.0.0.1"
 _LISTEN = "0A"
@@ -69,6 +70,9 @@ class ServerProcess:
     Requests may be sent from several threads at once.
     """
 
+    zygote: ClassVar[Zygote | None] = None
+    """Forks servers, which saves half of their start; for tests."""
+
     def __init__(
         self,
         model: Path | str,
@@ -98,7 +102,7 @@ class ServerProcess:
             os.close(descriptor)
             log_path = Path(name)
         self.log_path = log_path
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     # Life
 
@@ -233,15 +237,18 @@ class ServerProcess:
             self.port = free_port()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self.env}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self.cwd,
-                env=environment,
-            )
+        if self.zygote is not None and self._is_forked():
+            self._process = self.zygote.fork(self.command, self.log_path, environment)
+        else:
+            with self.log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=self.cwd,
+                    env=environment,
+                )
         deadline = time.monotonic() + self.start_timeout_s
         while not self.healthy():
             log_text = self.log_path.read_bytes()[log_start:].decode(errors="replace")
@@ -261,6 +268,14 @@ class ServerProcess:
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
 
+    def _is_forked(self) -> bool:
+        """Say whether a fork is the same: our Python and package, no variable that it reads."""
+        return (self.python, self.launcher[0], self.cwd) == (
+            sys.executable,
+            "-m",
+            None,
+        ) and not any(name.startswith(READ_AT_IMPORT) for name in self.env)
+
     def _is_taken(self) -> bool:
         """Say whether another process listens on this server's port."""
         with socket.socket() as probe:
@@ -277,7 +292,7 @@ class ServerProcess:
         except (OSError, HTTPException):
             return None
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> subprocess.Popen[bytes] | Forked:
         if self._process is None:
             raise ServerError("the server was not started")
         return self._process
