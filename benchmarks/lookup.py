@@ -197,7 +197,8 @@ def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Res
                 nodes.append(node)
                 parent = node.key
             leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
-            disk.save(Commit(root, tuple(nodes), leaf), lambda key: arrays)
+            file_of = partial(disk.new_file, root, lambda key: arrays)
+            disk.save(Commit(root, tuple(nodes), leaf), file_of)
         row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.totals().n_blocks}
         problems: list[object] = []
         row["verify s"] = timed_ms(lambda: problems.extend(find_problems(disk.folder, disk.index)))

@@ -16,7 +16,7 @@ KVPersistError
 ├── ClientGone                  a client closed its connection before its reply had ended
 └── StoreError
     ├── StoreFormatError        the store was written by another version
-    └── BlockCorrupt            the file of a block or part is not what its name promises
+    └── BlockCorrupt            the file of a block is not what its name promises
 """
 
 
@@ -97,4 +97,4 @@ class StoreFormatError(StoreError):
 
 
 class BlockCorrupt(StoreError):
-    """The file of a block or part is not what its name and metadata promise."""
+    """The file of a block or checkpoint is not what its name and metadata promise."""

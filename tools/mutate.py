@@ -151,7 +151,6 @@ TESTS = {
     "request/saver": [*_LOOKUP, "tests/request/test_checkpoints.py", *_ONE_KIND],
     "request/serving": ["tests/request/test_computing.py", "tests/request/test_prefetch.py"],
     "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],
-    "store/budget": ["tests/store/test_budget.py", "tests/store/test_store.py"],
     "store/files": [
         *("tests/store/test_files.py", "tests/store/test_part_files.py"),
         *("tests/store/test_trouble.py", "tests/store/test_foreign_files.py"),

@@ -172,20 +172,20 @@ def load(args: argparse.Namespace) -> int:
             root = source.root
             with disk.index.database.transaction():
                 adopt_choices(disk.index.state, root.fingerprint, root.layout, source.choices)
-            done = import_session(disk, source)
-            about = describe(disk.index, done.session)
+            session, new, is_new = import_session(disk, source)
+            about = describe(disk.index, session)
     except ValueError as error:
         raise StoreError(f"{args.file}: {error}") from error
     finally:
         source.close()
-    n_checkpoints = sum(isinstance(item, Checkpoint) for item in done.written)
-    n_blocks = len(done.written) - n_checkpoints
+    n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
+    n_blocks = len(new) - n_checkpoints
     written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
-    what = "is added" if done.is_new else "was there"
+    what = "is added" if is_new else "was there"
     tell(
         args,
-        {**about, "is_new": done.is_new, **written},
-        f"{named(done.session)}  {what}; written: {n_blocks:,} of "
+        {**about, "is_new": is_new, **written},
+        f"{named(session)}  {what}; written: {n_blocks:,} of "
         f"{counted(len(source.blocks), 'block')}, {n_checkpoints:,} of "
         f"{counted(len(source.checkpoints), 'checkpoint')}",
     )

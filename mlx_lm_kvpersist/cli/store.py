@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..store.budget import StoreLimits, free_bytes
-from ..store.eviction import Eviction
+from ..store.budget import StoreLimits
 from ..store.folder import own_bytes
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
@@ -53,7 +53,7 @@ def stats(args: argparse.Namespace) -> int:
         "pinned": sum(session.pinned for session in sessions),
         "models": len({root["fingerprint"] for root in roots}),
     }
-    budgets = {**_budgets(limits), "free_bytes": free_bytes(folder)}
+    budgets = {**_budgets(limits), "free_bytes": shutil.disk_usage(folder).free}
     sizes = {f"bytes_of_{kind}": size for kind, size in n_bytes.items()}
     columns = ("model", "precision", "namespace", "sessions", "blocks", "checkpoints", "bytes")
     tell(
@@ -134,7 +134,7 @@ def gc(args: argparse.Namespace) -> int:
     with changing(folder, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()
         before, n_bytes = disk.index.totals(), disk.files.used_bytes()
-        fits = Eviction(disk.files, limits).make_room(0)
+        fits = disk.files.make_room(0)
         after, used_bytes = disk.index.totals(), disk.files.used_bytes()
         left = {session.id for session in disk.index.sessions()}
     removed = [session for session in sessions if session.id not in left]
@@ -160,9 +160,10 @@ def gc(args: argparse.Namespace) -> int:
     if not fits and not args.json:
         n_pinned = content["pinned"]
         rest = f"{counted(n_pinned, 'session')} pinned" if n_pinned else "only its index"
+        free = shutil.disk_usage(folder).free
         raise StoreError(
             f"{folder} still holds {show_bytes(used_bytes)} ({rest}), but "
             f"--kvpersist-disk is {show_bytes(limits.max_disk_bytes)} and --kvpersist-min-free "
-            f"{show_bytes(limits.min_free_bytes)} of {show_bytes(free_bytes(folder))} free"
+            f"{show_bytes(limits.min_free_bytes)} of {show_bytes(free)} free"
         )
     return 0 if fits else 1

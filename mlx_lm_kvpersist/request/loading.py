@@ -95,7 +95,7 @@ def prepare(
 def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
-    return f"conversations in {store.disk.eviction.space()}, and up to {ram} of RAM"
+    return f"conversations in {store.disk.files}, and up to {ram} of RAM"
 
 
 def _allocation(

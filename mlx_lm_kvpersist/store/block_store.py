@@ -49,7 +49,7 @@ class RamFirst:
 
 
 class DiskTier:
-    """A store's folder below RAM. `failed` is told what could not be done, and why."""
+    """A store's folder below RAM. `failed` is called with what could not be done, and why."""
 
     name = DISK
 
@@ -86,13 +86,12 @@ class DiskTier:
         self.mark_used()
         lost = self._lost.copy()
         keep = {key for commit in self._writer.commits() for key in commit.keys()}
-        saved = self.disk.save(commit, arrays_of, keep, self._writer.rest, lost)
-        if saved is None:
+        file_of = partial(self.disk.new_file, commit.root, arrays_of)
+        if (saved := self.disk.save(commit, file_of, keep, self._writer.rest, lost)) is None:
             return None
         # What was lost meanwhile may not have been written anew.
-        written = {record.key for record in saved.records}
-        self._lost.difference_update(lost & written)
-        return saved
+        self._lost.difference_update(lost & {record.key for record in saved[0].records})
+        return saved[0]
 
     def forget(self, key: bytes, reason: str | None = None) -> None:
         self._lost.add(key)
@@ -136,7 +135,7 @@ class DiskTier:
             "checkpoints": totals.n_checkpoints,
             "bytes": totals.n_bytes,
             "checkpoint_bytes": totals.checkpoint_bytes,
-            "evicted": self.disk.eviction.n_evicted,
+            "evicted": self.disk.files.n_evicted,
             "max_bytes": self.disk.limits.max_disk_bytes,
             "written_bytes": self.disk.n_written_bytes,
         }

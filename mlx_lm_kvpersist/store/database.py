@@ -115,16 +115,6 @@ class Database:
             db.execute("BEGIN IMMEDIATE")
             yield db
 
-    @contextmanager
-    def attached(self, path: Path, name: str) -> Iterator[sqlite3.Connection]:
-        """Give the index at `path` a name within one transaction of this one."""
-        self.connection.execute(f"ATTACH ? AS {name}", (str(path),))
-        try:
-            with self.transaction() as db:
-                yield db
-        finally:
-            self.connection.execute(f"DETACH {name}")
-
     def empty_log(self) -> None:
         """Give back the pages that are free, and empty the log, as far as other readers allow."""
         # A script runs to its end; execute() would stop after one page.

@@ -20,18 +20,17 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..block import Block, Checkpoint, Record, Root
+from ..block import Block, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .budget import StoreLimits
-from .eviction import Eviction
 from .files import (
     Arrays,
     block_path,
@@ -45,7 +44,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, Gone, NewFile
+from .records import Commit, NewFile
 from .stored_files import StoredFiles
 
 logger = logging.getLogger(__name__)
@@ -53,15 +52,10 @@ logger = logging.getLogger(__name__)
 Opened = TypeVar("Opened")
 
 _PAGE_BYTES = 4096
-_GONE: Mapping[Gone | None, str] = {
-    Gone.EVICTED: "was evicted meanwhile; a larger --kvpersist-disk keeps it",
-    Gone.QUARANTINED: "was damaged and went to quarantine",
-    None: "was removed meanwhile, by another process or with its session",
-}
 
 
 class DiskStore:
-    """The folder of a store: its index, its files, the eviction that keeps them within limits.
+    """The folder of a store: its index, and its files within limits.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
     when that is missing or damaged; only then is the lock taken. Raises StoreError when the folder
@@ -84,8 +78,7 @@ class DiskStore:
                 f"the store {folder} cannot be used: {error}. "
                 "Choose a writable folder with --kvpersist-dir."
             ) from error
-        self.files = StoredFiles(folder, self.index, self.lock, fsync=limits.fsync)
-        self.eviction = Eviction(self.files, limits)
+        self.files = StoredFiles(folder, self.index, self.lock, limits)
 
     def close(self) -> None:
         self.index.close()
@@ -115,106 +108,94 @@ class DiskStore:
     def save(
         self,
         commit: Commit,
-        arrays_of: Callable[[bytes], Arrays | None],
+        file_of: Callable[[Record], NewFile | None],
         keep: Collection[bytes] = (),
         after_file: Callable[[float], None] = lambda seconds: None,
         damaged: Collection[bytes] = (),
-    ) -> Commit | None:
+    ) -> tuple[Commit, list[Record]] | None:
         """Write a commit's missing blocks and checkpoints and commit it: whole, or not at all.
-
-        `keep` is not removed to make room: commits to come are built on it. Files of `damaged`
-        blocks and checkpoints are replaced. `after_file` is told how long each file took, and may
-        take its time: the store's lock is not held meanwhile.
-
-        Return the commit as it was made: checkpoints that are gone, or whose block is not there,
-        are left out, and then it supersedes nothing. None, with a line in the log, when one of its
-        blocks was on disk only and has been removed since. Raises StoreError when it is too
-        big for what the store may use, and OSError or RuntimeError when the disk refuses.
-        """
-
-        def is_there(block: Record) -> bool:
-            return block.key not in damaged and self._is_there(block)
-
-        def plan() -> tuple[Commit, list[NewFile]] | None:
-            files: list[NewFile] = []
-            chain = {block.key for block in commit.blocks}
-            checkpoints: list[Checkpoint] = []
-            for block in commit.blocks:
-                if not is_there(block):
-                    if (arrays := arrays_of(block.key)) is None:
-                        why = _GONE[self.files.gone(block.key)]
-                        logger.warning("a turn is not saved: %s, which it needs, %s", block, why)
-                        return None
-                    files.append(self._new_file(block, commit.root, arrays))
-            for checkpoint in commit.checkpoints:
-                if checkpoint.block not in chain and not self._is_block_there(checkpoint.block):
-                    continue
-                if not is_there(checkpoint):
-                    if (arrays := arrays_of(checkpoint.key)) is None:
-                        continue
-                    files.append(self._new_file(checkpoint, commit.root, arrays))
-                checkpoints.append(checkpoint)
-            if len(checkpoints) < len(commit.checkpoints):
-                return replace(commit, checkpoints=tuple(checkpoints), superseded=()), files
-            return commit, files
-
-        done = self._write(plan, keep, after_file)
-        return done and done[0]
-
-    def _new_file(self, block: Record, root: Root, arrays: Arrays) -> NewFile:
-        write = partial(write_block, block=block, root=root, arrays=arrays, fsync=self.limits.fsync)
-        return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
-
-    def adopt(
-        self, commit: Callable[[], Commit], files: Sequence[NewFile]
-    ) -> tuple[Session | None, list[Record]]:
-        """Make a commit that comes with files of its own, whole or not at all.
-
-        `commit` is called with the lock held. Return the commit's session, and the blocks and
-        checkpoints that were missing and so written. Raises what `save` does.
-        """
-        done = self._write(
-            lambda: (commit(), [file for file in files if not self._is_there(file.block)])
-        )
-        assert done is not None  # what is missing comes with the commit
-        _, session, written = done
-        return session, written
-
-    def _write(
-        self,
-        plan: Callable[[], tuple[Commit, list[NewFile]] | None],
-        keep: Collection[bytes] = (),
-        after_file: Callable[[float], None] = lambda seconds: None,
-    ) -> tuple[Commit, Session | None, list[Record]] | None:
-        """Write the files that a commit lacks, then commit it; None when there is no plan for it.
 
         The lock is held to plan, make room and commit, and not while files are written. What
         another process changed meanwhile is found by planning again.
+
+        `keep` is not removed to make room: commits to come are built on it. Files of `damaged`
+        blocks and checkpoints are replaced. `after_file` is called with the seconds that each file
+        took, and may take its time.
+
+        Return the commit as it was made, and what was written: checkpoints that are gone, or whose
+        block is not there, are left out, and then it supersedes nothing. None, with a line in the
+        log, when one of its blocks was on disk only and has been removed since. Raises StoreError
+        when it is too big for what the store may use, and OSError or RuntimeError when the disk
+        refuses.
         """
         with closing(Staging(self.folder)) as staging:
             while True:
                 with self.lock.held():
                     self.follow_folder()
-                    planned = plan()
+                    planned = self._plan(commit, file_of, damaged)
                     if planned is None:
                         return None
-                    commit, files = planned
+                    whole, files = planned
                     todo = [file for file in files if file.block.key not in staging.sizes]
                     if not todo:
-                        session = self._commit(commit, files, staging)
+                        self._commit(whole, files, staging)
                         staging.close()  # under the lock: no room is made for what has come
-                        return commit, session, [file.block for file in files]
+                        return whole, [file.block for file in files]
                     # The rows of a long commit take more than what is reserved for them.
                     rows = sum(_row_bytes(file.block) for file in todo)
-                    needed = sum(file.n_bytes for file in todo) + max(
-                        0, rows - self.eviction.reserve_bytes
-                    )
+                    rows = max(0, rows - self.files.reserve_bytes)
+                    needed = sum(file.n_bytes for file in todo) + rows
                     self._reserve(needed, {*keep, *commit.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()
                     self.n_written_bytes += staging.write(file.block.key, file.write)
                     after_file(time.perf_counter() - started)
+
+    def _plan(
+        self,
+        commit: Commit,
+        file_of: Callable[[Record], NewFile | None],
+        damaged: Collection[bytes],
+    ) -> tuple[Commit, list[NewFile]] | None:
+        """Return what can be committed now, and the files that it lacks."""
+        files: list[NewFile] = []
+
+        def has(record: Record) -> bool:
+            if record.key not in damaged and self._is_there(record.key, record.folder):
+                return True
+            if (file := file_of(record)) is not None:
+                files.append(file)
+            return file is not None
+
+        for block in commit.blocks:
+            if not has(block):
+                gone = self.files.gone.get(block.key)
+                why = (
+                    f"was {gone.value} meanwhile"
+                    if gone
+                    else "was removed by another process, or with its session"
+                )
+                logger.warning("a turn is not saved: %s, which it needs, %s", block, why)
+                return None
+        chain = {block.key for block in commit.blocks}
+        checkpoints = tuple(
+            one
+            for one in commit.checkpoints
+            if (one.block in chain or self._is_there(one.block)) and has(one)
+        )
+        if len(checkpoints) < len(commit.checkpoints):
+            commit = replace(commit, checkpoints=checkpoints, superseded=())
+        return commit, files
+
+    def new_file(
+        self, root: Root, arrays_of: Callable[[bytes], Arrays | None], block: Record
+    ) -> NewFile | None:
+        """Return the file of a block or checkpoint; None without its arrays."""
+        if (arrays := arrays_of(block.key)) is None:
+            return None
+        write = partial(write_block, block=block, root=root, arrays=arrays, fsync=self.limits.fsync)
+        return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def _reserve(self, n_bytes: int, keep: Collection[bytes]) -> None:
         """Make room for what is to be written. Raises StoreError when it is too much."""
@@ -224,7 +205,7 @@ class DiskStore:
                 f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
                 "turns stay in memory for now"
             )
-        if not self.eviction.make_room(n_bytes, keep):
+        if not self.files.make_room(n_bytes, keep):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
                 f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
@@ -232,14 +213,11 @@ class DiskStore:
             )
         state.count_write(n_bytes)
 
-    def _is_there(self, block: Record) -> bool:
+    def _is_there(self, key: bytes, name: str = Block.folder) -> bool:
         """Say whether a block or a checkpoint has its row and its file, neither alone."""
-        return block.key in self.index and block_path(self.folder, block.key, block.folder).exists()
+        return key in self.index and block_path(self.folder, key, name).exists()
 
-    def _is_block_there(self, key: bytes) -> bool:
-        return key in self.index and block_path(self.folder, key).exists()
-
-    def _commit(self, commit: Commit, files: Sequence[NewFile], staging: Staging) -> Session | None:
+    def _commit(self, commit: Commit, files: Sequence[NewFile], staging: Staging) -> None:
         """Move the files of a commit into place, then change the index: all of it or nothing."""
         paths = [block_path(self.folder, file.block.key, file.block.folder) for file in files]
         session: Session | None = None
@@ -267,7 +245,6 @@ class DiskStore:
             self.files.forget(replaced)
             for moved in self.index.sessions_at(successor):
                 self.files.write_sidecar(moved)
-        return session
 
     def _session_of(self, commit: Commit) -> Session | None:
         if commit.leaf is None:

@@ -37,9 +37,9 @@ _LEFT_BY_SYSTEMS = {".DS_Store", ".localized", ".Trashes", ".fseventsd", ".Spotl
     ".TemporaryItems",
     "lost+found",
 }
-"""What an operating system puts into every folder or volume: a folder with these is empty."""
+"""Operating systems put these into folders and volumes. A folder with nothing else is empty."""
 _LEFT_BEHIND = {"lock", "writing"}
-"""What a running server can leave in a store's folder that was removed under it."""
+"""What a running server may leave in a store's folder after somebody removed the folder."""
 
 
 def take_into_use(folder: Path) -> None:

@@ -85,7 +85,7 @@ class Index:
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
         """Return the index as serving threads see it: without the blocks and checkpoints `hidden`.
 
-        Its questions never raise: `failed` is told, and the answer is that nothing is there.
+        Its questions never raise: `failed` is called, and the answer is that nothing is there.
         """
         view = copy(self)
         view._failed, view._hidden = failed, hidden
@@ -240,10 +240,6 @@ class Index:
         hidden = set(self._hidden)  # as in `children`
         where = f"block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens"
         return [one for one in self._checkpoints(where, *blocks) if one[0].key not in hidden]
-
-    def checkpoint(self, key: bytes) -> tuple[Checkpoint, int] | None:
-        """Return a checkpoint and the size of its file."""
-        return next(iter(self._checkpoints("key = ?", key)), None)
 
     def _checkpoints(self, where: str, *values: Any) -> list[tuple[Checkpoint, int]]:
         columns = "key, block, kind, n_tokens, n_bytes"

@@ -12,10 +12,10 @@ from .records import SESSION_COLUMNS, read_root, read_sessions
 INDEX_FORMAT = 4
 """The format of the store as a whole. A store of another format is refused."""
 APPLICATION_ID = 0x6B767000
-"""SQLite's name for what a database is of, "kvp"; with the format in its last byte."""
+"""Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 
 _NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
-"""What sqlite3 says of a disk or of other processes (Python 3.10 shows no error codes)."""
+"""Words of errors that a full disk or another process causes (Python 3.10 has no error codes)."""
 
 SCHEMA = """
 CREATE TABLE roots (
@@ -197,7 +197,7 @@ def _make_tables(db: sqlite3.Connection) -> None:
 
 
 def recount(db: sqlite3.Connection) -> None:
-    """Make totals and numbers of children anew."""
+    """Count totals and children again."""
     db.execute(
         "UPDATE blocks SET n_children = "
         "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key) "
@@ -226,13 +226,8 @@ def faults(db: sqlite3.Connection) -> list[str]:
     if n_bad or n_missing:
         found.append(f"{n_bad} rows of roots cannot be read, {n_missing} are missing")
     (n_wrong,) = db.execute(f"SELECT count(*) {_MISCOUNTED}").fetchone()
-    for counted, rows in ((_COUNTED, "!="), (_SUMMED, "=")):
-        known = f"SELECT * FROM totals WHERE root {rows} x''"
-        for one, other in ((counted, known), (known, counted)):
-            (n,) = db.execute(
-                f"SELECT count(*) FROM (SELECT * FROM ({one}) EXCEPT SELECT * FROM ({other}))"
-            ).fetchone()
-            n_wrong += n
+    counted = {*db.execute(_COUNTED), *db.execute(_SUMMED)}
+    n_wrong += len(counted ^ set(db.execute("SELECT * FROM totals")))
     if n_wrong:
         found.append(f"{n_wrong} totals are not those of the rows")
     return found
@@ -259,7 +254,7 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error tells of the index itself, and not of the disk or another process."""
+    """Say whether an error means that the index is damaged, not that the disk or a lock fails."""
     if not isinstance(error, sqlite3.OperationalError):
         return isinstance(error, sqlite3.DatabaseError)
     return not any(words in str(error) for words in _NOT_DAMAGE)

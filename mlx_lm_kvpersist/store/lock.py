@@ -43,7 +43,7 @@ class StoreLock:
 
     def __init__(self, path: Path) -> None:
         self.is_patient = False
-        """Whether to wait for as long as another process holds the lock. Else 2 s are enough."""
+        """Whether to wait as long as another process holds the lock; otherwise at most 2 s."""
         self._path = path
         self._threads = RLock()
         self._depth = 0
@@ -98,7 +98,7 @@ class StoreLock:
 
 
 def _this_process() -> str:
-    """Return what others are told of this process: never an option, which may be a secret."""
+    """Return how messages name this process, without its options: they may be secret."""
     program, *words = sys.argv or ["python"]
     command = [Path(program).name, *takewhile(lambda word: word[:1] != "-", words[:2])]
     now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -111,10 +111,8 @@ class Staging:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._name = uuid.uuid4().hex[:8]
-        self._lock_path = folder / _FOLDER / f"{self._name}.lock"
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
-        self._begun: set[bytes] = set()
         self.sizes: dict[bytes, int] = {}
         """What has been written, in bytes."""
 
@@ -123,13 +121,12 @@ class Staging:
         lock, self._lock = self._lock, None
         if lock is not None:
             with lock:
-                for key in self._begun:
-                    remove(self._folder, self.path(key))
-                remove(self._folder, self._lock_path)
+                for path in own_files(self._folder, _FOLDER):
+                    if path.name.startswith(self._name):
+                        remove(self._folder, path)
 
     def write(self, key: bytes, write: Callable[[Path], int]) -> int:
         """Have the file of a block or checkpoint written; return its size in bytes."""
-        self._begun.add(key)
         self.sizes[key] = write(self.path(key))
         return self.sizes[key]
 
@@ -141,7 +138,7 @@ class Staging:
         """Let `n_bytes` more count as used. The caller holds the store's lock and made room."""
         self._n_bytes += n_bytes
         if self._lock is None:
-            self._lock = new_file(self._lock_path)
+            self._lock = new_file(self._folder / _FOLDER / f"{self._name}.lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.seek(0)
         self._lock.write(b"%d" % self._n_bytes)

@@ -61,18 +61,18 @@ class BlockPool:
         self._lock = RLock()
         self.n_bytes = 0
         """Bytes of all entries."""
-        self.n_checkpoints = 0
-        self.n_checkpoint_bytes = 0
         self.n_evicted = 0
         """Blocks and checkpoints that went to make room."""
 
     def stats(self) -> dict[str, int]:
         """Return what is here, in numbers and bytes, and what went to make room."""
+        with self._lock:
+            sizes = [self._entries[key].n_bytes for at in self._checkpoints.values() for key in at]
         return {
-            "blocks": len(self) - self.n_checkpoints,
-            "checkpoints": self.n_checkpoints,
+            "blocks": len(self) - len(sizes),
+            "checkpoints": len(sizes),
             "bytes": self.n_bytes,
-            "checkpoint_bytes": self.n_checkpoint_bytes,
+            "checkpoint_bytes": sum(sizes),
             "evicted": self.n_evicted,
             "max_bytes": self.max_bytes,
         }
@@ -130,8 +130,6 @@ class BlockPool:
             self.n_bytes += entry.n_bytes
             if isinstance(block, Checkpoint):
                 self._checkpoints.setdefault(block.block, {})[block.key] = block
-                self.n_checkpoints += 1
-                self.n_checkpoint_bytes += entry.n_bytes
             else:
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
                 for name, nodes in siblings.items():
@@ -232,15 +230,13 @@ class BlockPool:
             self._entries.clear()
             self._children.clear()
             self._checkpoints.clear()
-            self.n_bytes = self.n_checkpoints = self.n_checkpoint_bytes = 0
+            self.n_bytes = 0
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         block = entry.block
         self.n_bytes -= entry.n_bytes
         if isinstance(block, Checkpoint):
-            self.n_checkpoints -= 1
-            self.n_checkpoint_bytes -= entry.n_bytes
             of_block = self._checkpoints[block.block]
             del of_block[key]
             if not of_block:

@@ -64,8 +64,8 @@ class Prefetch:
 class Reader:
     """Reads what tiers hold into a pool; the first tier that can be read is used.
 
-    on_bad: told of each block or checkpoint that tiers should have and have not, or that failed a
-    check for the reason given. Any thread.
+    on_bad: called with each block or checkpoint that tiers should have and have not, or that failed
+    a check for the reason given. Any thread.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from ..block import Checkpoint, Record, Root
+from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
 from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
@@ -34,7 +34,10 @@ def rebuild_index(
 
     An index that can still be read is replaced within, by one transaction, so that a server that
     has it open goes on with it: SQLite forbids to move a file that is in use. Any other goes to
-    quarantine. `SmallState` says what is lost with it. The caller holds the store's lock. Raises
+    quarantine. `SmallState` says what is lost with it. The caller holds the store's lock.
+
+    What is damaged is left out. `progress` is called with the files read and all files.
+    Raises OSError when a file cannot be read now, because what is left out is swept, and
     StoreFormatError when index or blocks were written by another version.
     """
     aside = folder / "quarantine"
@@ -42,7 +45,8 @@ def rebuild_index(
     fresh_path = aside / f"rebuild-{time.time_ns()}.sqlite"
     fresh = Index(fresh_path)
     try:
-        n_blocks = rebuild(folder, fresh, progress)
+        fill(folder, fresh, progress)
+        n_blocks = fresh.totals().n_blocks
         fresh.state.salvage(folder / "index.sqlite")
         fresh.close()
         if not _replaced_within(folder / "index.sqlite", fresh_path):
@@ -68,7 +72,9 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
     try:
-        with closing(Index(path)) as live, live.database.attached(fresh_path, "fresh") as db:
+        with closing(Index(path)) as live, closing(live.database.connection) as db, db:
+            db.execute("ATTACH ? AS fresh", (str(fresh_path),))
+            db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(
                     f"UPDATE fresh.{table} SET used = max(used, "
@@ -96,15 +102,8 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
     return True
 
 
-def rebuild(
-    folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
-) -> int:
-    """Add every readable block and checkpoint of the folder, and every session, to an empty index.
-
-    One transaction. What is damaged is left out. A file that cannot be read now ends it with
-    OSError, because what is left out is swept. `progress` is told how many of how many files have
-    been read. Returns the number of blocks. The caller holds the store's lock.
-    """
+def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> None:
+    """Add all that the files of a folder say to an empty index, in one transaction."""
     paths = [
         path
         for name in ("blocks", "checkpoints")
@@ -115,11 +114,8 @@ def rebuild(
         for number, path in enumerate(paths):
             if (found := _read(path)) is not None:
                 record, root, stat = found
-                is_known = True
-                if isinstance(record, Checkpoint):
-                    known = index.block(record.block)
-                    is_known = known is not None and known[1] == root.key
-                if is_known:
+                known = index.block(record.block) if isinstance(record, Checkpoint) else None
+                if isinstance(record, Block) or (known is not None and known[1] == root.key):
                     index.add_blocks(root, [(record, stat.st_size)], stat.st_mtime)
             progress(number + 1, len(paths))
         for path in sorted(own_files(folder, "sessions")):
@@ -132,7 +128,6 @@ def rebuild(
                 continue
             if session.leaf in index:
                 index.put_session(session)
-    return index.totals().n_blocks
 
 
 def _read(path: Path) -> tuple[Record, Root, os.stat_result] | None:

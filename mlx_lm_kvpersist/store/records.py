@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
-from .folder import make_private, whole_file
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
@@ -165,15 +164,6 @@ def sidecar(session: Session) -> bytes:
         return b""
     content = {**asdict(session), "root": session.root.hex(), "leaf": session.leaf.hex()}
     return json.dumps(content).encode()
-
-
-def write_sidecar(folder: Path, session: Session, *, fsync: bool) -> None:
-    content = sidecar(session)
-    if content:
-        path = sidecar_path(folder, session.id)
-        make_private(path.parent)
-        with whole_file(path, fsync=fsync) as file:
-            file.write(content)
 
 
 def read_sidecar(path: Path) -> Session:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from itertools import accumulate
@@ -39,10 +38,7 @@ SESSION_FORMAT = 1
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
-
-
-def no_progress(done: int, total: int) -> None:
-    """Say nothing of how far a transfer is."""
+"""Called with the files that have been read or written, and all files."""
 
 
 class Listed(NamedTuple):
@@ -80,7 +76,7 @@ class SessionFile:
     what `export_session` writes.
     """
 
-    def __init__(self, path: Path, progress: Progress = no_progress) -> None:
+    def __init__(self, path: Path, progress: Progress = lambda done, total: None) -> None:
         self.path = path
         self._file = open_regular(path, follow=True)
         try:
@@ -112,10 +108,10 @@ class SessionFile:
         n_bytes = os.fstat(self._file.fileno()).st_size
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
-        self._read_items(n_blocks, progress)
+        self._read_items(progress)
         self._read_session(about)
 
-    def _read_items(self, n_blocks: int, progress: Progress) -> None:
+    def _read_items(self, progress: Progress) -> None:
         blocks: list[Block] = []
         checkpoints: dict[bytes, Checkpoint] = {}
         for number, listed in enumerate(self.files):
@@ -128,8 +124,6 @@ class SessionFile:
                 raise StoreFormatError(f"{self.path}: {name}: {error}") from error
             if number == 0:
                 self.root = root
-            if isinstance(item, Block) != (number < n_blocks):
-                raise ValueError(f"{name} is {item}, which does not belong there")
             if isinstance(item, Block):
                 parent, start = (blocks[-1].key, blocks[-1].stop) if blocks else (root.key, 0)
                 if (root, item.parent, item.start) != (self.root, parent, start):
@@ -138,7 +132,7 @@ class SessionFile:
             else:
                 is_known = item.key in checkpoints or root != self.root
                 if is_known or all(block.key != item.block for block in blocks):
-                    raise ValueError(f"checkpoint {number - n_blocks} is at none of its blocks")
+                    raise ValueError(f"checkpoint {name} is at none of its blocks")
                 checkpoints[item.key] = item
             progress(number + 1, len(self.files))
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
@@ -174,7 +168,7 @@ def export_session(
     index: Index,
     session: Session,
     target: Path,
-    progress: Progress = no_progress,
+    progress: Progress = lambda done, total: None,
     choices: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a session to a file, which appears when it is whole; return its size in bytes.
@@ -235,46 +229,31 @@ def _what(item: Record, session: Session) -> str:
 # Into a store.
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What an import did."""
-
-    session: Session
-    written: Sequence[Record]
-    """What was not there yet."""
-    is_new: bool
-    """Whether the session was added or went on; False where it was there."""
-
-
-def import_session(disk: DiskStore, source: SessionFile) -> Imported:
+def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, whole or not at all.
 
     A session that is there is left as it is, and so is one of the same name that goes on from
-    it; one that ends on the way to it moves. Raises StoreError when there is no room.
+    it; one that ends on the way to it moves. Return the session, what of it was not there yet, and
+    whether it was added or went on. Raises StoreError when there is no room.
     """
     keys = tuple(node.key for node in source.blocks)
     leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
-    files = [
-        NewFile(
+    there = _session_through(disk.index, source.root, leaf)
+    files = {
+        item.key: NewFile(
             item,
             source.files[number].n_bytes,
             partial(_write, partial(source.own_file, number), fsync=disk.limits.fsync),
         )
         for number, item in enumerate(source.items)
-    ]
-    there: Session | None = None
-
-    def commit() -> Commit:
-        nonlocal there
-        there = _session_through(disk.index, source.root, leaf)
-        return Commit(
-            source.root, source.blocks, None if there else leaf, checkpoints=source.checkpoints
-        )
-
-    session, written = disk.adopt(commit, files)
-    session = there or session
-    assert session is not None  # a commit with a leaf has one
-    return Imported(session, written, is_new=there is None)
+    }
+    commit = Commit(
+        source.root, source.blocks, None if there else leaf, checkpoints=source.checkpoints
+    )
+    saved = disk.save(commit, lambda item: files[item.key])
+    session = there or disk.index.session_at(source.root, leaf)
+    assert saved is not None and session is not None  # all that is missing comes with the commit
+    return session, saved[1], there is None
 
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:

@@ -1,9 +1,11 @@
-"""The files of a store with their rows: their sizes, and how they are forgotten or set aside."""
+"""The files of a store with their rows: what they take, and how they are removed or set aside."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -11,30 +13,47 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import StoreError
-from .budget import free_bytes
+from ..units import show_bytes
+from .budget import StoreLimits
 from .files import block_path, checkpoint_path, key_of
-from .folder import INDEX_FILES, move, new_file, own_bytes, own_files, remove
+from .folder import (
+    INDEX_FILES,
+    make_private,
+    move,
+    new_file,
+    own_bytes,
+    own_files,
+    remove,
+    whole_file,
+)
 from .index import Forgotten, Index, Session
 from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
-from .records import Gone, sidecar_path, write_sidecar
+from .records import Gone, sidecar, sidecar_path
 
 logger = logging.getLogger(__name__)
 
 _MAX_GONE = 10_000
+_INDEX_RESERVE_BYTES = 768 << 10
 
 
 class StoredFiles:
-    """What a store's folder holds, files and rows together. `lock` is held while either changes."""
+    """What a store's folder holds, files and rows together, within limits.
 
-    def __init__(self, folder: Path, index: Index, lock: StoreLock, *, fsync: bool) -> None:
+    `lock` is held while either changes.
+    """
+
+    def __init__(self, folder: Path, index: Index, lock: StoreLock, limits: StoreLimits) -> None:
         self.folder = folder
         self.index = index
         self.lock = lock
-        self._fsync = fsync
+        self.limits = limits
+        self.n_evicted = 0
+        """Blocks and checkpoints that this process removed to make room."""
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
-        self._gone: OrderedDict[bytes, Gone] = OrderedDict()
+        self.gone: OrderedDict[bytes, Gone] = OrderedDict()
+        """Why blocks and checkpoints went that this process removed lately. Any thread."""
 
     def used_bytes(self) -> int:
         """Return the size of the store's files, and of those that are announced."""
@@ -45,11 +64,16 @@ class StoredFiles:
     def free_bytes(self) -> int:
         """Return the free space of the volume, less what is announced and not yet written."""
         announced, written = staged_bytes(self.folder)
-        return free_bytes(self.folder) - (announced - written)
+        return shutil.disk_usage(self.folder).free - (announced - written)
 
-    def gone(self, key: bytes) -> Gone | None:
-        """Return why a block or checkpoint went, if this process removed it lately. Any thread."""
-        return self._gone.get(key)
+    def __str__(self) -> str:
+        free, limits = self.free_bytes(), self.limits
+        used = f"{show_bytes(self.used_bytes())} of {show_bytes(limits.max_disk_bytes)}"
+        text = f"{self.folder} ({used}, {show_bytes(free)} free"
+        if free < limits.min_free_bytes:
+            floor = show_bytes(limits.min_free_bytes)
+            text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
+        return f"{text})"
 
     def forget(self, key: bytes, why: Gone | None = None) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it."""
@@ -63,9 +87,9 @@ class StoredFiles:
             for one in keys:
                 remove(self.folder, checkpoint_path(self.folder, one))
                 if why is not None:
-                    self._gone[one] = why
-            while len(self._gone) > _MAX_GONE:
-                self._gone.popitem(last=False)
+                    self.gone[one] = why
+            while len(self.gone) > _MAX_GONE:
+                self.gone.popitem(last=False)
             return went
 
     def forget_missing(self, key: bytes) -> None:
@@ -80,10 +104,6 @@ class StoredFiles:
             for path in (block_path(self.folder, key), checkpoint_path(self.folder, key)):
                 self._set_aside(path, key, reason)
             self.forget(key, Gone.QUARANTINED)
-
-    def empty_quarantine(self) -> None:
-        for path in own_files(self.folder, "quarantine"):
-            remove(self.folder, path)
 
     def _set_aside(self, path: Path, key: bytes, reason: str) -> None:
         """Move the file of a block or checkpoint to quarantine, with a sidecar, if it is there."""
@@ -101,6 +121,65 @@ class StoredFiles:
             logger.warning("%s is not kept aside: %s", path.name, error)
             remove(self.folder, sidecar)
             remove(self.folder, path)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Room for the index and its log to grow by while a turn is saved."""
+        return min(_INDEX_RESERVE_BYTES, self.limits.max_disk_bytes // 4)
+
+    def make_room(self, n_bytes: int, keep: Collection[bytes] = ()) -> bool:
+        """Remove what is used least until `n_bytes` more fit; False when they cannot.
+
+        Quarantined files go first, then least recently used leaves and checkpoints; what belongs to
+        pinned sessions and what is in `keep` stays.
+        """
+        n_bytes += self.reserve_bytes if n_bytes else 0
+        if n_bytes > self.limits.max_disk_bytes:
+            return False
+        with self.lock.held():
+            too_much = self._excess(n_bytes)
+            if too_much > 0:
+                for path in own_files(self.folder, "quarantine"):
+                    remove(self.folder, path)
+                self.index.database.empty_log()
+                too_much = self._excess(n_bytes)
+            pinned = self.index.pinned_blocks() if too_much > 0 else set()
+            while too_much > 0:
+                victim = self._victim(keep, pinned)
+                if victim is None:
+                    self.index.database.empty_log()  # the rows of what went take room no longer
+                    return self._excess(n_bytes) <= 0
+                went = self.forget(victim, Gone.EVICTED)
+                self.n_evicted += len({victim, *went.checkpoints})
+                too_much -= went.n_bytes
+                if too_much <= 0:
+                    # Removing rows makes the index's log longer.
+                    self.index.database.empty_log()
+                    too_much = self._excess(n_bytes)
+        return True
+
+    def _victim(self, keep: Collection[bytes], pinned: Collection[bytes]) -> bytes | None:
+        """Return the least recently used leaf or checkpoint.
+
+        One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
+        of its age, which were kept for blocks before it.
+        """
+        index = self.index
+        leaves = ((used, False, key) for used, key in index.unused_leaves() if key not in keep)
+        checkpoints = (
+            (used, True, key)
+            for used, key, block in index.unused_checkpoints()
+            if key not in keep and block not in pinned
+        )
+        first = next(heapq.merge(leaves, checkpoints), None)
+        return first and first[-1]
+
+    def _excess(self, n_bytes: int) -> int:
+        """Return how many bytes must go before `n_bytes` more may come."""
+        over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
+        if not self.limits.min_free_bytes:
+            return over_budget
+        return max(over_budget, self.limits.min_free_bytes + n_bytes - self.free_bytes())
 
     def remove_session(self, session: Session) -> None:
         """Forget a session and the blocks that no other session needs."""
@@ -145,7 +224,11 @@ class StoredFiles:
             return n_swept
 
     def write_sidecar(self, session: Session) -> None:
-        write_sidecar(self.folder, session, fsync=self._fsync)
+        if content := sidecar(session):
+            path = sidecar_path(self.folder, session.id)
+            make_private(path.parent)
+            with whole_file(path, fsync=self.limits.fsync) as file:
+                file.write(content)
 
     def remove_sidecar(self, session_id: str) -> None:
         remove(self.folder, sidecar_path(self.folder, session_id))

@@ -1,7 +1,7 @@
 """Check a store from end to end: every file, every row, and that they agree.
 
-Reading takes no lock, so a server goes on; what then looks wrong is looked at again under the
-lock, because a turn that is being saved looks like a fault for a moment.
+Reading takes no lock, so a server goes on. Whatever looks wrong is checked again under the lock,
+because a turn that is being saved looks like a fault for a moment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault(str, Enum):
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
-    """A session ends nowhere, or its file is not what a rebuilt index would need."""
+    """A session's last block is missing, or its file would mislead a rebuild."""
     INDEX = "index"
     """The index has rows that cannot be read, or totals that are not those of its rows."""
 
@@ -51,43 +51,37 @@ class Problem:
     fault: Fault
     subject: str
     reason: str
-    look_again: Callable[[], Problem | None] = field(
-        default=lambda: None, compare=False, repr=False
-    )
+    check: Callable[[], Problem | None] = field(default=lambda: None, compare=False, repr=False)
+    """Look again."""
 
 
 def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Return what is wrong with a store; `progress` is told files read and files in all."""
-    suspects: list[Problem] = []
-
-    def look(check: Callable[[], Problem | None]) -> Problem | None:
-        found = check()
-        return found and replace(found, look_again=partial(look, check))
-
-    def suspect(check: Callable[..., Problem | None], *about: object) -> None:
-        found = look(partial(check, *about))
-        if found is not None:
-            suspects.append(found)
-
-    for fault in index.faults():
-        suspect(_check_index, index, fault)
+    """Return what is wrong with a store; `progress` is called with the files read and all files."""
     blocks, checkpoints = sorted(index.keys()), sorted(index.keys("checkpoints"))
-    for number, key in enumerate((*blocks, *checkpoints)):
-        suspect(_check_block, folder, index, key, number >= len(blocks))
-        progress(number + 1, len(blocks) + len(checkpoints))
-    for name in ("blocks", "checkpoints"):
-        for path in sorted(own_files(folder, name)):
-            suspect(_check_file, folder, index, path)
-    for path in sorted(own_files(folder, "sessions")):
-        suspect(_check_session_file, index, path)
-    for session in index.sessions():
-        suspect(_check_session, folder, index, session.id)
+    n_files = len(blocks) + len(checkpoints)
+    checks = [
+        *(partial(_check_block, folder, index, key) for key in blocks),
+        *(partial(_check_block, folder, index, key, is_checkpoint=True) for key in checkpoints),
+        *(partial(_check_index, index, fault) for fault in index.faults()),
+        *(
+            partial(_check_file, folder, index, path)
+            for name in ("blocks", "checkpoints", "sessions")
+            for path in sorted(own_files(folder, name))
+        ),
+        *(partial(_check_session, folder, index, session.id) for session in index.sessions()),
+    ]
+    suspects = []
+    for number, check in enumerate(checks, start=1):
+        if check() is not None:
+            suspects.append(check)
+        if number <= n_files:
+            progress(number, n_files)
     if not suspects:
         return []
     with StoreLock(folder / "lock").held():
-        return [again for problem in suspects if (again := problem.look_again()) is not None]
+        return [replace(found, check=check) for check in suspects if (found := check()) is not None]
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
@@ -101,7 +95,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
             # First: a file that a damaged row does not name is not left behind.
             rebuild_index(disk.folder)
         # The fault may be gone since, or be another one.
-        now = [again for problem in problems if (again := problem.look_again())]
+        now = [again for problem in problems if (again := problem.check())]
         for problem in now:
             if problem.fault is Fault.CORRUPT:
                 disk.files.quarantine(bytes.fromhex(problem.subject), problem.reason)
@@ -122,7 +116,9 @@ def _check_index(index: Index, fault: str) -> Problem | None:
     return Problem(Fault.INDEX, index.path.name, fault) if fault in index.faults() else None
 
 
-def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) -> Problem | None:
+def _check_block(
+    folder: Path, index: Index, key: bytes, is_checkpoint: bool = False
+) -> Problem | None:
     """Check the file and the row of a block or a checkpoint."""
     problem = partial(Problem, subject=key.hex())
     if key not in index:
@@ -143,7 +139,7 @@ def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) ->
         if parent is not None and parent[1] != root.key:
             reason = f"its block {parent_key.hex()} belongs to another model"
             return problem(Fault.CORRUPT, reason=reason)
-        is_as_indexed = (block, size) == index.checkpoint(key)
+        is_as_indexed = (block, size) in index.checkpoints([parent_key])
     else:
         known = index.block(key)
         is_as_indexed = (block, root.key, size) == known and astuple(block) == astuple(known[0])
@@ -162,19 +158,14 @@ def _check_block(folder: Path, index: Index, key: bytes, is_checkpoint: bool) ->
 
 
 def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
-    key = key_of(path)
-    places = [find(folder, key) for find in (block_path, checkpoint_path)] if key else []
-    if (key and key in index and path in places) or not path.exists():
-        return None
-    reason = "the index does not know it" if key else "left behind by an interrupted write"
-    return Problem(Fault.ORPHAN, str(path), f"{path.name}: {reason}")
-
-
-def _check_session_file(index: Index, path: Path) -> Problem | None:
-    known = path.suffix == ".json" and index.session(path.stem) is not None
+    if path.parent == folder / "sessions":
+        known = path.suffix == ".json" and index.session(path.stem) is not None
+    else:
+        key = key_of(path) or b""
+        known = key in index and path in (block_path(folder, key), checkpoint_path(folder, key))
     if known or not path.exists():
         return None
-    return Problem(Fault.ORPHAN, str(path), f"{path.name}: no such session")
+    return Problem(Fault.ORPHAN, str(path), f"{path.name}: the index does not know it")
 
 
 def _check_session(folder: Path, index: Index, session_id: str) -> Problem | None:

@@ -15,7 +15,7 @@ from .records import Commit
 logger = logging.getLogger(__name__)
 
 REST_FACTOR = 6
-"""Times as long as it worked the writer rests while others are served and it keeps up.
+"""While requests are served, the writer rests this many times as long as it has worked.
 
 At full speed it slowed decoding by 17% on a GPU; in a seventh of the time that is 2.4%.
 """
@@ -25,7 +25,7 @@ MAX_AGE_S = 5.0
 
 @dataclass
 class _Task:
-    """Something to do. For a commit to be saved: what to do instead, and what it holds in RAM."""
+    """Something to do. Of a commit: what to do if it is given up, and what it holds in RAM."""
 
     run: Callable[[], object]
     commit: Commit | None = None
@@ -49,7 +49,7 @@ class Writer:
         self.n_bytes = 0
         """Bytes of the blocks and checkpoints that wait or are being written."""
         self._holders: Counter[bytes] = Counter()
-        """In how many commits a block or checkpoint waits or is written; it is in RAM once."""
+        """How many commits, waiting or running, hold a block or checkpoint: it is in RAM once."""
         self._closing = False
         self._running: _Task | None = None
         self._gentle = False
@@ -143,13 +143,13 @@ class Writer:
             self._n_draining -= 1
 
     def set_gentle(self, gentle: bool) -> None:
-        """Say whether others are to notice little of the writer from now on. Any thread."""
+        """Have the writer rest between files from now on, or not. Any thread."""
         with self._changed:
             self._gentle = gentle
             self._changed.notify_all()
 
     def rest(self, worked_s: float) -> None:
-        """Rest for a multiple of what was worked, where that is asked for. Writer thread.
+        """Rest after `worked_s` seconds of work, if the writer is to be gentle. Writer thread.
 
         The rest ends when the store is drained or closed, when half of `max_bytes` waits, and when
         the oldest commit is `MAX_AGE_S` old: the writer never falls behind because it rests.

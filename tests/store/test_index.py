@@ -216,7 +216,7 @@ def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -
     assert again.index.totals().n_blocks == 3 and again.index.totals().n_checkpoints == 2
     longer = chain([1, 2], [3, 4], [7])
     save_turn(again, longer, "s")
-    assert again.turns_saved == 1 and again.disk.eviction.make_room(0)
+    assert again.turns_saved == 1 and again.disk.files.make_room(0)
     again.close()
 
 

@@ -228,7 +228,7 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     assert state(nodes[1]).key not in store.pool
     assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
     assert store.reader.load(state(nodes[1]), ROOT) is None
-    assert store.disk.files.gone(state(nodes[1]).key) is None
+    assert store.disk.files.gone.get(state(nodes[1]).key) is None
 
 
 def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
@@ -367,7 +367,7 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     """Close a store and open its folder with a budget of so many bytes less than it has."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
-    disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - n_bytes)
+    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - n_bytes)
     return disk
 
 
@@ -378,17 +378,17 @@ def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> N
     store.touch([old[1].key])  # as a chain without its part: that is older than all else now
     store.drain()
     disk = tight(store, 1)
-    assert disk.eviction.make_room(0)
+    assert disk.files.make_room(0)
     assert disk.index.keys("checkpoints") == {state(new[1]).key}
     assert disk.index.totals().n_blocks == 4
-    assert disk.files.gone(window(old[0]).key) is Gone.EVICTED
+    assert disk.files.gone.get(window(old[0]).key) is Gone.EVICTED
     assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
     # Then a leaf, which takes its parts along.
-    disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 1)
-    assert disk.eviction.make_room(0)
+    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 1)
+    assert disk.files.make_room(0)
     assert new[1].key not in disk.index and disk.index.keys("checkpoints") == set()
     assert part_files(disk.folder) == set()
-    assert disk.files.gone(state(new[1]).key) is Gone.EVICTED
+    assert disk.files.gone.get(state(new[1]).key) is Gone.EVICTED
     disk.close()
 
 
@@ -396,7 +396,7 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStor
     nodes = chain([1], [2], [3])
     save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
     disk = tight(store, 1)
-    assert disk.eviction.make_room(0)
+    assert disk.files.make_room(0)
     assert nodes[2].key not in disk.index
     assert disk.index.keys("checkpoints") == {state(nodes[0]).key}
     disk.close()
@@ -410,7 +410,7 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
     store.touch([two[1].key])
     store.drain()
     disk = tight(store, 1)
-    assert disk.eviction.make_room(0)
+    assert disk.files.make_room(0)
     assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
 
@@ -436,8 +436,8 @@ def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
     (session,) = [s for s in store.index.sessions() if s.name == "pinned"]
     store.disk.files.set_pinned(session, True)
     disk = tight(store, 1)
-    disk.eviction.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.eviction.make_room(0)
+    disk.files.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.files.make_room(0)
     assert disk.index.keys() == {node.key for node in pinned}
     assert disk.index.keys("checkpoints") == {window(pinned[0]).key, state(pinned[1]).key}
     disk.close()
@@ -454,8 +454,8 @@ def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
         keep = {key for commit in store.writer.commits() for key in commit.keys()}
     assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
     disk = tight(store, 1)
-    disk.eviction.limits = replace(disk.limits, max_disk_bytes=0)
-    assert not disk.eviction.make_room(0, keep=keep)
+    disk.files.limits = replace(disk.limits, max_disk_bytes=0)
+    assert not disk.files.make_room(0, keep=keep)
     assert disk.index.keys() == {node.key for node in one}
     assert disk.index.keys("checkpoints") == {state(one[0]).key}
     disk.close()
@@ -508,7 +508,7 @@ def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
         assert parts_of(store, node) == {other}, "it is offered again"
     assert f"checkpoint {part.key.hex()} goes to quarantine" in caplog.text
     assert store.blocks_quarantined == 1
-    assert not path.exists() and store.disk.files.gone(part.key) is Gone.QUARANTINED
+    assert not path.exists() and store.disk.files.gone.get(part.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
         ".json",
         ".safetensors",

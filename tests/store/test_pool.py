@@ -17,6 +17,12 @@ def filled(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list
     return [node.key for node in nodes]
 
 
+def held(pool: BlockPool) -> tuple[int, ...]:
+    """Return numbers of blocks and checkpoints, all bytes, and those of checkpoints."""
+    stats = pool.stats()
+    return tuple(stats[name] for name in ("blocks", "checkpoints", "bytes", "checkpoint_bytes"))
+
+
 def test_least_recently_used_leaves_go_first() -> None:
     pool = BlockPool(max_bytes=50)
     old = filled(pool, chain([1], [2], [3]))
@@ -81,17 +87,14 @@ def test_parts_go_by_age_and_hold_nobody() -> None:
     parts = [state(nodes[0]), state(nodes[1])]
     for part in parts:
         pool.put(KVBlock(part, object(), 10, is_stored=True))
-    assert (len(pool), pool.n_bytes, pool.n_checkpoints, pool.n_checkpoint_bytes) == (4, 40, 2, 20)
+    assert held(pool) == (2, 2, 40, 20)
     assert pool.checkpoints(keys) == parts
     pool.touch([parts[0].key])
     # The leaf is the oldest of what may go, part or not.
     filled(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
     filled(pool, chain([8]))
-    assert pool.checkpoints(keys) == parts[:1] and (
-        pool.n_checkpoints,
-        pool.n_checkpoint_bytes,
-    ) == (1, 10)
+    assert pool.checkpoints(keys) == parts[:1] and held(pool)[1::2] == (1, 10)
 
 
 def test_pinned_parts_stay_until_written() -> None:
@@ -111,9 +114,9 @@ def test_an_equal_part_is_kept_once() -> None:
     pool.put(first)
     pool.put(KVBlock(state(node), object(), 10, pins=1))
     assert pool.get(state(node).key) is first and first.pins == 1
-    assert (len(pool), pool.n_bytes, pool.n_checkpoints) == (1, 10, 1)
+    assert held(pool) == (0, 1, 10, 10)
     pool.drop(state(node).key)
-    assert (len(pool), pool.n_bytes, pool.n_checkpoints, pool.n_checkpoint_bytes) == (0, 0, 0, 0)
+    assert held(pool) == (0, 0, 0, 0)
     assert pool.checkpoints([node.key]) == []
 
 
@@ -151,7 +154,7 @@ def test_blocks_of_no_bytes() -> None:
     assert len(pool) == 49 and pool.n_bytes == 0
     pool.put(KVBlock(state(nodes[-1]), object(), 20))
     # What goes makes no room until the part itself is the oldest; then it goes.
-    assert pool.n_bytes == 0 and pool.n_checkpoints == 0
+    assert held(pool)[1:3] == (0, 0)
 
 
 def test_what_is_pinned_by_its_key_stays() -> None:

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
-from mlx_lm_kvpersist.store.rebuild import rebuild
+from mlx_lm_kvpersist.store.rebuild import fill
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .conftest import ROOT, chain, save_turn
@@ -70,7 +70,7 @@ def test_b3_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> Non
     index = Index(tmp_path / "fresh.sqlite")
     statements: list[str] = []
     index.database.connection.set_trace_callback(statements.append)
-    assert rebuild(store.folder, index) == 1 + n_sessions
+    fill(store.folder, index, lambda done, total: None)
     assert statements.count("COMMIT") == 1
     index.close()
     again = Index(tmp_path / "fresh.sqlite")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -90,6 +91,6 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
             arrays = {node.key: arrays_of(node) for node in nodes}
             commit = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop, keys))
             with counted_file_operations() as counted:
-                assert disk.save(commit, arrays.get)
+                assert disk.save(commit, partial(disk.new_file, ROOT, arrays.get))
             asked.append(sum(counted.values()))
     assert asked[0] > 5 and asked[2] == asked[1], asked

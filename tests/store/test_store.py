@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     store.close()
     tight = DiskStore(store.folder, store.limits)
     used = tight.files.used_bytes()
-    tight.eviction.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
-    assert tight.eviction.make_room(0)
+    tight.files.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
+    assert tight.files.make_room(0)
     assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
     assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
     assert [session.name for session in tight.index.sessions()] == ["old"]
@@ -259,7 +260,7 @@ def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
     save_turn(store, nodes[:1])
     save = store.disk.save
 
-    def saving(*args: Any) -> Commit | None:
+    def saving(*args: Any) -> Any:
         saved = save(*args)
         store.lose(nodes[0], "a reader found damage")
         return saved
@@ -392,12 +393,13 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(
     store.close()
     one_block = block_path(store.folder, old[0].key).stat().st_size
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        room = disk.eviction.reserve_bytes + one_block // 2
-        disk.eviction.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() + room)
+        room = disk.files.reserve_bytes + one_block // 2
+        disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() + room)
         content = arrays_of(new[0])
         turn = Commit(ROOT, (*old, *new) if is_full_precision else tuple(new))
         keep = () if is_full_precision else (old[0].key,)
-        assert disk.save(turn, {new[0].key: content}.get, keep) is not None
+        file_of = partial(disk.new_file, ROOT, {new[0].key: content}.get)
+        assert disk.save(turn, file_of, keep) is not None
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
 
@@ -409,6 +411,6 @@ def test_blocks_of_a_pinned_session_make_no_room(store: BlockStore) -> None:
     with closing(DiskStore(store.folder, store.limits)) as disk:
         (session,) = (one for one in disk.index.sessions() if one.name == "pinned")
         disk.files.set_pinned(session, True)
-        disk.eviction.limits = replace(disk.limits, max_disk_bytes=1000)
-        assert not disk.eviction.make_room(0)
+        disk.files.limits = replace(disk.limits, max_disk_bytes=1000)
+        assert not disk.files.make_room(0)
         assert [block.key in disk.index for block in (*pinned, *other)] == [True, True, False]

@@ -11,12 +11,12 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.block import Root
-from mlx_lm_kvpersist.store import stored_files
 from mlx_lm_kvpersist.store import writer as writer_module
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
@@ -299,7 +299,7 @@ def test_a11_another_process_may_sweep_and_make_room_meanwhile(
     n_changes = 0
     while other.index.totals().n_blocks == 0:
         assert other.files.sweep() == 0
-        assert other.eviction.make_room(100_000) and not other.eviction.make_room(1 << 22)
+        assert other.files.make_room(100_000) and not other.files.make_room(1 << 22)
         n_changes += 1
     assert n_changes > 1
     resting_store.drain()
@@ -369,12 +369,12 @@ def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
 
 
 def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
-    space = store.disk.eviction.space()
-    assert (space.folder, space.max_bytes) == (store.folder, limits.max_disk_bytes)
-    assert space.used_bytes == store.disk.files.used_bytes() and "min-free" not in str(space)
-    store.disk.eviction.limits = replace(limits, min_free_bytes=1 << 60)
-    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.eviction.space())
-    assert "\n" not in str(store.disk.eviction.space())
+    said = str(store.disk.files)
+    assert said.startswith(f"{store.folder} (") and "of 4.0 MiB, " in said
+    assert "min-free" not in said
+    store.disk.files.limits = replace(limits, min_free_bytes=1 << 60)
+    assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk.files)
+    assert "\n" not in str(store.disk.files)
 
 
 @pytest.mark.parametrize("floor", [False, True])
@@ -386,15 +386,16 @@ def test_a14_what_another_process_announced_counts(
     used = store.disk.files.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
     if floor:
-        monkeypatch.setattr(stored_files, "free_bytes", lambda folder: 12 << 20)
+        free = SimpleNamespace(free=12 << 20)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: free)
         limits = replace(store.limits, min_free_bytes=1 << 20)
     other = DiskStore(store.folder, limits)
     try:
-        assert other.eviction.make_room(2 << 20) and len(store.index.keys()) == 2
+        assert other.files.make_room(2 << 20) and len(store.index.keys()) == 2
         with closing(Staging(store.folder)) as staging:
             with store.disk.lock.held():
                 staging.announce(10 << 20 if floor else 7 << 20)
-            other.eviction.make_room(2 << 20)
+            other.files.make_room(2 << 20)
             assert store.index.keys() == set()
             staging.close()
             assert other.files.used_bytes() <= used
