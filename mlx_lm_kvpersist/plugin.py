@@ -38,7 +38,7 @@ from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .request.loading import places, prepare
 from .request.model import Speed
-from .request.outcome import Kind, Outcome
+from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
 from .request_log import RequestLog
@@ -215,7 +215,8 @@ class KVPersistPlugin:
             why = "prompts with images are left to it"
             if has_text_only(request.messages):
                 why = self._refusal or "another plugin took it"
-            self._record(state, Outcome.stock(state.n_prompt, why))
+            reason = Reason.NOT_KEPT
+            self._record(state, Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why))
         assert state.outcome is not None
         said = state.outcome.header + ("" if state.is_kept else "; kept=no")
         return [("X-KVPersist", said), ("X-KVPersist-Request", state.id)]

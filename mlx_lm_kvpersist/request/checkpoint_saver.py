@@ -96,13 +96,11 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        if before and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
-            if cache_type != PREFILL:
-                sequence.temporary.discard(before[-1].key)  # it stands for this one
+        # One that goes when the prompt is computed stands for no other.
+        is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
+        if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
         chain = sequence.chain = self._extended(before, tokens, sequence)
-        if cache_type == PREFILL:
-            sequence.temporary.add(chain[-1].key)
         blocks = self._cut_new(chain, caches, store)
         stored = store.checkpoints([block.key for block in chain])
         checkpoints = self._new(chain, caches, stored)
@@ -169,7 +167,7 @@ class CheckpointSaver(Saver):
             return any(one.name != own for one in store.view.sessions_at(key))
 
         states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
-        temporary = sequence.temporary
+        temporary = {block.key for block in chain[:-1] if _is_temporary(block)}
         keys = [key for key in states if key not in temporary or is_branch(key) or is_end(key)]
         stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}
         others = [key for key in keys if key not in stay]
@@ -210,6 +208,11 @@ class CheckpointSaver(Saver):
         if state is not None:
             needed.append(Needed(state, 0, 0, tuple(state_arrays(self.spec.recurrent))))
         return needed
+
+
+def _is_temporary(block: Block) -> bool:
+    """Tell whether a checkpoint at the end of a block is of use while its prompt is computed."""
+    return block.stop % CHECKPOINT_EVERY == 0
 
 
 def _stored_state(stored: Stored, block: Block) -> Checkpoint | None:

@@ -15,12 +15,7 @@ import mlx.core as mx
 
 from ..cache.blocks.canary import warm_up
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.geometry.precision import (
-    Allocation,
-    PrecisionRequest,
-    bits_in_words,
-    rotation_in_words,
-)
+from ..cache.geometry.precision import Allocation, PrecisionRequest, layout_in_words
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.allocation import chosen_spec, measure, unmeasured
@@ -159,30 +154,16 @@ def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str
         for p in spec.plans.values()
     }
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
-    n_bytes = show_bytes(spec.bytes_per_token)
-    found = f"{n_bytes} a token, {described_bits(spec)}"
+    found = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"
+    if any(group.precision for group in spec.full):
+        own_bytes = sum(group.full_precision_bytes for group in spec.full)
+        found += (
+            f" ({spec.bits_per_number:.1f} on average with scales), "
+            f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
+        )
     if allocation is not None and allocation.divergence is not None:
         found += (
             f"; predicted divergence {allocation.divergence.value:.2g} "
             f"(measured on {allocation.measured_on})"
         )
     return f"{found}; {_BATCHING[spec.batching]}, {attention}"
-
-
-def described_bits(spec: ModelCacheSpec) -> str:
-    """Return the bits of keys and values, such as "keys 4 bits, values 4 (5.0 on average …)"."""
-    precisions = [group.precision for group in spec.full]
-    if not precisions:
-        return "in windows and states alone"
-    if not any(precisions):
-        return "in full precision"
-    n_own = sum(len(group.slots) for group in spec.full if group.precision is None)
-    turned = rotation_in_words(precisions)
-    own_bytes = sum(group.full_precision_bytes for group in spec.full)
-    return (
-        bits_in_words(precisions)
-        + (f", {n_own} layers in full precision" if n_own else "")
-        + f" ({spec.bits_per_number:.1f} on average with scales"
-        + (f", {turned}" if turned else "")
-        + f"), {spec.bytes_per_token / own_bytes:.2f} of full memory"
-    )

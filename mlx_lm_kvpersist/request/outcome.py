@@ -96,11 +96,6 @@ class Outcome:
     divergence: Divergence | None = None
     tier: str = COLD
 
-    @classmethod
-    def stock(cls, n_prompt: int, why: str) -> Outcome:
-        """Return the outcome of a request that the stock server serves in its own way."""
-        return cls(Kind.STOCK, n_prompt, reason=Reason.NOT_KEPT, detail=why)
-
     @property
     def header(self) -> str:
         """The value of the X-KVPersist response header. It holds no text of the prompt."""

@@ -82,8 +82,6 @@ class RunningSequence:
     n_system: int = 0
     """Tokens of the prompt's system prompt."""
     ids: Sequence[int] = field(default=(), repr=False)
-    temporary: set[bytes] = field(default_factory=set, repr=False)
-    """Blocks with a checkpoint that is of use only until the prompt is computed."""
     is_computed: bool = False
     """Whether all of its prompt was computed."""
 
@@ -98,28 +96,23 @@ class RunningSequence:
         return self.request.root
 
 
+@dataclass
 class Serving:
     """What the plugin does for the requests of one loaded model.
 
-    record: logs and keeps the outcome of a request. canary: whether what comes from disk is
-    computed again in part, and compared. isolated: whether sessions share nothing.
-    step_s: how long a waiting request may be worked on between two steps of the replies.
+    `record` logs and keeps the outcome of a request. `canary`: whether what comes from disk is
+    computed again in part, and compared. `isolated`: whether sessions share nothing. A waiting
+    request may be worked on for `step_s` between two steps of the replies. `computing` are those
+    whose prompts are being computed, and some that have been.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        model: LoadedModel,
-        record: Callable[[RequestState, Outcome], None],
-        *,
-        canary: bool,
-        isolated: bool,
-        step_s: float,
-    ) -> None:
-        self.store, self.model, self.canary = store, model, canary
-        self.record, self.isolated, self.step_s = record, isolated, step_s
-        self.computing: list[RunningSequence] = []
-        """Those whose prompts are being computed, and some that have been."""
+    store: BlockStore
+    model: LoadedModel
+    record: Callable[[RequestState, Outcome], None]
+    canary: bool
+    isolated: bool
+    step_s: float
+    computing: list[RunningSequence] = field(default_factory=list)
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist.block import Block, Checkpoint, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from mlx_lm_kvpersist.request.checkpoint_saver import (
     MAX_CHECKPOINTS,
     STATE,
@@ -164,6 +165,16 @@ def test_where_another_session_ends_stays() -> None:
     gone = {part.block for part in store.superseded(chain)}
     stay = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
     assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
+
+
+def test_checkpoints_of_a_prompt_go_when_it_is_computed_unless_others_go_on_there() -> None:
+    chain = chain_of([CHECKPOINT_EVERY, 30, CHECKPOINT_EVERY - 30, CHECKPOINT_EVERY])
+    store = Checkpoints(spec_of(RECURRENT))
+    for node in chain:
+        store.add(node, STATE)
+    assert {part.block for part in store.superseded(chain)} == {chain[0].key, chain[2].key}
+    store.n_children = {chain[0].key: 2}
+    assert {part.block for part in store.superseded(chain)} == {chain[2].key}
 
 
 def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:

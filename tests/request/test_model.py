@@ -6,7 +6,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.request.loading import described, described_bits
+from mlx_lm_kvpersist.request.loading import described
 
 SHAPE = TensorShape(1, 64, "float32")
 FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)
@@ -15,9 +15,8 @@ SLIDING = LayerGroup("1", GroupKind.SLIDING, "RotatingKVCache", (1,), SHAPE, SHA
 
 def test_layers_in_their_own_precision_and_windows_are_told_apart() -> None:
     full = ModelCacheSpec((FULL,), [KVCache()])
-    assert described_bits(full) == "in full precision"
     assert described(full) == (
-        "512 B a token, in full precision; replies in batches, attention as in mlx-lm"
+        "512 B a token, full precision; replies in batches, attention as in mlx-lm"
     )
     windows = ModelCacheSpec((SLIDING,), [RotatingKVCache(256)])
-    assert described_bits(windows) == "in windows and states alone"
+    assert described(windows).startswith("0 B a token, windows and states alone; ")

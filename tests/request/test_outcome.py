@@ -63,13 +63,13 @@ DIVERGED = Reason.DIVERGED.text
             "reused 40 of 41 tokens from disk in 3 ms, 1 computed",
         ),
         (
-            Outcome.stock(9, "an image"),
+            Outcome(Kind.STOCK, 9, reason=Reason.NOT_KEPT, detail="an image"),
             "cold",
             "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
             "served as the stock server does: an image",
         ),
         (
-            Outcome.stock(9, ""),
+            Outcome(Kind.STOCK, 9, reason=Reason.NOT_KEPT),
             "cold",
             "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
             f"served as the stock server does: {Reason.NOT_KEPT.text}",

@@ -6,7 +6,7 @@ Nothing here needs mlx.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -216,48 +216,32 @@ class Allocation:
     """The time that did not suffice to measure every layer alone; None if it did."""
 
 
-def parse_layout(layout: str) -> Iterator[KVPrecision | None]:
-    """Yield the precision of each part of a `ModelCacheSpec.layout` that names one.
-
-    Raises ValueError if it names anything but precisions, windows and states.
-    """
-    for part in layout.split(","):
-        if part != "state" and not re.fullmatch(r"w\d+", part):
-            yield parse_precision(part.partition("*")[0])
-
-
-def bits_in_words(precisions: Sequence[KVPrecision | None]) -> str:
-    """Return such as "keys 4 to 6 bits, values 4"; None stands for full precision."""
-    quantized = [one for one in precisions if one is not None]
-    if not quantized:
-        return "full precision"
-    sides, unit = [], " bits"
-    for side in ("keys", "values"):
-        bits = sorted({getattr(one, side).bits for one in quantized})
-        words = ["in full precision"] if FULL_BITS in bits else []
-        few = bits[: len(bits) - len(words)]
-        if few:
-            words.insert(0, " to ".join(map(str, dict.fromkeys((few[0], few[-1])))) + unit)
-            unit = ""
-        sides.append(f"{side} {' or '.join(words)}")
-    return ", ".join(sides)
-
-
-def rotation_in_words(precisions: Sequence[KVPrecision | None]) -> str:
-    """Return "rotated", "partly rotated" or ""."""
-    sides = [side for one in precisions if one is not None for side in (one.keys, one.values)]
-    turned = {side.rotated for side in sides if not side.is_full_precision}
-    return {True: "rotated", False: "partly rotated"}[turned == {True}] if True in turned else ""
-
-
 def layout_in_words(layout: str) -> str:
     """Return a layout for people: "keys 4 to 6 bits, values 4, rotated"; as it is if unknown."""
+    parts = [part.partition("*")[0] for part in layout.split(",")]
+    names = [part for part in parts if part != "state" and not re.fullmatch(r"w\d+", part)]
     try:
-        precisions = list(parse_layout(layout))
+        precisions = [parse_precision(name) for name in names]
     except ValueError:
         return layout
-    if not precisions:
-        return "windows and states alone"
-    some_full = "some layers in full precision" if None in precisions and any(precisions) else ""
-    parts = (bits_in_words(precisions), rotation_in_words(precisions), some_full)
-    return ", ".join(filter(None, parts))
+    quantized = [one for one in precisions if one is not None]
+    if not quantized:
+        return "full precision" if precisions else "windows and states alone"
+    words, unit = [], " bits"
+    for side, quantizations in (
+        ("keys", [one.keys for one in quantized]),
+        ("values", [one.values for one in quantized]),
+    ):
+        bits = sorted({one.bits for one in quantizations if not one.is_full_precision})
+        forms = [" to ".join(map(str, dict.fromkeys((bits[0], bits[-1])))) + unit] if bits else []
+        unit = "" if bits else unit
+        if any(one.is_full_precision for one in quantizations):
+            forms.append("in full precision")
+        words.append(f"{side} {' or '.join(forms)}")
+    sides = [side for one in quantized for side in (one.keys, one.values)]
+    turned = {side.rotated for side in sides if not side.is_full_precision}
+    if True in turned:
+        words.append("partly rotated" if False in turned else "rotated")
+    if None in precisions:
+        words.append("some layers in full precision")
+    return ", ".join(words)

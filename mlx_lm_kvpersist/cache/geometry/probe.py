@@ -7,7 +7,7 @@ geometry. Then ours take their place, and a forward pass shows whether the model
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,14 +74,17 @@ def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCache
     groups = _groups(caches, choice)
     if not groups:
         raise ModelNotSupported("the model keeps no cache")
-    groups = _working(
-        groups, lambda trial: _why_not(model, spec_with(model, trial), evaluate=evaluate)
-    )
-    spec = spec_with(model, groups)
+    plain = [replace(group, precision=None) for group in groups]
+    working = list(plain)
+    for place, group in enumerate(groups):
+        if group.precision is not None:
+            trial = spec_with(model, [*working[:place], group])
+            why = _why_not(model, trial, evaluate=evaluate)
+            working[place] = replace(working[place], why=why) if why else group
+    spec = spec_with(model, working)
     if not evaluate:
         return spec
-    full_precision = spec_with(model, [replace(group, precision=None) for group in groups])
-    return replace(spec, batching=_batching(model, spec, full_precision))
+    return replace(spec, batching=_batching(model, spec, spec_with(model, plain)))
 
 
 def spec_with(
@@ -194,18 +197,6 @@ def _fitting(
     return None, f"no group size of {sizes} divides {dims}"
 
 
-def _working(
-    groups: list[LayerGroup], why_not: Callable[[Sequence[LayerGroup]], str | None]
-) -> list[LayerGroup]:
-    """Leave groups in full precision if the model cannot work with their quantized form."""
-    working = [replace(group, precision=None) for group in groups]
-    for place, group in enumerate(groups):
-        if group.precision is not None:
-            reason = why_not([*working[:place], group])
-            working[place] = replace(working[place], why=reason) if reason else group
-    return working
-
-
 def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
     """Return why the model cannot work with these live caches, or None if it can."""
     try:
@@ -268,16 +259,8 @@ def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
         caches = spec.make_cache()
         model(mx.array([list(row)], mx.int32), cache=caches)
         rows.append(caches)
-    return _next_logits(model, _merged(rows))
-
-
-def _merged(rows: Sequence[list[Any]]) -> list[Any]:
-    return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
-
-
-def _next_logits(model: Any, batch: list[Any]) -> list[mx.array]:
-    inputs = mx.full((len(_ROWS), 1), _NEXT_ID, mx.int32)
-    logits = list(model(inputs, cache=batch)[:, -1])
+    batch = [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
+    logits = list(model(mx.full((len(_ROWS), 1), _NEXT_ID, mx.int32), cache=batch)[:, -1])
     for cache in batch:
         cache.extract(0)  # as the server does with a row that has ended
     return logits
