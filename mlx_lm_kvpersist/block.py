@@ -56,16 +56,6 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
     return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
 
 
-def checkpoint_key(block: bytes, kind: str, n_tokens: int) -> bytes:
-    """Return the key of a checkpoint of this kind, over the last `n_tokens` of `block`.
-
-    Both ends have a fixed length, so different checkpoints never hash the same bytes. Raises
-    OverflowError beyond int32.
-    """
-    content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
-    return blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-ckpt-1").digest()
-
-
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Return token ids as little-endian int32, as every machine has them that MLX runs on."""
     return array("i", ids).tobytes()
@@ -133,12 +123,15 @@ class Checkpoint:
     @classmethod
     def at(cls, block: bytes, kind: str, n_tokens: int) -> Checkpoint:
         """Return the checkpoint at the end of a block. Raises OverflowError beyond int32."""
-        return cls(checkpoint_key(block, kind, n_tokens), block, kind, n_tokens)
+        # Both ends have a fixed length, so different checkpoints never hash the same bytes.
+        content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
+        key = blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-ckpt-1").digest()
+        return cls(key, block, kind, n_tokens)
 
     @cached_property
     def is_genuine(self) -> bool:
         """Whether it is what its key was made of."""
-        return checkpoint_key(self.block, self.kind, self.n_tokens) == self.key
+        return Checkpoint.at(self.block, self.kind, self.n_tokens) == self
 
     def __str__(self) -> str:
         return f"checkpoint {self.key.hex()}"

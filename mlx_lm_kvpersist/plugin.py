@@ -168,7 +168,7 @@ class KVPersistPlugin:
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
         model = serving.model.name if (serving := self._serving) else ""
-        record = self._log.add(state.session, state.namespace, model, outcome, kept=state.is_kept)
+        record = self._log.add(state, model, outcome)
         state.outcome, state.id = outcome, record["id"]
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
         # Stock may reuse some of its own.

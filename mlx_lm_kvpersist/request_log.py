@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import asdict
 from itertools import count
 from threading import Lock
 from typing import Any
 
 from .request.outcome import Outcome
+from .request.serving import RequestState
 
 KEPT = 200
 """Requests that a server remembers."""
@@ -23,33 +23,25 @@ class RequestLog:
 
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
-        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._records: dict[str, dict[str, Any]] = {}
         self._numbers = count(1)
         self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
         self._lock = Lock()
 
-    def add(
-        self,
-        session: str | None,
-        namespace: str,
-        model: str,
-        outcome: Outcome,
-        *,
-        kept: bool = True,
-    ) -> dict[str, Any]:
+    def add(self, state: RequestState, model: str, outcome: Outcome) -> dict[str, Any]:
         """Add a record and return it. Ids are unique and growing.
 
-        `received` is in seconds since the epoch. A request that is not `kept` is not quoted.
+        `received` is in seconds since the epoch. A request that is not kept is not quoted.
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
-        record = {
+        record: dict[str, Any] = {
             "id": f"kvp-{self._start}-{next(self._numbers)}",
             "received": time.time(),
-            "session": session,
-            "namespace": namespace,
+            "session": state.session,
+            "namespace": state.namespace,
             "model": model,
-            "sentence": outcome.sentence(session, kept=kept),
-            "kept": kept,
+            "sentence": outcome.sentence(state.session, kept=state.is_kept),
+            "kept": state.is_kept,
             "outcome": outcome.kind.value,
             "tier": outcome.tier,
             "prompt_tokens": outcome.n_prompt,
@@ -61,10 +53,12 @@ class RequestLog:
             "divergence": divergence,
             "first_token_s": None,
         }
-        if not (self._with_text and kept):
+        if not (self._with_text and state.is_kept):
             record = _unquoted(record)
         with self._lock:
-            self._records.append(record)
+            self._records[record["id"]] = record
+            if len(self._records) > KEPT:
+                del self._records[next(iter(self._records))]
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
@@ -73,22 +67,20 @@ class RequestLog:
         Return its record; None where that is forgotten.
         """
         with self._lock:
-            for n, record in enumerate(self._records):
-                if record["id"] == request_id:
-                    self._records[n] = {**record, "first_token_s": first_token_s}
-                    return self._records[n]
-        return None
+            if record := self._records.get(request_id):
+                self._records[request_id] = {**record, "first_token_s": first_token_s}
+            return self._records.get(request_id)
 
     def forget(self, session: str | None) -> None:
         """Remove the records of a deleted session; others may quote it, and quote no more."""
         with self._lock:
-            left = [_unquoted(one) for one in self._records if one["session"] != session]
-            self._records = deque(left, maxlen=KEPT)
+            left = (one for one in self._records.values() if one["session"] != session)
+            self._records = {one["id"]: _unquoted(one) for one in left}
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without text they quote no prompt."""
         with self._lock:
-            records = list(self._records)[::-1]
+            records = list(self._records.values())[::-1]
         return records if with_text else [_unquoted(record) for record in records]
 
 

@@ -63,14 +63,9 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelC
 def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
     caches = make_prompt_cache(model)
     _check_classes(caches)
-    try:
-        logits = _forward(model, caches)
-        if evaluate:
-            mx.eval(logits)
-    except Exception as error:
-        raise ModelNotSupported(
-            f"a forward pass of {len(_PROBE_IDS)} tokens failed: {error!r}"
-        ) from error
+    logits = _forward(model, caches)
+    if evaluate:
+        mx.eval(logits)
     groups = _groups(caches, choice)
     if not groups:
         raise ModelNotSupported("the model keeps no cache")
