@@ -327,22 +327,11 @@ class Lookup:
             reason, detail = why_not_stored(ids, self._text, found.match, self.root, self._store)
             if found.refusal and reason is Reason.DIVERGED:
                 reason = found.refusal
-        divergence, nearest, text = None, self._nearest, self._text or ""
-        is_other = kind in (Kind.DIVERGE, Kind.MISS) and nearest.stored_next
-        if is_other and nearest.n_agreed < len(text):
-            divergence = divergence_at(
-                text, nearest.n_agreed, nearest.stored_next, self.prompt.messages
-            )
-        return Outcome(
-            kind,
-            len(ids),
-            n_reused,
-            restored.n_read,
-            reason=reason,
-            detail=detail,
-            divergence=divergence,
-            tier=restored.tier,
-        )
+        divergence = None
+        if kind in (Kind.DIVERGE, Kind.MISS):
+            divergence = divergence_at(self._text or "", self._nearest, self.prompt.messages)
+        why = reason, detail, divergence, restored.tier
+        return Outcome(kind, len(ids), n_reused, restored.n_read, 0.0, *why)
 
 
 def tokens_to_reuse(

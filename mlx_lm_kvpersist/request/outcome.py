@@ -130,13 +130,18 @@ class Outcome:
 
 
 def divergence_at(
-    text: str, n_agreed: int, stored_next: str, messages: Sequence[dict[str, Any]]
-) -> Divergence:
-    """Find the message that a character of the rendered prompt falls into.
+    text: str, nearest: Match, messages: Sequence[dict[str, Any]]
+) -> Divergence | None:
+    """Find the message that a prompt's first character falls into that is not stored.
 
     Templates insert content unchanged, so the messages are looked for in the text, one by one.
+    None where the prompt, or what is stored, goes no further.
     """
+    n_agreed = nearest.n_agreed
     asked = text[n_agreed : n_agreed + SHOWN_CHARS]
+    if not asked or not nearest.stored_next:
+        return None
+    texts = nearest.stored_next, asked
     position = 0
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -152,8 +157,8 @@ def divergence_at(
         position = start + len(content)
         if n_agreed < position:
             char = n_agreed - start
-            return Divergence(n_agreed, index, message.get("role"), char, stored_next, asked)
-    return Divergence(n_agreed, None, None, None, stored_next, asked)
+            return Divergence(n_agreed, index, message.get("role"), char, *texts)
+    return Divergence(n_agreed, None, None, None, *texts)
 
 
 def why_not_stored(

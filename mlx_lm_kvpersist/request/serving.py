@@ -182,9 +182,9 @@ class ServedRequest(TakenRequest):
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
         if state.is_kept:
-            running = [one for one in serving.computing if not one.is_computed]
-            serving.computing = [one for one in running if not one.request.is_over]
-            serving.computing.append(self._sequence)
+            running = serving.computing
+            running = [one for one in running if not (one.is_computed or one.request.is_over)]
+            serving.computing = [*running, self._sequence]
         return Prepared(fed, reuse.caches, n_reused)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import NO_MATCH
 from mlx_lm_kvpersist.request.outcome import divergence_at
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from tests.support import reads_lists_of_calls, real_tokenizers
@@ -265,7 +266,9 @@ def test_a_message_with_indented_code_is_named(
     turn = chat.turn(edited, [chat.tokenizer.eos_token_id])
     text = chat.tokens.decode(turn.rendered)
     assert "\u2581" not in text.replace("▁of▁", "").replace("▁calls▁", "")
-    found = divergence_at(text, turn.n_agreed, "done", edited)
+    nearest = replace(NO_MATCH, n_agreed=turn.n_agreed, stored_next="done")
+    found = divergence_at(text, nearest, edited)
+    assert found is not None
     assert (found.message, found.role) == (0, "user")
     assert found.message_char == edited[0]["content"].index("gone")
     assert found.asked.startswith("gone")

@@ -121,13 +121,17 @@ def test_the_message_that_a_character_falls_into(
     char: int, message: int | None, role: str | None, message_char: int | None
 ) -> None:
     """Trimmed messages are found, those that were not rendered are passed over."""
-    found = divergence_at(TEXT, char, "stored", MESSAGES)
+    nearest = replace(NO_MATCH, n_agreed=char, stored_next="stored")
+    found = divergence_at(TEXT, nearest, MESSAGES)
+    assert found is not None
     asked = TEXT[char : char + 40]
     assert found == Divergence(char, message, role, message_char, "stored", asked)
 
 
 def test_a_message_at_the_very_beginning_is_found_untrimmed() -> None:
-    found = divergence_at("  Hi there", 1, "", [{"role": "user", "content": "  Hi"}])
+    nearest = replace(NO_MATCH, n_agreed=1, stored_next="x")
+    found = divergence_at("  Hi there", nearest, [{"role": "user", "content": "  Hi"}])
+    assert found is not None
     assert (found.message, found.message_char) == (0, 1)
 
 

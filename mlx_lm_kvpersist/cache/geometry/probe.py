@@ -86,8 +86,14 @@ def spec_with(
     model: Any, groups: Sequence[LayerGroup], batching: Batching = Batching.REPLIES
 ) -> ModelCacheSpec:
     """Return a model's spec with its slots in these groups, and live caches of their precision."""
-    # New caches, because an emptied one may keep traces of its use.
-    return ModelCacheSpec(tuple(groups), _template(make_prompt_cache(model), groups), batching)
+    caches = make_prompt_cache(model)  # new ones: an emptied one may keep traces of its use
+    slots = slots_of(caches)
+    for group in groups:
+        if group.precision is not None:
+            for number in group.slots:
+                assert type(slots[number]) is KVCache
+                slots[number] = SequenceQuantizedKVCache(group.precision)
+    return ModelCacheSpec(tuple(groups), replaced(caches, slots), batching)
 
 
 def position_limit(model: Any) -> int | None:
@@ -202,17 +208,6 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
     except Exception as error:
         return f"the model's attention does not take it: {type(error).__name__}: {error}"
     return None
-
-
-def _template(caches: list[Any], groups: Sequence[LayerGroup]) -> list[Any]:
-    """Return an empty prompt cache with our caches in the slots of quantized groups."""
-    slots = slots_of(caches)
-    for group in groups:
-        if group.precision is not None:
-            for number in group.slots:
-                assert type(slots[number]) is KVCache
-                slots[number] = SequenceQuantizedKVCache(group.precision)
-    return replaced(caches, slots)
 
 
 def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Batching:
