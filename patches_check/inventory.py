@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_lm_kvpersist.cache.geometry.kinds import BATCHES, COMPOSITE, KINDS, REFUSED
+from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS, REFUSED
 from mlx_lm_kvpersist.host.patching.patch import Patch
 
 SERVER = "mlx_lm.server"
+BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
+"""The classes of a batch, by what they are merged from and extracted to."""
 OWN_CACHES = {"deepseek_v41": "no form for a batch; its model is served as stock serves it"}
 """Modules of models that bring a cache class of their own."""
 NO_LAYERS = {

@@ -6,12 +6,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from ..block import Block, unpack_ids
 from .text import REPLACEMENT, TokenText
 
-Content = TypeVar("Content", str, bytes)
 Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
 
@@ -153,8 +152,11 @@ def _steps(
     return sorted(steps, key=lambda step: -step.position - step.n_equal)
 
 
-def common_prefix(content: Content, prompt: Content, position: int) -> int:
-    """Return how many items of `content` equal `prompt` from `position` on (bisecting slices)."""
+def common_prefix(content: Any, prompt: Any, position: int) -> int:
+    """Return how many items of `content` equal `prompt` from `position` on (bisecting slices).
+
+    Both are texts, bytes, or ids in tuples.
+    """
     low, high = 0, min(len(content), len(prompt) - position)
     while low < high:
         middle = (low + high + 1) // 2
@@ -217,7 +219,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
         nodes += find("=", content)
         if not content:
             break
-        n_common = common_prefix(content, ahead, 0)  # type: ignore[type-var]  # both are alike
+        n_common = common_prefix(content, ahead, 0)
         # If the prompt repeats a whole block, only shorter blocks are still of interest.
         key = ahead[: n_common - 1 if n_common == len(content) else n_common]
     return nodes

@@ -356,8 +356,8 @@ def tokens_to_reuse(
 def _is_restored(
     blocks: Sequence[Block], n_tokens: int, store: BlockStore, model: LoadedModel
 ) -> bool:
-    """Say whether restoring blocks is quicker than computing their tokens up to `n_tokens`."""
-    spec, start = model.spec, blocks[0].start
+    """Say whether restoring blocks takes no longer than computing their tokens up to `n_tokens`."""
+    spec, speed, start = model.spec, model.speed, blocks[0].start
     n_bytes: Counter[str] = Counter()
     for block in blocks:
         size = block.n_tokens * spec.bytes_per_token
@@ -366,7 +366,9 @@ def _is_restored(
             n_bytes[tier] += size
     for tier in n_bytes:
         n_bytes[tier] += spec.bytes_per_checkpoint
-    return model.speed.is_restored(start, n_tokens - start, n_bytes)
+    compute_s = speed.pace.seconds(start, n_tokens - start)
+    restore_s = sum(n / speed.rates[tier] for tier, n in n_bytes.items() if tier in speed.rates)
+    return compute_s is None or restore_s <= compute_s
 
 
 def with_ids(prompt: Prompt, ids: list[int], boundaries: Mapping[int, int]) -> Prompt:

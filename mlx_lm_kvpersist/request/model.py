@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,15 +56,6 @@ class Speed:
             measured = n_bytes / seconds
             known = self.rates.get(tier, measured)
             self.rates[tier] = known + _WEIGHT * (measured - known)
-
-    def is_restored(self, position: int, n_tokens: int, n_bytes: Mapping[str, int]) -> bool:
-        """Say whether restoring takes no longer than computing tokens after `position` cached ones.
-
-        n_bytes: what each tier gives for it.
-        """
-        compute_s = self.pace.seconds(position, n_tokens)
-        restore_s = sum(n / self.rates[tier] for tier, n in n_bytes.items() if tier in self.rates)
-        return compute_s is None or restore_s <= compute_s
 
     def describe(self) -> dict[str, Any]:
         """Return the speeds as JSON values; the pace by position."""

@@ -168,8 +168,8 @@ def why_not_stored(
 
     With the reason comes a text that says more than the reason's own, or "".
     """
-    whole = [block for block in match.path if block.stop <= match.n_tokens]
-    whole = [block for block in whole if block.n_tokens == BLOCK_TOKENS]
+    used = (block for block in match.path if block.stop <= match.n_tokens)
+    whole = [block for block in used if block.n_tokens == BLOCK_TOKENS]
     start = whole[-1].stop if whole else 0
     next_ids = prompt_ids[start : start + BLOCK_TOKENS]
     if next_ids:

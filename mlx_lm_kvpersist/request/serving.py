@@ -6,7 +6,6 @@ Generation thread, except what counts tokens (`ServedRequest.__init__`) and `Ser
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone
 from ..host.answers import ClientRequest, Prepared, Prompt, TakenRequest
+from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .lookup import Lookup, Reuse
@@ -210,7 +210,7 @@ def awaits_another(
         if one.is_computed or one.request.is_over or one.root != lookup.root:
             continue
         if one not in known:
-            n_common = common_length(one.ids, lookup.found.prompt.ids)
+            n_common = common_prefix(one.ids, lookup.found.prompt.ids, 0)
             n_shared = n_common - n_common % lookup.model.saver.saves_every
             # A system prompt is stored up to its last token.
             known[one] = max(n_shared, one.n_system) if one.n_system <= n_common else n_shared
@@ -218,9 +218,3 @@ def awaits_another(
         if not is_saved and known[one] - lookup.found.n_tokens >= MIN_SHARED:
             return True
     return False
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first elements two lists have in common. Compares slices, which is quick."""
-    n_most = min(len(one), len(other))
-    return bisect_left(range(1, n_most + 1), True, key=lambda n: one[:n] != other[:n])

@@ -15,7 +15,6 @@ from mlx_lm_kvpersist.request.serving import (
     RequestState,
     RunningSequence,
     awaits_another,
-    common_length,
 )
 
 ROOT = Root("model", "4b64")
@@ -127,7 +126,3 @@ def test_a_system_prompt_that_is_not_shared_to_its_end_is_not_awaited(
     assert same.waits(taken)
     saved(taken, n_shared - MIN_TOKENS_BETWEEN + 1)  # no checkpoint is made nearer than that
     assert not same.waits(taken)
-
-
-def test_common_lengths() -> None:
-    assert [common_length(IDS, other) for other in ([], IDS, IDS[:7], [0, 1, 5])] == [0, 3000, 7, 2]

@@ -91,6 +91,27 @@ def test_blocks_on_disk_are_read_where_that_is_quicker(
     assert tokens_of_model(store, blocks(1, "a", "b"), n_tokens, block_s) == expected
 
 
+def test_what_is_unknown_is_restored(store: BlockStore) -> None:
+    """The time to compute, or to read from a tier."""
+    match = Match(tuple(blocks(1, "a", "b")), 306, 0, False)
+    for learned in ("nothing", "pace"):
+        model = LoadedModel(None, None, PLAIN, "fingerprint", None)
+        if learned == "pace":
+            model.speed.pace.learn(0, 512, 0.1)
+        assert tokens_to_reuse(match, 306, store, model) == (306, None)
+
+
+def test_tokens_far_from_the_start_are_worth_more(store: BlockStore) -> None:
+    model = LoadedModel(None, None, PLAIN, "fingerprint", None)
+    model.speed.rates[DISK] = BLOCK_BYTES / 0.1
+    for position, block_s in ((0, 0.05), (256, 0.2)):
+        for n_tokens in (256, 512):
+            model.speed.pace.learn(position, n_tokens, block_s * n_tokens / 256)
+    near, far = (Match(tuple(blocks(1, "a", "b")[:n]), 256 * n, 0, False) for n in (1, 2))
+    assert tokens_to_reuse(near, 256, store, model) == (0, Reason.NOT_WORTH_IT)
+    assert tokens_to_reuse(far, 512, store, model) == (512, None)
+
+
 def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
     keep_hot(store, nodes)

@@ -10,16 +10,6 @@ from mlx_lm_kvpersist.store.tier import DISK, RAM
 MB = 10**6
 
 
-def speed(tokens_per_s: float = 1000.0) -> Speed:
-    """Disk gives 1 GB/s, and 10 GB/s are joined."""
-    found = Speed()
-    for n_tokens in (256, 512):
-        found.pace.learn(0, n_tokens, n_tokens / tokens_per_s)
-    found.learn(DISK, 1000 * MB, 1.0)
-    found.learn(RAM, 10_000 * MB, 1.0)
-    return found
-
-
 def test_a_rate_follows_what_is_measured() -> None:
     """One odd measurement moves it by a fifth of the way."""
     found = Speed()
@@ -41,32 +31,6 @@ def test_a_small_restore_teaches_no_rate() -> None:
     assert not found.rates
     found.learn(DISK, MIN_RESTORE_BYTES, 2.0)
     assert found.rates == {DISK: MIN_RESTORE_BYTES / 2}
-
-
-def test_what_is_unknown_is_restored() -> None:
-    found = Speed()
-    assert found.is_restored(0, 1, {DISK: 1 << 40})
-    found.pace.learn(0, 512, 0.1)
-    assert found.is_restored(0, 1, {DISK: 1 << 40})
-    found.learn(DISK, 1 << 30, 1.0)
-    assert not found.is_restored(0, 1, {DISK: 1 << 40})
-
-
-def test_the_quicker_way_is_taken() -> None:
-    # 16 MB take 16 ms from disk: as long as it takes to compute 16 tokens.
-    assert speed().is_restored(0, 17, {DISK: 16 * MB})
-    assert not speed().is_restored(0, 15, {DISK: 16 * MB})
-    assert speed().is_restored(0, 15, {RAM: 16 * MB})
-    assert not speed().is_restored(0, 1, {RAM: 16 * MB})
-    assert not speed().is_restored(0, 17, {RAM: 16 * MB, DISK: 16 * MB})
-
-
-def test_tokens_far_from_the_start_are_worth_more() -> None:
-    found = speed()
-    for n_tokens in (256, 512):
-        found.pace.learn(40_000, n_tokens, n_tokens / 250)
-    assert not found.is_restored(0, 100, {DISK: 200 * MB})
-    assert found.is_restored(40_000, 100, {DISK: 200 * MB})
 
 
 def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory() -> None:

@@ -119,34 +119,27 @@ def split(
         head, tail = ranges[:_STRETCH_BLOCKS], ranges[_STRETCH_BLOCKS:]
         return [*split(groups, caches, head), *split(groups, caches, tail)]
     slots = slots_of(caches)
-    first = ranges[0][0]
-    cuts = sorted({cut for span in ranges for cut in span} - {first})
-    # Piece i ends at cuts[i] and begins at the cut before it.
-    piece_ending_at = {cut: i for i, cut in enumerate(cuts)}
-    at = [cut - first for cut in cuts[:-1]]
+    first, last = ranges[0][0], ranges[-1][1]
     whole: dict[str, list[mx.array]] = {}
     for group in groups:
         for slot in group.slots:
-            both = kind_of(slots[slot]).tokens(slots[slot], first, cuts[-1])
+            both = kind_of(slots[slot]).tokens(slots[slot], first, last)
             for part, fields in zip(("k", "v"), both, strict=True):
                 for name, array in zip(group.array_names[part], fields, strict=True):
                     whole.setdefault(name, []).append(array)
     if prefers_few_copies():
         whole = {name: [concatenated(arrays, axis=0)] for name, arrays in whole.items()}
-    pieces: Any = {
-        name: [mx.split(x, at, axis=2) for x in arrays] for name, arrays in whole.items()
-    }
     blocks: list[dict[str, mx.array]] = []
     waiting_bytes = 0
-    for _, stop in ranges:
-        piece = piece_ending_at[stop]
+    for start, stop in ranges:
+        at = slice(start - first, stop - first)
         block = {
-            name: concatenated([array[piece] for array in arrays], axis=0)
-            for name, arrays in pieces.items()
+            name: concatenated([x[:, :, at] for x in arrays], axis=0)
+            for name, arrays in whole.items()
         }
         blocks.append(block)
         waiting_bytes += n_bytes(block)
-        if waiting_bytes >= _WINDOW_BYTES or stop == cuts[-1]:
+        if waiting_bytes >= _WINDOW_BYTES or stop == last:
             mx.eval(blocks)
             waiting_bytes = 0
     return blocks

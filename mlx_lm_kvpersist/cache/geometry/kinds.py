@@ -128,9 +128,6 @@ KINDS: dict[type, CacheKind] = {
 COMPOSITE = CacheList
 """Stored by its parts."""
 
-BATCHES = {"BatchKVCache": "KVCache", "BatchRotatingKVCache": "RotatingKVCache"}
-"""The classes of a batch, by what they are merged from and extracted to."""
-
 REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",

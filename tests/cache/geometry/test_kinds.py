@@ -18,7 +18,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_kvpersist.cache.geometry.kinds import (
-    BATCHES,
     COMPOSITE,
     KINDS,
     REFUSED,
@@ -27,6 +26,7 @@ from mlx_lm_kvpersist.cache.geometry.kinds import (
     slots_of,
 )
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 
 NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
