@@ -28,7 +28,7 @@ from .api.normalise import normalise
 from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
-from .api.warming import WARM_PATH, Warming
+from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .cache.geometry.spec import Batching
 from .cache.live.batch import batch_of
 from .errors import ModelNotSupported, RequestRefused
@@ -242,13 +242,13 @@ class KVPersistPlugin:
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
             *(Route(*route) for route in agents.routes()),
-            Route("POST", WARM_PATH, Warming(self._service()).route),
+            Route("POST", WARM_PATH, warm_view(self._service())),
         ]
 
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         if self._config.warm:
-            Warming(self._service()).at_start(self._config.warm, serve)
+            warm_at_start(self._service(), self._config.warm, serve)
 
     def _service(self) -> Service:
         asked = self._config

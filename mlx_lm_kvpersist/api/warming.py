@@ -33,63 +33,61 @@ _POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class Warming:
-    """Computes a prompt, and pins the session that holds it."""
+def warm_view(service: Service) -> Callable[[Any], None]:
+    """Return the handler of the route: a body `{"name": …, "request": …}`."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    @property
-    def route(self) -> Callable[[Any], None]:
-        """The handler of the route: a body `{"name": …, "request": …}`."""
-        return answering(self._answer)
-
-    def _answer(self, handler: Any) -> Any:
-        check_operator(handler, self._service.key)
-        check_site(handler.headers, self._service.key)
-        body = self._service.chat.read_body(handler)
+    def answer(handler: Any) -> Any:
+        check_operator(handler, service.key)
+        check_site(handler.headers, service.key)
+        body = service.chat.read_body(handler)
         name = body.get("name")
         require(isinstance(name, str) and bool(name), "name", name, "a session's name")
-        return self.warm(handler, str(name), body.get("request"))
+        return warm(service, handler, str(name), body.get("request"))
 
-    def warm(self, handler: Any, name: str, content: Any) -> Any:
-        """Compute and pin `content`: messages, or the body of a request to one of the APIs.
+    return answering(answer)
 
-        Raises RequestRefused where it is none, or is not stored.
-        """
-        chat_body = chat_body_of(content, handler.headers)
-        name = _NOT_SENT.sub("-", name)
-        self._service.name_session(handler.headers, name)
-        since_s = time.time()
-        self._service.chat.prefill(handler, chat_body)
-        tenant, deadline_s = self._service.namespace(handler.headers), since_s + _SAVED_S
-        while time.time() < deadline_s:
-            if (pinned := self._service.sessions().pin_newest(tenant, name, since_s)) is not None:
-                return pinned
-            time.sleep(_POLL_S)
-        why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
-        raise RequestRefused(why, 503)
 
-    def at_start(
-        self, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
-    ) -> None:
-        """Warm each file in a thread of its own; the log says what came of it.
+def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
+    """Compute a prompt, and pin the session that holds it.
 
-        serve: see the hook `started`.
-        """
+    content: messages, or the body of a request to one of the APIs. Raises RequestRefused where it
+    is none, or is not stored.
+    """
+    chat_body = chat_body_of(content, handler.headers)
+    name = _NOT_SENT.sub("-", name)
+    service.name_session(handler.headers, name)
+    since_s = time.time()
+    service.chat.prefill(handler, chat_body)
+    tenant, deadline_s = service.namespace(handler.headers), since_s + _SAVED_S
+    while time.time() < deadline_s:
+        if (pinned := service.sessions().pin_newest(tenant, name, since_s)) is not None:
+            return pinned
+        time.sleep(_POLL_S)
+    why = f"the prompt was computed, but not stored within {_SAVED_S:.0f} s; the log says why"
+    raise RequestRefused(why, 503)
 
-        def warm(handler: Any, file: Path) -> None:
-            done = self.warm(handler, session_name(file), read_prompt(file))
-            logger.info("kvpersist: %s is computed and pinned: %s", file, done)
 
-        def run() -> None:
-            for file in files:
-                try:
-                    serve(partial(warm, file=file))
-                except Exception as error:
-                    logger.error("kvpersist: %s is not warmed: %s", file, error)
+def warm_at_start(
+    service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
+) -> None:
+    """Warm each file in a thread of its own; the log says what came of it.
 
-        threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
+    serve: see the hook `started`.
+    """
+
+    def run() -> None:
+        for file in files:
+            try:
+                serve(partial(_warm_file, service, file))
+            except Exception as error:
+                logger.error("kvpersist: %s is not warmed: %s", file, error)
+
+    threading.Thread(target=run, name="kvpersist-warm", daemon=True).start()
+
+
+def _warm_file(service: Service, file: Path, handler: Any) -> None:
+    done = warm(service, handler, session_name(file), read_prompt(file))
+    logger.info("kvpersist: %s is computed and pinned: %s", file, done)
 
 
 def chat_body_of(content: Any, headers: Message) -> Body:
