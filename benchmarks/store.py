@@ -31,7 +31,6 @@ from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.blocks.cut_join import (
     BLOCK_TOKENS,
     Piece,
-    n_bytes,
 )
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, token_arrays
 from mlx_lm_kvpersist.cache.live.packed import headroom
@@ -40,7 +39,7 @@ from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Leaf
-from tests.support.joined import Pieces, join
+from tests.support.joined import Pieces, join, n_bytes
 
 from .models import SYNTHETIC, find_model
 from .page_cache import drop_cached_pages

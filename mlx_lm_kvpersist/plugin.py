@@ -175,8 +175,6 @@ class KVPersistPlugin:
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_reused, n_restored, n_computed)
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
-        if outcome.divergence and state.is_kept:
-            logger.debug("kvpersist: %s diverges at %r", state.id, outcome.divergence)
 
     @hookimpl
     def reply_sent(

@@ -116,9 +116,8 @@ class CheckpointSaver(Saver):
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [one.record for one in at_end if isinstance(one.record, Checkpoint)]
         needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
-        commit = Commit(
-            sequence.root, tuple(chain), leaf, (), tuple(needed.values()), tuple(superseded)
-        )
+        kept, gone = tuple(needed.values()), tuple(superseded)
+        commit = Commit(sequence.root, tuple(chain), leaf, (), kept, gone)
         store.commit(commit, [*blocks, *checkpoints])
 
     def _new(

@@ -38,3 +38,8 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
             joiner.add(piece, window)
     joiner.add_state(pieces.state)
     return joiner.finish()
+
+
+def n_bytes(arrays: Arrays) -> int:
+    """Bytes of arrays by name."""
+    return sum(int(array.nbytes) for array in arrays.values())

@@ -97,11 +97,6 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     return state
 
 
-def n_bytes(arrays: Arrays) -> int:
-    """Bytes of arrays by name."""
-    return sum(int(array.nbytes) for array in arrays.values())
-
-
 def split(
     groups: Sequence[LayerGroup], caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
 ) -> list[dict[str, mx.array]]:
@@ -138,7 +133,7 @@ def split(
             for name, arrays in whole.items()
         }
         blocks.append(block)
-        waiting_bytes += n_bytes(block)
+        waiting_bytes += sum(array.nbytes for array in block.values())
         if waiting_bytes >= _WINDOW_BYTES or stop == last:
             mx.eval(blocks)
             waiting_bytes = 0

@@ -15,7 +15,6 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     Joiner,
     Piece,
     copy_state,
-    n_bytes,
     n_cached_tokens,
     split,
 )
@@ -28,7 +27,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     token_arrays,
 )
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
-from tests.support.joined import Pieces, join
+from tests.support.joined import Pieces, join, n_bytes
 
 from ..conftest import VOCAB, address, random_kv, same_packed
 from ..live.test_quantized import PRECISION

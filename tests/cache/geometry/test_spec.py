@@ -16,7 +16,6 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_lm_kvpersist.cache.blocks.cut_join import n_bytes
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import (
@@ -29,6 +28,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
 )
 from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
+from tests.support.joined import n_bytes
 
 from ..conftest import tiny_deepseek_v2, tiny_gemma3, tiny_llama, tiny_qwen3
 
