@@ -63,7 +63,9 @@ class Zygote:
         """Run `python -m …`, with these variables alone; its output is appended to a file."""
         log_path.touch()
         order = {"command": list(command), "log": str(log_path), "env": dict(env)}
-        return Forked(self, self.ask({**order, "cwd": os.getcwd()}))
+        pid = self.ask({**order, "cwd": os.getcwd()})
+        assert pid > 1, pid
+        return Forked(self, pid)
 
     def ask(self, order: dict[str, Any]) -> Any:
         with self._lock:
@@ -76,8 +78,12 @@ class Zygote:
                     text=True,
                 )
             assert self._process.stdin and self._process.stdout
-            print(json.dumps(order), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
+            try:
+                print(json.dumps(order), file=self._process.stdin, flush=True)
+                return json.loads(self._process.stdout.readline())
+            except BaseException:  # the next answer would be that of this order
+                self._process.kill()
+                raise
 
     def close(self) -> None:
         if self._process is not None:
