@@ -107,9 +107,9 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     Replies to which the rule does not apply stay as they were rendered.
     """
     tokens = model.text
-    if tokens is None:
-        return prompt
     keys = list(_reply_keys(prompt.messages))
+    if tokens is None or not keys:
+        return prompt
     stored = store.replies(root.key, [key for pair in keys for key in pair])
     packed = [stored.get(key) or stored.get(key_begun) for key, key_begun in keys]
     replies = [_Reply.from_bytes(found) for found in packed if found is not None]

@@ -31,7 +31,6 @@ from .records import (
     read_root,
     read_sessions,
     sidecar,
-    typed,
 )
 from .small_state import SmallState
 
@@ -92,13 +91,17 @@ class Index:
         view.state = SmallState(view)
         return view
 
-    def ask(self, sql: str, *values: Any) -> list[Any]:
-        """Return the rows that answer a question."""
+    def ask(self, sql: str, *values: Any, types: Sequence[Any] = ()) -> list[Any]:
+        """Return the rows that answer a question; with `types`, only rows of values of these types.
+
+        A damaged index may hold anything.
+        """
         try:
-            return self.database.connection.execute(sql, values).fetchall()
+            rows = self.database.connection.execute(sql, values).fetchall()
         except (OSError, sqlite3.Error) as error:
             self.report("read the index", error)
             return []
+        return [row for row in rows if all(map(isinstance, row, types))]
 
     def report(self, doing: str, error: Exception) -> None:
         """Raise an error, or say in a view what cannot be done."""
@@ -155,8 +158,9 @@ class Index:
         return {parent for (parent,) in rows}
 
     def _nodes(self, where: str, *values: Any) -> list[Block]:
-        rows = self.ask(f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}", *values)
-        return [Block(*row) for row in typed(rows, *_BLOCK_TYPES) if len(row[3]) % 4 == 0]
+        query = f"SELECT {_BLOCK_COLUMNS} FROM blocks WHERE {where}"
+        rows = self.ask(query, *values, types=_BLOCK_TYPES)
+        return [Block(*row) for row in rows if len(row[3]) % 4 == 0]
 
     def __contains__(self, key: bytes) -> bool:
         """Say whether there is a block or a checkpoint of this key."""
@@ -166,8 +170,8 @@ class Index:
 
     def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
-        rows = self.ask(f"SELECT {_BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?", key)
-        for *row, root, n_bytes in typed(rows, *_BLOCK_TYPES, bytes, int):
+        query = f"SELECT {_BLOCK_COLUMNS}, root, n_bytes FROM blocks WHERE key = ?"
+        for *row, root, n_bytes in self.ask(query, key, types=(*_BLOCK_TYPES, bytes, int)):
             return Block(*row), root, n_bytes
         return None
 
@@ -190,19 +194,20 @@ class Index:
 
         Of each: its key, its parent's key, its bytes with its checkpoints', how many these are.
         """
-        rows = self.ask(
+        rows: list[tuple[bytes, bytes, int, int]] = self.ask(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
             "UNION SELECT b.parent FROM blocks AS b JOIN up ON b.key = up.key) "
             "SELECT b.key, parent, b.n_bytes + coalesce(sum(c.n_bytes), 0), count(c.key) "
             "FROM up JOIN blocks AS b USING (key) LEFT JOIN checkpoints AS c ON c.block = b.key "
             "GROUP BY b.key ORDER BY start",
             *leaves,
+            types=(bytes, bytes, int, int),
         )
-        return typed(rows, bytes, bytes, int, int)
+        return rows
 
     def keys(self, table: str = "blocks") -> set[bytes]:
         """Return the keys of all blocks, or of all "checkpoints"."""
-        return {key for (key,) in typed(self.ask(f"SELECT key FROM {table}"), bytes)}
+        return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
     def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
         """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
@@ -243,8 +248,9 @@ class Index:
 
     def _checkpoints(self, where: str, *values: Any) -> list[tuple[Checkpoint, int]]:
         columns = "key, block, kind, n_tokens, n_bytes"
-        rows = self.ask(f"SELECT {columns} FROM checkpoints WHERE {where}", *values)
-        found = [(Checkpoint(*row), n) for *row, n in typed(rows, bytes, bytes, str, int, int)]
+        query = f"SELECT {columns} FROM checkpoints WHERE {where}"
+        rows = self.ask(query, *values, types=(bytes, bytes, str, int, int))
+        found = [(Checkpoint(*row), n) for *row, n in rows]
         return [one for one in found if abs(one[0].n_tokens) < 1 << 31 and one[0].is_genuine]
 
     def unused_checkpoints(self) -> Iterator[tuple[float, bytes, bytes]]:
@@ -313,8 +319,8 @@ class Index:
     def totals(self) -> Totals:
         """Return numbers and bytes of all blocks, checkpoints and sidecars."""
         columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
-        rows = self.ask(f"SELECT {columns} FROM totals WHERE root = x''")
-        return next((Totals(*row) for row in typed(rows, *[int] * 5)), Totals())
+        rows = self.ask(f"SELECT {columns} FROM totals WHERE root = x''", types=[int] * 5)
+        return Totals(*rows[0]) if rows else Totals()
 
     def faults(self) -> list[str]:
         """Return what is wrong with the rows in themselves, a line for each kind."""

@@ -129,15 +129,10 @@ class Forgotten:
 # are left out.
 
 
-def typed(rows: Iterable[Any], *types: Any) -> list[Any]:
-    """Return the rows whose values are of these types."""
-    return [row for row in rows if all(map(isinstance, row, types))]
-
-
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
     """Read rows of SESSION_COLUMNS."""
-    optional = (str, type(None))
-    found = typed(rows, str, bytes, optional, bytes, int, int, float, float)
+    types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
+    found = [row for row in rows if all(map(isinstance, row, types))]
     return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in found]
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from .records import StoredReply, typed
+from .records import StoredReply
 
 if TYPE_CHECKING:
     from .index import Index
@@ -45,10 +45,11 @@ class SmallState:
         keys and files of blocks tell whether they are damaged.
         """
         where = f"root = ? AND digest IN ({','.join('?' * len(digests))})"
-        rows = self._ask(f"SELECT digest, ids FROM replies WHERE {where}", root, *digests)
+        query = f"SELECT digest, ids FROM replies WHERE {where}"
+        rows = self._ask(query, root, *digests, types=(bytes, bytes))
         return {
             digest: sealed[:-_SEAL_BYTES]
-            for digest, sealed in typed(rows, bytes, bytes)
+            for digest, sealed in rows
             if sealed[-_SEAL_BYTES:] == _seal(root, digest, sealed[:-_SEAL_BYTES])
         }
 
