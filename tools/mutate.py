@@ -152,7 +152,7 @@ TESTS = {
     "request/serving": ["tests/request/test_computing.py", "tests/request/test_prefetch.py"],
     "store/block_store": [*_FOLDER, "tests/request/test_outcome.py"],
     "store/files": [
-        *("tests/store/test_files.py", "tests/store/test_part_files.py"),
+        *("tests/store/test_files.py", "tests/store/test_checkpoint_files.py"),
         *("tests/store/test_trouble.py", "tests/store/test_foreign_files.py"),
     ],
     "store/folder": ["tests/store/test_foreign_files.py", *_FOLDER],

@@ -47,8 +47,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def with_parts(folder: Path) -> Path:
-    """The same store, with a part at the end of the shared block and two at the end of "last"."""
+def with_checkpoints(folder: Path) -> Path:
+    """The same store, with checkpoints of the shared block and of the last block of "last"."""
     nodes = chain(HEAD, [30], [31], [32])
     store = BlockStore(folder, LIMITS)
     try:
@@ -105,8 +105,8 @@ def block_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "blocks").glob("*/*")}
 
 
-def part_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of all part files by name."""
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all checkpoint files by name."""
     return {path.name: path.read_bytes() for path in (folder / "checkpoints").glob("*/*")}
 
 

@@ -31,7 +31,15 @@ from mlx_lm_kvpersist.store.files import (
     write_block,
 )
 from mlx_lm_kvpersist.store.index import Leaf
-from tests.store.conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
+from tests.store.conftest import (
+    ROOT,
+    arrays_of,
+    arrays_of_checkpoint,
+    chain,
+    save_turn,
+    state,
+    window,
+)
 
 from .conftest import (
     HEAD,
@@ -39,10 +47,10 @@ from .conftest import (
     WEIRD_NAME,
     CommandLine,
     block_files,
+    checkpoint_files,
     damage,
     fill,
     flip,
-    part_files,
 )
 
 STRICT = PrecisionRequest(target_nats=0.001)
@@ -184,7 +192,7 @@ def test_a_refused_file_changes_no_store(run: CommandLine, exported: Path) -> No
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.usefixtures("with_parts")
+@pytest.mark.usefixtures("with_checkpoints")
 def test_a_newer_format_is_refused(
     run: CommandLine, other: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,67 +280,69 @@ def test_files_that_cannot_be_used(run: CommandLine, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def exported_parts(run: CommandLine, with_parts: Path, tmp_path: Path) -> Path:
-    assert with_parts == run.folder
-    path = tmp_path / "with-parts.safetensors"
+def exported_checkpoints(run: CommandLine, with_checkpoints: Path, tmp_path: Path) -> Path:
+    assert with_checkpoints == run.folder
+    path = tmp_path / "with-checkpoints.safetensors"
     assert run("sessions", "export", "last", path) == 0
     return path
 
 
 LAST = chain(HEAD, [30], [31], [32])
-PARTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
+CHECKPOINTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
 
 
-def test_the_same_parts_elsewhere(
-    run: CommandLine, exported_parts: Path, other: CommandLine
+def test_the_same_checkpoints_elsewhere(
+    run: CommandLine, exported_checkpoints: Path, other: CommandLine
 ) -> None:
-    done = other.json("sessions", "import", exported_parts, "--create")
+    done = other.json("sessions", "import", exported_checkpoints, "--create")
     assert (done["blocks_written"], done["checkpoints_written"], done["checkpoints"]) == (4, 3, 3)
-    assert part_files(other.folder) == part_files(run.folder)
+    assert checkpoint_files(other.folder) == checkpoint_files(run.folder)
     assert block_files(other.folder).items() <= block_files(run.folder).items()
     assert other.json("store", "verify")["ok"]
     store = BlockStore(other.folder, LIMITS)
     found = store.checkpoints([node.key for node in LAST])
-    assert {part for parts in found.values() for part in parts} == set(PARTS)
-    for part in PARTS:
-        assert store.reader.load(part, ROOT) is not None
+    assert {checkpoint for checkpoints in found.values() for checkpoint in checkpoints} == set(
+        CHECKPOINTS
+    )
+    for checkpoint in CHECKPOINTS:
+        assert store.reader.load(checkpoint, ROOT) is not None
     store.close()
-    again = other.json("sessions", "import", exported_parts)
+    again = other.json("sessions", "import", exported_checkpoints)
     assert (again["blocks_written"], again["checkpoints_written"]) == (0, 0)
 
 
-def test_lost_parts_come_back(run: CommandLine, exported_parts: Path) -> None:
-    before = part_files(run.folder)
-    checkpoint_path(run.folder, PARTS[1].key).unlink()
-    done = run.json("sessions", "import", exported_parts)
+def test_lost_checkpoints_come_back(run: CommandLine, exported_checkpoints: Path) -> None:
+    before = checkpoint_files(run.folder)
+    checkpoint_path(run.folder, CHECKPOINTS[1].key).unlink()
+    done = run.json("sessions", "import", exported_checkpoints)
     assert (done["is_new"], done["blocks_written"], done["checkpoints_written"]) == (False, 0, 1)
-    assert part_files(run.folder) == before and run.json("store", "verify")["ok"]
+    assert checkpoint_files(run.folder) == before and run.json("store", "verify")["ok"]
 
 
-def test_parts_that_went_are_not_exported(run: CommandLine, with_parts: Path) -> None:
+def test_checkpoints_that_went_are_not_exported(run: CommandLine, with_checkpoints: Path) -> None:
     """A server may remove them at any time."""
-    checkpoint_path(with_parts, PARTS[1].key).unlink()
-    path = with_parts.parent / "fewer.safetensors"
+    checkpoint_path(with_checkpoints, CHECKPOINTS[1].key).unlink()
+    path = with_checkpoints.parent / "fewer.safetensors"
     assert run("sessions", "export", "last", path) == 0
     source = session_file.SessionFile(path)
-    assert set(source.checkpoints) == {PARTS[0], PARTS[2]}
+    assert set(source.checkpoints) == {CHECKPOINTS[0], CHECKPOINTS[2]}
     source.close()
 
 
-def test_a_damaged_part_is_not_exported(run: CommandLine, with_parts: Path) -> None:
-    damage(checkpoint_path(with_parts, PARTS[1].key), flip(-1))
-    path = with_parts.parent / "bad.safetensors"
+def test_a_damaged_checkpoint_is_not_exported(run: CommandLine, with_checkpoints: Path) -> None:
+    damage(checkpoint_path(with_checkpoints, CHECKPOINTS[1].key), flip(-1))
+    path = with_checkpoints.parent / "bad.safetensors"
     assert "store verify" in run.error("sessions", "export", "last", path)
     assert not path.exists()
 
 
 @FEW_OR_MANY
-def test_flipped_bits_and_truncations_with_parts_are_refused(
-    exported_parts: Path, other: CommandLine, n: int
+def test_flipped_bits_and_truncations_with_checkpoints_are_refused(
+    exported_checkpoints: Path, other: CommandLine, n: int
 ) -> None:
-    content = exported_parts.read_bytes()
+    content = exported_checkpoints.read_bytes()
     header = content.index(b"\n") + 1
-    bad = exported_parts.with_name("bad.safetensors")
+    bad = exported_checkpoints.with_name("bad.safetensors")
     for position in [*spread(0, header, n), *spread(len(content) - 90_000, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
@@ -346,19 +356,19 @@ def test_flipped_bits_and_truncations_with_parts_are_refused(
 Made = tuple[dict[str, str], dict[str, mx.array]]
 
 
-def parts_rewritten(exported: Path, made_parts: list[Made]) -> None:
-    """Forge an exported file that has other parts (metadata, arrays)."""
-    parts = []
-    scratch = exported.with_name("part.safetensors")
-    for metadata, arrays in made_parts:
+def checkpoints_rewritten(exported: Path, made_checkpoints: list[Made]) -> None:
+    """Forge an exported file that has other checkpoints (metadata, arrays)."""
+    checkpoints = []
+    scratch = exported.with_name("checkpoint.safetensors")
+    for metadata, arrays in made_checkpoints:
         metadata["checksum"] = checksum(arrays, metadata)
         mx.save_safetensors(str(scratch), arrays, metadata)
-        parts.append(scratch.read_bytes())
-    forge(exported, None, lambda files: [*files[: len(LAST)], *parts])
+        checkpoints.append(scratch.read_bytes())
+    forge(exported, None, lambda files: [*files[: len(LAST)], *checkpoints])
 
 
-def made(part: Checkpoint, **changed: str) -> Made:
-    return {**metadata_of(part, ROOT), **changed}, arrays_of_part(part)
+def made(checkpoint: Checkpoint, **changed: str) -> Made:
+    return {**metadata_of(checkpoint, ROOT), **changed}, arrays_of_checkpoint(checkpoint)
 
 
 def elsewhere() -> Block:
@@ -368,24 +378,26 @@ def elsewhere() -> Block:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda: [made(PARTS[1])], ""),
-        (lambda: [made(PARTS[1]), made(PARTS[1])], "is at none"),
+        (lambda: [made(CHECKPOINTS[1])], ""),
+        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "is at none"),
         (lambda: [made(state(elsewhere()))], "is at none"),
-        (lambda: [made(PARTS[1], root=chain_root("another"))], "is at none"),
-        (lambda: [made(PARTS[1], root=chain_root(5))], "wrong types"),
-        (lambda: [made(PARTS[1], kind="window-1")], "does not hash"),
-        (lambda: [made(PARTS[1], format="9")], "format 9"),
+        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "is at none"),
+        (lambda: [made(CHECKPOINTS[1], root=chain_root(5))], "wrong types"),
+        (lambda: [made(CHECKPOINTS[1], kind="window-1")], "does not hash"),
+        (lambda: [made(CHECKPOINTS[1], format="9")], "format 9"),
     ],
     ids=["none", "twice", "elsewhere", "another-model", "types", "kind", "newer"],
 )
-def test_a_well_made_lie_about_parts_is_refused(
-    exported_parts: Path, other: CommandLine, change: Callable[[], list[Made]], said: str
+def test_a_well_made_lie_about_checkpoints_is_refused(
+    exported_checkpoints: Path, other: CommandLine, change: Callable[[], list[Made]], said: str
 ) -> None:
-    parts_rewritten(exported_parts, change())
+    checkpoints_rewritten(exported_checkpoints, change())
     if not said:
-        assert other.json("sessions", "import", exported_parts, "--create")["checkpoints"] == 1
+        assert (
+            other.json("sessions", "import", exported_checkpoints, "--create")["checkpoints"] == 1
+        )
         return
-    assert said in other.error("sessions", "import", exported_parts, "--create")
+    assert said in other.error("sessions", "import", exported_checkpoints, "--create")
     assert not other.folder.exists()
 
 
@@ -411,7 +423,7 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
         save_turn(store, nodes, "bare", [state(nodes[1])])
         store.close()
     assert block_files(other.folder).items() <= block_files(run.folder).items()
-    assert part_files(other.folder).items() <= part_files(run.folder).items()
+    assert checkpoint_files(other.folder).items() <= checkpoint_files(run.folder).items()
 
 
 def test_why_it_is_kept_in_its_precision_travels(
@@ -471,18 +483,21 @@ def test_choices_from_anywhere_are_checked(
 def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) -> None:
     """The values of an indexer: the file of a block only describes them."""
     node = chain([77])[0]
-    part = state(node)
+    checkpoint = state(node)
     empty = {"1.v": mx.zeros((2, 1, 1, 0), mx.bfloat16)}
     mx.eval(empty)
     with closing(BlockStore(run.folder, LIMITS)) as store:
-        new: list[Any] = [(node, arrays_of(node) | empty), (part, arrays_of_part(part) | empty)]
+        new: list[Any] = [
+            (node, arrays_of(node) | empty),
+            (checkpoint, arrays_of_checkpoint(checkpoint) | empty),
+        ]
         leaf = Leaf("indexer", node.key, node.stop, (node.key,))
-        store.commit(Commit(ROOT, (node,), leaf, checkpoints=(part,)), new)
+        store.commit(Commit(ROOT, (node,), leaf, checkpoints=(checkpoint,)), new)
     path = run.folder.with_name("indexer.safetensors")
     assert run("sessions", "export", "indexer", path) == 0
     assert other("sessions", "import", path, "--create") == 0, other.err
     with closing(BlockStore(other.folder, LIMITS)) as store:
-        for what in (node, part):
+        for what in (node, checkpoint):
             loaded = store.reader.load(what, ROOT)
             assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)
 
@@ -492,9 +507,9 @@ def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
     nodes = [chain([1])[0], chain([9], [2])[1]]
     contents = []
     for number, node in enumerate(nodes):
-        part = tmp_path / f"{number}.safetensors"
-        write_block(part, node, ROOT, arrays_of(node), fsync=False)
-        contents.append(part.read_bytes())
+        checkpoint = tmp_path / f"{number}.safetensors"
+        write_block(checkpoint, node, ROOT, arrays_of(node), fsync=False)
+        contents.append(checkpoint.read_bytes())
     listed = [session_file.Listed.of(content) for content in contents]
     header = session_file.header_of({"name": None, "n_tokens": 2}, 2, listed)
     path = tmp_path / "mixed.safetensors"

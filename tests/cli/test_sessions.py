@@ -12,7 +12,7 @@ import pytest
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path
 from tests.store.conftest import chain, state, window
 
-from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, fill, part_files
+from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
 
 
 def test_list(run: CommandLine) -> None:
@@ -229,33 +229,35 @@ def test_as_a_program(run: CommandLine) -> None:
     assert "last" in done.stdout and done.stderr == ""
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_sessions_with_parts(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_sessions_with_checkpoints(run: CommandLine) -> None:
     listed = {session["name"]: session for session in run.json("sessions", "list")["sessions"]}
     nodes = chain(HEAD, [30], [31], [32])
-    parts = [window(nodes[0]), state(nodes[3]), window(nodes[3])]
+    checkpoints = [window(nodes[0]), state(nodes[3]), window(nodes[3])]
     size = sum(block_path(run.folder, node.key).stat().st_size for node in nodes)
-    size += sum(checkpoint_path(run.folder, part.key).stat().st_size for part in parts)
+    size += sum(
+        checkpoint_path(run.folder, checkpoint.key).stat().st_size for checkpoint in checkpoints
+    )
     assert (listed["last"]["blocks"], listed["last"]["checkpoints"]) == (4, 3)
     assert listed["last"]["bytes"] == size
     assert listed["first"]["checkpoints"] == listed[None]["checkpoints"] == 1
     shown = run.json("sessions", "show", "last")["chain"]
-    assert [[part["kind"] for part in block["checkpoints"]] for block in shown] == [
+    assert [[checkpoint["kind"] for checkpoint in block["checkpoints"]] for block in shown] == [
         ["window-512"], [], [], ["state", "window-512"],
     ]  # fmt: skip
-    assert [part["key"] for part in shown[3]["checkpoints"]] == [
-        part.key.hex() for part in parts[1:]
+    assert [checkpoint["key"] for checkpoint in shown[3]["checkpoints"]] == [
+        checkpoint.key.hex() for checkpoint in checkpoints[1:]
     ]
     assert [one["tokens"] for one in shown[0]["checkpoints"]] == [3]
     assert run("sessions", "show", "last") == 0
     assert re.search(r"checkpoints +3\b", run.out) and "state, window-512" in run.out
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_rm_takes_parts_along(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_rm_takes_checkpoints_along(run: CommandLine) -> None:
     shared = window(chain(HEAD)[0])
     done = run.json("sessions", "rm", "last")
     assert (done["blocks"], done["checkpoints"]) == (3, 2)
-    assert part_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
+    assert checkpoint_files(run.folder).keys() == {f"{shared.key.hex()}.safetensors"}
     assert run("sessions", "rm", "--all", "--yes") == 0 and "4 blocks, 1 checkpoint" in run.out
-    assert part_files(run.folder) == {} and run.json("store", "verify")["ok"]
+    assert checkpoint_files(run.folder) == {} and run.json("store", "verify")["ok"]

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_bloc
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.records import Commit, StoredReply
-from tests.store.conftest import ROOT, arrays_of_part, chain, state, window
+from tests.store.conftest import ROOT, arrays_of_checkpoint, chain, state, window
 from tests.support.lock_holder import lock_holder
 
 from .conftest import (
@@ -23,10 +23,10 @@ from .conftest import (
     WEIRD_NAME,
     CommandLine,
     block_files,
+    checkpoint_files,
     damage,
     fill,
     flip,
-    part_files,
 )
 
 NO_MINIMUM = ("--kvpersist-min-free", "0")
@@ -249,28 +249,28 @@ def test_a_newer_store_is_refused(run: CommandLine) -> None:
 # Parts.
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_stats_with_parts(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_stats_with_checkpoints(run: CommandLine) -> None:
     stats = run.json("store", "stats")
     assert (stats["blocks"], stats["checkpoints"]) == (7, 3)
     (root,) = stats["roots"]
-    sizes = [sum(map(len, files(run.folder).values())) for files in (block_files, part_files)]
+    sizes = [sum(map(len, files(run.folder).values())) for files in (block_files, checkpoint_files)]
     assert (root["blocks"], root["checkpoints"], root["bytes"]) == (7, 3, sum(sizes))
     assert [stats["bytes"][kind] for kind in ("blocks", "checkpoints")] == sizes
     assert stats["bytes"]["all"] == sum(stats["bytes"][k] for k in stats["bytes"] if k != "all")
     assert run("store", "stats") == 0 and "size of checkpoints" in run.out
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_verify_a_whole_store_with_parts(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_verify_a_whole_store_with_checkpoints(run: CommandLine) -> None:
     verified = run.json("store", "verify")
     assert verified["ok"] and (verified["blocks"], verified["checkpoints"]) == (7, 3)
     assert run("store", "verify") == 0 and "7 blocks and 3 checkpoints, all good" in run.out
 
 
-@pytest.mark.usefixtures("with_parts")
+@pytest.mark.usefixtures("with_checkpoints")
 @pytest.mark.parametrize("position", [3, 20, 300, -1])
-def test_verify_finds_a_flipped_bit_of_a_part(run: CommandLine, position: int) -> None:
+def test_verify_finds_a_flipped_bit_of_a_checkpoint(run: CommandLine, position: int) -> None:
     bad = state(chain(HEAD, [30], [31], [32])[3])
     damage(checkpoint_path(run.folder, bad.key), flip(position))
     assert faults(run) == ["corrupt"]
@@ -282,10 +282,10 @@ def test_verify_finds_a_flipped_bit_of_a_part(run: CommandLine, position: int) -
     assert aside == {".safetensors", ".json"}
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_verify_finds_what_is_wrong_with_checkpoints(run: CommandLine) -> None:
     nodes = chain(HEAD, [30], [31], [32])
-    before = part_files(run.folder)
+    before = checkpoint_files(run.folder)
     missing, foreign = window(nodes[0]), window(nodes[3])
     checkpoint_path(run.folder, missing.key).unlink()
     checkpoint_path(run.folder, foreign.key).unlink()
@@ -294,7 +294,7 @@ def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
         checkpoint_path(run.folder, foreign.key),
         foreign,
         other,
-        arrays_of_part(foreign),
+        arrays_of_checkpoint(foreign),
         fsync=False,
     )
     change_index(
@@ -305,40 +305,40 @@ def test_verify_finds_what_is_wrong_with_parts(run: CommandLine) -> None:
         checkpoint_path(run.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
-        arrays_of_part(missing),
+        arrays_of_checkpoint(missing),
         fsync=False,
     )
     path = checkpoint_path(run.folder, state(nodes[3]).key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
     assert faults(run) == ["corrupt", "mismatch", "missing", "orphan", "orphan"]
     assert run.json("store", "verify", "--fix")["ok"]
-    assert part_files(run.folder) == {path.name: before[path.name]}
+    assert checkpoint_files(run.folder) == {path.name: before[path.name]}
     assert run.ids().keys() == {"first", None, "last"}
 
 
-@pytest.mark.usefixtures("with_parts")
-def test_verify_finds_a_part_without_its_block(run: CommandLine) -> None:
+@pytest.mark.usefixtures("with_checkpoints")
+def test_verify_finds_a_checkpoint_without_its_block(run: CommandLine) -> None:
     last = chain(HEAD, [30], [31], [32])[3]
     change_index(run.folder, "DELETE FROM blocks WHERE key = ?", last.key)
     assert faults(run) == ["orphan", "session", "unreachable", "unreachable"]
     assert run.json("store", "verify", "--fix")["ok"]
-    assert len(part_files(run.folder)) == 1
+    assert len(checkpoint_files(run.folder)) == 1
 
 
-@pytest.mark.usefixtures("with_parts")
+@pytest.mark.usefixtures("with_checkpoints")
 @pytest.mark.parametrize("gone", ["missing", "whole"])
-def test_rebuild_with_parts(run: CommandLine, gone: str) -> None:
+def test_rebuild_with_checkpoints(run: CommandLine, gone: str) -> None:
     if gone == "missing":
         (run.folder / "index.sqlite").unlink()
     done = run.json("store", "rebuild")
     assert (done["blocks"], done["checkpoints"]) == (7, 3)
     assert run("store", "rebuild") == 0 and "7 blocks, 3 checkpoints" in run.out
-    assert run.json("store", "verify")["ok"] and len(part_files(run.folder)) == 3
+    assert run.json("store", "verify")["ok"] and len(checkpoint_files(run.folder)) == 3
 
 
-@pytest.mark.usefixtures("with_parts")
+@pytest.mark.usefixtures("with_checkpoints")
 @pytest.mark.parametrize("n_freed", [1, 100_000, 300_000])
-def test_gc_of_parts_keeps_to_the_budget(run: CommandLine, n_freed: int) -> None:
+def test_gc_of_checkpoints_keeps_to_the_budget(run: CommandLine, n_freed: int) -> None:
     head = chain(HEAD)[0]
     change_index(run.folder, "UPDATE checkpoints SET used = 1 WHERE key = ?", window(head).key)
     total = run.json("store", "stats")["bytes"]["all"]
@@ -347,7 +347,7 @@ def test_gc_of_parts_keeps_to_the_budget(run: CommandLine, n_freed: int) -> None
     assert did["fits"] and did["checkpoints"] >= 1
     assert (did["checkpoints"], did["blocks"]) == (1, 0) or n_freed > 1
     assert len(block_files(run.folder)) == 7 - did["blocks"]
-    assert len(part_files(run.folder)) == 3 - did["checkpoints"]
+    assert len(checkpoint_files(run.folder)) == 3 - did["checkpoints"]
     assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
     assert run.json("store", "verify")["ok"]
 

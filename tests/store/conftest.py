@@ -38,18 +38,18 @@ def arrays_of(node: Block) -> dict[str, mx.array]:
 
 
 def state(node: Block) -> Checkpoint:
-    """Return the part that holds the state of recurrent layers behind a block."""
+    """Return the checkpoint that holds the state of recurrent layers behind a block."""
     return Checkpoint.at(node.key, "state", 0)
 
 
 def window(node: Block) -> Checkpoint:
-    """Return the part that holds a block's tokens for layers that see 512."""
+    """Return the checkpoint that holds a block's tokens for layers that see 512."""
     return Checkpoint.at(node.key, "window-512", node.n_tokens)
 
 
-def arrays_of_part(part: Checkpoint) -> dict[str, mx.array]:
-    """Return arrays whose content belongs to this part alone, of dtypes as states have them."""
-    key = mx.random.key(int.from_bytes(part.key[:4], "little"))
+def arrays_of_checkpoint(checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """Return arrays that belong to this checkpoint alone, of dtypes as states have them."""
+    key = mx.random.key(int.from_bytes(checkpoint.key[:4], "little"))
     arrays = {
         "0.conv": mx.random.normal((2, 1, 3, 64), mx.bfloat16, key=key),
         "0.ssm": mx.random.normal((2, 1, 4, 32, 32), mx.float32, key=key),
@@ -62,23 +62,31 @@ def save_turn(
     store: BlockStore,
     nodes: list[Block],
     name: str | None = None,
-    parts: Sequence[Checkpoint] = (),
+    checkpoints: Sequence[Checkpoint] = (),
     superseded: Sequence[Checkpoint] = (),
     **leaf: object,
 ) -> dict[bytes, dict[str, mx.array]]:
-    """Keep and write a whole turn; return the arrays of new blocks and parts by key."""
+    """Keep and write a whole turn; return the arrays of new blocks and checkpoints by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
     new = [(node, content[node.key]) for node in nodes if node.key in content]
     known = {
-        part for found in store.checkpoints([p.block for p in parts]).values() for part in found
+        checkpoint
+        for found in store.checkpoints([p.block for p in checkpoints]).values()
+        for checkpoint in found
     }
-    new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part not in known]
+    new_checkpoints = [
+        (checkpoint, arrays_of_checkpoint(checkpoint))
+        for checkpoint in checkpoints
+        if checkpoint not in known
+    ]
     keys = tuple(node.key for node in nodes)
     end = Leaf(name, keys[-1], nodes[-1].stop, keys, **leaf)  # type: ignore[arg-type]
-    turn = Commit(ROOT, tuple(nodes), end, checkpoints=tuple(parts), superseded=tuple(superseded))
+    turn = Commit(
+        ROOT, tuple(nodes), end, checkpoints=tuple(checkpoints), superseded=tuple(superseded)
+    )
     store.commit(turn, [*new, *new_checkpoints])
     store.drain()
-    return content | {part.key: arrays for part, arrays in new_checkpoints}
+    return content | {checkpoint.key: arrays for checkpoint, arrays in new_checkpoints}
 
 
 @pytest.fixture

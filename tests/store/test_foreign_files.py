@@ -72,7 +72,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A store of two sessions with parts, closed."""
+    """A store of two sessions with checkpoints, closed."""
     store = BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))
     for number in (1, 2):
         nodes = chain([9], [number])

@@ -47,7 +47,7 @@ def n_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
-def test_a2_a_connection_ends_with_its_thread(store: BlockStore) -> None:
+def test_a_connection_ends_with_its_thread(store: BlockStore) -> None:
     """As the server's threads do that answer for the statistics: one each."""
     save_turn(store, chain([1], [2]), "s")
     in_fresh_threads(2, store.stats)
@@ -74,7 +74,7 @@ def test_statistics_that_many_ask_for_at_once_leave_no_descriptors(store: BlockS
     assert n_descriptors() <= before
 
 
-def test_a2_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
+def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
     """A connection that a thread is using is closed when the thread is done with it."""
     save_turn(store, chain([1], [2]), "s")
     index, halfway, closed = store.index, threading.Event(), threading.Event()
@@ -149,7 +149,7 @@ def change(folder: Path, statement: str) -> None:
 
 @pytest.fixture
 def three(store: BlockStore) -> BlockStore:
-    """A store with two sessions that share a block, parts, a reply and a persisted value."""
+    """A store with two sessions that share a block, checkpoints, a reply and a persisted value."""
     nodes = chain([1, 2], [3, 4])
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
     save_turn(store, chain([1, 2], [5, 6]), "t")
@@ -187,7 +187,7 @@ def ask_everything(store: BlockStore) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a17_rows_that_cannot_be_read_are_passed_over_and_repaired(
+def test_rows_that_cannot_be_read_are_passed_over_and_repaired(
     three: BlockStore, damage: str
 ) -> None:
     files = {path.name for path in three.folder.glob("[bp]*s/*/*")}
@@ -207,7 +207,7 @@ def test_a17_rows_that_cannot_be_read_are_passed_over_and_repaired(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> None:
+def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> None:
     three.close()
     change(three.folder, damage)
     again = BlockStore(three.folder, three.limits)
@@ -220,7 +220,7 @@ def test_a17_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -
     again.close()
 
 
-def test_a17_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -> None:
+def test_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -> None:
     """A key covers parent and ids, not where the block stands."""
     three.pool.clear()
     head, tail = chain([1, 2], [3, 4])
@@ -239,7 +239,7 @@ def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
     assert store.index.chain(nodes[2].key) == []
 
 
-def test_a17_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
+def test_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
     """They would be taken for those that the block's arrays were computed of."""
     three.pool.clear()
     tail = chain([1, 2], [3, 4])[1]
@@ -253,7 +253,7 @@ def test_a17_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> 
 # Times of use.
 
 
-def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
+def test_what_is_saved_after_the_clock_jumped_back_goes_last(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = chain([1], [2]), chain([3], [4])
@@ -263,8 +263,8 @@ def test_a12_what_is_saved_after_the_clock_jumped_back_goes_last(
     save_turn(store, after, "after", [state(after[1])])
     first, *_, last = store.index.unused_leaves()
     assert (first[1], last[1]) == (before[1].key, after[1].key) and first[0] < last[0]
-    parts = [block for _, _, block in store.index.unused_checkpoints()]
-    assert parts == [before[1].key, after[1].key]
+    checkpoints = [block for _, _, block in store.index.unused_checkpoints()]
+    assert checkpoints == [before[1].key, after[1].key]
     assert [session.name for session in store.index.sessions()] == ["after", "before"]
     store.touch([before[1].key])
     store.drain()
@@ -295,11 +295,11 @@ def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
     save_turn(store, [node], "s")
     before = store.index.totals().n_bytes
     save_turn(store, [node], "s", [state(node)])
-    part = checkpoint_path(store.folder, state(node).key)
-    assert store.index.totals().n_bytes - before == part.stat().st_size
+    checkpoint = checkpoint_path(store.folder, state(node).key)
+    assert store.index.totals().n_bytes - before == checkpoint.stat().st_size
 
 
-def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
+def test_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     nodes = [chain([n] * 200)[0] for n in range(500)]
     index.add_blocks(ROOT, [(node, 1) for node in nodes])
@@ -312,7 +312,7 @@ def test_a14_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a14_rows_count_towards_the_budget(tmp_path: Path) -> None:
+def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
     """A turn of many tokens and few bytes, as of a tiny model: most of it is its rows."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
     store = BlockStore(tmp_path / "store", limits)

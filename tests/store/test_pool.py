@@ -80,24 +80,24 @@ def test_an_equal_block_is_kept_once() -> None:
     assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])
 
 
-def test_parts_go_by_age_and_hold_nobody() -> None:
+def test_checkpoints_go_by_age_and_hold_nobody() -> None:
     pool = BlockPool(max_bytes=40)
     nodes = chain([1], [2], [3])
     keys = filled(pool, nodes[:2])
-    parts = [state(nodes[0]), state(nodes[1])]
-    for part in parts:
-        pool.put(KVBlock(part, object(), 10, is_stored=True))
+    checkpoints = [state(nodes[0]), state(nodes[1])]
+    for checkpoint in checkpoints:
+        pool.put(KVBlock(checkpoint, object(), 10, is_stored=True))
     assert held(pool) == (2, 2, 40, 20)
-    assert pool.checkpoints(keys) == parts
-    pool.touch([parts[0].key])
-    # The leaf is the oldest of what may go, part or not.
+    assert pool.checkpoints(keys) == checkpoints
+    pool.touch([checkpoints[0].key])
+    # The leaf is the oldest of what may go, checkpoint or not.
     filled(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
     filled(pool, chain([8]))
-    assert pool.checkpoints(keys) == parts[:1] and held(pool)[1::2] == (1, 10)
+    assert pool.checkpoints(keys) == checkpoints[:1] and held(pool)[1::2] == (1, 10)
 
 
-def test_pinned_parts_stay_until_written() -> None:
+def test_pinned_checkpoints_stay_until_written() -> None:
     pool = BlockPool(max_bytes=10)
     nodes = chain([1], [2])
     for node in nodes:
@@ -107,7 +107,7 @@ def test_pinned_parts_stay_until_written() -> None:
     assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0])]
 
 
-def test_an_equal_part_is_kept_once() -> None:
+def test_an_equal_checkpoint_is_kept_once() -> None:
     pool = BlockPool(max_bytes=100)
     (node,) = chain([1])
     first = KVBlock(state(node), object(), 10)
@@ -120,7 +120,7 @@ def test_an_equal_part_is_kept_once() -> None:
     assert pool.checkpoints([node.key]) == []
 
 
-def test_a_dropped_block_takes_its_parts_along() -> None:
+def test_a_dropped_block_takes_its_checkpoints_along() -> None:
     pool = BlockPool(max_bytes=100)
     nodes = chain([1], [2])
     filled(pool, nodes)
@@ -133,7 +133,7 @@ def test_a_dropped_block_takes_its_parts_along() -> None:
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_parts_of_a_block_that_is_nowhere_else_go_with_it(is_stored: bool) -> None:
+def test_checkpoints_of_a_block_that_is_nowhere_else_go_with_it(is_stored: bool) -> None:
     pool = BlockPool(max_bytes=50)
     nodes = chain([1], [2])
     filled(pool, nodes[:1])
@@ -153,7 +153,7 @@ def test_blocks_of_no_bytes() -> None:
         pool.put(KVBlock(node, {}, 0))
     assert len(pool) == 49 and pool.n_bytes == 0
     pool.put(KVBlock(state(nodes[-1]), object(), 20))
-    # What goes makes no room until the part itself is the oldest; then it goes.
+    # What goes makes no room until the checkpoint itself is the oldest; then it goes.
     assert held(pool)[1:3] == (0, 0)
 
 
@@ -221,15 +221,21 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     assert pool.release(keys) == 0  # none of it is on disk
     for entry in entries_of(pool, keys):
         entry.is_stored = True
-    part = state(first[-1])
-    pool.put(KVBlock(part, object(), 10, is_stored=True))
+    checkpoint = state(first[-1])
+    pool.put(KVBlock(checkpoint, object(), 10, is_stored=True))
     (other,) = filled(pool, chain([4], parent=keys[0]))
     for prefetch in (False, True):
         pinned = pool.pin(keys[2:], prefetch=prefetch)
         assert pool.release(keys) == 0
         pool.unpin(pinned, prefetch=prefetch)
     assert pool.release(keys) == 30
-    assert [key in pool for key in (*keys, other, part.key)] == [True, False, False, True, False]
+    assert [key in pool for key in (*keys, other, checkpoint.key)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert pool.release([keys[0], other]) == 0
 
 

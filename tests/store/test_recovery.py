@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 
-from .conftest import ROOT, arrays_of_part, chain, save_turn, state, window
+from .conftest import ROOT, arrays_of_checkpoint, chain, save_turn, state, window
 
 KILLED = 9
 
@@ -157,7 +157,7 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
 # Parts.
 
 
-def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
+def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     kept, lost, stray = state(nodes[0]), window(nodes[1]), state(nodes[2])
     save_turn(store, nodes, "s", [kept, lost, stray])
@@ -168,7 +168,7 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
         checkpoint_path(store.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
-        arrays_of_part(kept),
+        arrays_of_checkpoint(kept),
         fsync=False,
     )
     path = checkpoint_path(store.folder, kept.key)
@@ -177,7 +177,7 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
         db.execute("DELETE FROM blocks WHERE key = ?", (nodes[2].key,))
     disk = DiskStore(store.folder, store.limits)
     # Without a row: a file, a half file, a block's file. Without a file: a row. Without its
-    # block: a part.
+    # block: a checkpoint.
     assert disk.files.sweep() == 5
     assert disk.index.keys("checkpoints") == {kept.key}
     assert part_names(store.folder) == {path.name}
@@ -185,10 +185,10 @@ def test_a_sweep_brings_parts_in_line(store: BlockStore) -> None:
     disk.close()
 
 
-def test_parts_outlive_the_index(store: BlockStore) -> None:
+def test_checkpoints_outlive_the_index(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    parts = [window(nodes[0]), state(nodes[1])]
-    save_turn(store, nodes, "s", parts)
+    checkpoints = [window(nodes[0]), state(nodes[1])]
+    save_turn(store, nodes, "s", checkpoints)
     store.close()
     before = sorted(disk_rows(store.folder))
     for path in store.folder.glob("index.sqlite*"):
@@ -198,7 +198,7 @@ def test_parts_outlive_the_index(store: BlockStore) -> None:
         checkpoint_path(store.folder, state(elsewhere).key),
         state(elsewhere),
         ROOT,
-        arrays_of_part(parts[0]),
+        arrays_of_checkpoint(checkpoints[0]),
         fsync=False,
     )
     other = Root("another", ROOT.layout)
@@ -207,16 +207,18 @@ def test_parts_outlive_the_index(store: BlockStore) -> None:
         checkpoint_path(store.folder, foreign.key),
         foreign,
         other,
-        arrays_of_part(foreign),
+        arrays_of_checkpoint(foreign),
         fsync=False,
     )
     bad = checkpoint_path(store.folder, state(nodes[0]).key)
     bad.parent.mkdir(exist_ok=True)
-    bad.write_bytes(checkpoint_path(store.folder, parts[0].key).read_bytes())
+    bad.write_bytes(checkpoint_path(store.folder, checkpoints[0].key).read_bytes())
     disk = DiskStore(store.folder, store.limits)
     assert sorted(disk_rows(store.folder)) == before
     assert disk.files.sweep() == 3
-    assert part_names(store.folder) == {f"{part.key.hex()}.safetensors" for part in parts}
+    assert part_names(store.folder) == {
+        f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints
+    }
     disk.close()
 
 
@@ -225,7 +227,7 @@ def disk_rows(folder: Path) -> list[tuple[bytes, bytes, str, int, int]]:
         return db.execute("SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints").fetchall()
 
 
-def test_a_rebuild_keeps_when_parts_were_used(store: BlockStore) -> None:
+def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:

@@ -50,7 +50,7 @@ def filled(folder: Path, n_sessions: int) -> BlockStore:
     return store
 
 
-def test_b3_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
+def test_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
     counts = []
     for n_sessions in (20, 80):
         store = filled(tmp_path / str(n_sessions), n_sessions)
@@ -64,7 +64,7 @@ def test_b3_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_sessions", [2, 9])
-def test_b3_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
+def test_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
     store = filled(tmp_path / "store", n_sessions)
     store.close()
     index = Index(tmp_path / "fresh.sqlite")
@@ -167,17 +167,17 @@ def add_one_and_remove_it(one: Many) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        pytest.param(look_up_by_text, id="b1"),
-        pytest.param(look_up_by_ids, id="b1-ids"),
-        pytest.param(look_up_the_end, id="b1-at-end"),
-        pytest.param(ask_whether_a_tail_is_replaced, id="b1-tails"),
-        pytest.param(find_the_session_of_a_leaf, id="b1-session-at"),
-        pytest.param(count_everything, id="b2-totals"),
-        pytest.param(find_the_first_to_go, id="b2-evict"),
-        pytest.param(add_one_and_remove_it, id="b2-save"),
+        pytest.param(look_up_by_text, id="text"),
+        pytest.param(look_up_by_ids, id="ids"),
+        pytest.param(look_up_the_end, id="at-end"),
+        pytest.param(ask_whether_a_tail_is_replaced, id="tails"),
+        pytest.param(find_the_session_of_a_leaf, id="session-at"),
+        pytest.param(count_everything, id="totals"),
+        pytest.param(find_the_first_to_go, id="evict"),
+        pytest.param(add_one_and_remove_it, id="save"),
     ],
 )
-def test_b1_b2_what_it_costs_does_not_grow_with_the_store(
+def test_what_it_costs_does_not_grow_with_the_store(
     many: dict[int, Many], act: Callable[[Many], None]
 ) -> None:
     few, more = (steps(one.index, partial(act, one)) for one in many.values())
@@ -186,7 +186,7 @@ def test_b1_b2_what_it_costs_does_not_grow_with_the_store(
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_b1_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
+def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
     """In either order; what is left out has no more in common than what is found."""
     contents = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=20))
     contents = [list(ids) for ids in {tuple(ids) for ids in contents}]
@@ -216,7 +216,7 @@ def test_b1_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_b1_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
+def test_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
     rng = random.Random(5)
     pool = BlockPool(1 << 40)
     head = block(None, rng)

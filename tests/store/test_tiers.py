@@ -15,7 +15,7 @@ from mlx_lm_kvpersist.errors import BlockCorrupt
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import Arrays
 
-from .conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state
+from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
 
 class Shared:
@@ -89,7 +89,7 @@ def test_what_only_a_third_tier_has_is_found_and_read(store: BlockStore, shared:
     store.pool.clear()
     shared.held.clear()
     hold(shared, NODES[1:])
-    shared.held[state(NODES[2]).key] = state(NODES[2]), arrays_of_part(state(NODES[2]))
+    shared.held[state(NODES[2]).key] = state(NODES[2]), arrays_of_checkpoint(state(NODES[2]))
     assert store.children(NODES[0].key) == [NODES[1]] and NODES[2].key in store
     assert store.checkpoints([NODES[2].key]) == {NODES[2].key: [state(NODES[2])]}
     assert [store.tier_of(node.key) for node in NODES] == ["disk", "shared", "shared"]

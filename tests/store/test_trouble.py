@@ -28,15 +28,15 @@ from mlx_lm_kvpersist.store.records import read_sidecar
 from .conftest import ROOT, chain, save_turn, state
 
 NODES = chain([1], [2])
-PART = state(NODES[1])
-WHATS: list[Record] = [*NODES, PART]
+CHECKPOINT = state(NODES[1])
+WHATS: list[Record] = [*NODES, CHECKPOINT]
 
 
 @pytest.fixture
 def stored(tmp_path: Path, limits: StoreLimits) -> Iterator[BlockStore]:
     """An open store with one pinned session on disk and nothing in RAM."""
     store = BlockStore(tmp_path / "store", limits)
-    save_turn(store, NODES, "s", [PART])
+    save_turn(store, NODES, "s", [CHECKPOINT])
     (session,) = store.index.sessions()
     store.disk.files.set_pinned(session, True)
     store.pool.clear()
@@ -58,7 +58,7 @@ def no_descriptors() -> Iterator[None]:
 
 
 def opening(code: int) -> Callable[[], AbstractContextManager[None]]:
-    """Let the opening of blocks and parts to read them fail."""
+    """Let the opening of blocks and checkpoints to read them fail."""
     real = os.open
 
     def fail(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -122,7 +122,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> None:
+def test_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> None:
     before = files_of(stored.folder)
     stored.drain()
     with TROUBLES[name]():
@@ -143,7 +143,7 @@ def test_a9_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -
         assert stored.reader.load(what, ROOT) is not None
 
 
-def test_a9_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         with TROUBLES["EMFILE"]():
             for node in NODES * 3:
@@ -156,7 +156,7 @@ def test_a9_trouble_is_mentioned_once(stored: BlockStore, caplog: pytest.LogCapt
     ] * 2
 
 
-def test_a9_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
+def test_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
     path = block_path(stored.folder, NODES[1].key)
     with writer_held(stored):
         path.rename(path.with_name("away"))
@@ -167,14 +167,14 @@ def test_a9_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
     assert len(stored.index.sessions()) == 1
 
 
-def test_a9_a_file_that_is_gone_loses_its_row(stored: BlockStore) -> None:
+def test_a_file_that_is_gone_loses_its_row(stored: BlockStore) -> None:
     block_path(stored.folder, NODES[1].key).unlink()
     assert stored.reader.load(NODES[1], ROOT) is None
     stored.drain()
     assert NODES[1].key not in stored.index
 
 
-def test_a9_verify_tells_trouble_from_damage(
+def test_verify_tells_trouble_from_damage(
     stored: BlockStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(stored.folder)
@@ -187,7 +187,7 @@ def test_a9_verify_tells_trouble_from_damage(
     assert files_of(stored.folder) == before and stored.index.totals().n_blocks == 2
 
 
-def test_a9_a_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
+def test_a_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
     with TROUBLES["EIO"](), pytest.raises(OSError, match="Input/output error"):
         rebuild_index(stored.folder)
     assert stored.index.totals().n_blocks == 2 and stored.disk.files.sweep() == 0
@@ -201,7 +201,7 @@ def damage(store: BlockStore, key: bytes) -> None:
     path.write_bytes(content)
 
 
-def test_a9_damage_is_still_damage(stored: BlockStore) -> None:
+def test_damage_is_still_damage(stored: BlockStore) -> None:
     damage(stored, NODES[1].key)
     assert stored.reader.load(NODES[1], ROOT) is None
     stored.drain()
@@ -210,7 +210,7 @@ def test_a9_damage_is_still_damage(stored: BlockStore) -> None:
     assert len(list((stored.folder / "quarantine").iterdir())) == 2
 
 
-def test_a18_a_block_computed_again_replaces_the_damaged_file(
+def test_a_block_computed_again_replaces_the_damaged_file(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, also where it could not be moved to quarantine."""
@@ -234,7 +234,7 @@ def test_a18_a_block_computed_again_replaces_the_damaged_file(
     assert node.key in stored and stored.reader.load(node, ROOT) is not None
 
 
-def test_a18_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> None:
+def test_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> None:
     """The turn was saved between the failed check and the move to quarantine."""
     node = NODES[1]
     damage(stored, node.key)
@@ -304,7 +304,7 @@ def test_a_folder_removed_under_a_server_is_a_store_again(
     again.close()
 
 
-def test_a9_no_memory_while_a_turn_is_written_leaves_no_pin(
+def test_no_memory_while_a_turn_is_written_leaves_no_pin(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> int:

@@ -139,9 +139,7 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
 # What waits: how much, and how long.
 
 
-def test_a10_a_turn_that_is_old_ends_the_rest(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_is_old_ends_the_rest(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_AGE_S", 0.5)
     writer.set_gentle(True)
     rests: list[float] = []
@@ -157,7 +155,7 @@ def test_a10_a_turn_that_is_old_ends_the_rest(
     assert 0.2 < rests[0] < 10 and max(rests[1:]) < rests[0]
 
 
-def test_a10_what_is_being_written_counts(writer: Writer) -> None:
+def test_what_is_being_written_counts(writer: Writer) -> None:
     may_go_on = threading.Event()
     dropped: list[str] = []
 
@@ -188,7 +186,7 @@ def test_a10_what_is_being_written_counts(writer: Writer) -> None:
     may_go_on.set()
 
 
-def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     """Requests are served all the time, so the writer rests wherever it may.
 
     Writing without rests takes a third of the time. With rests after each file it took twice as
@@ -239,7 +237,7 @@ def test_a10_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> Non
     disk.close()
 
 
-def test_a10_what_is_not_written_at_the_end_is_counted(
+def test_what_is_not_written_at_the_end_is_counted(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.drain()
@@ -273,7 +271,7 @@ def keep(store: BlockStore, n_blocks: int) -> None:
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
 
 
-def test_a11_another_process_waits_little_for_a_writer_that_rests(
+def test_another_process_waits_little_for_a_writer_that_rests(
     resting_store: BlockStore,
 ) -> None:
     started = time.monotonic()
@@ -289,7 +287,7 @@ def test_a11_another_process_waits_little_for_a_writer_that_rests(
     assert max(waits) < taken / 3, f"{max(waits):.3f} of {taken:.3f} s"
 
 
-def test_a11_another_process_may_sweep_and_make_room_meanwhile(
+def test_another_process_may_sweep_and_make_room_meanwhile(
     resting_store: BlockStore, limits: StoreLimits
 ) -> None:
     other = DiskStore(resting_store.folder, limits)
@@ -309,7 +307,7 @@ def test_a11_another_process_may_sweep_and_make_room_meanwhile(
     other.close()
 
 
-def test_a11_what_goes_while_a_turn_is_written_is_written_again(
+def test_what_goes_while_a_turn_is_written_is_written_again(
     resting_store: BlockStore, limits: StoreLimits
 ) -> None:
     """Another process evicts the beginning of the conversation that is being written."""
@@ -324,7 +322,7 @@ def test_a11_what_goes_while_a_turn_is_written_is_written_again(
     other.close()
 
 
-def test_a11_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> None:
+def test_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> None:
     store.drain()
     (store.folder / "writing").mkdir()
     for name in ("0badcafe.lock", f"0badcafe-{'ab' * 16}.safetensors"):
@@ -340,7 +338,7 @@ def whole_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
+def test_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
     """What files say of themselves counts before they are written."""
     limits = StoreLimits(4 << 20, 2 << 20)
     for n_chars, n_saved in ((10, 1), (100_000, 0)):
@@ -354,7 +352,7 @@ def test_a14_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
+def test_rows_of_the_index_count(tmp_path: Path) -> None:
     """Blocks of much text: the index and its log take more than the files."""
     limits = StoreLimits(4 << 20, 4 << 20)
     store = BlockStore(tmp_path / "store", limits)
@@ -368,7 +366,7 @@ def test_a14_rows_of_the_index_count(tmp_path: Path) -> None:
     store.close()
 
 
-def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
+def test_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
     said = str(store.disk.files)
     assert said.startswith(f"{store.folder} (") and "of 4.0 MiB, " in said
     assert "min-free" not in said
@@ -378,7 +376,7 @@ def test_c2_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: S
 
 
 @pytest.mark.parametrize("floor", [False, True])
-def test_a14_what_another_process_announced_counts(
+def test_what_another_process_announced_counts(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, floor: bool
 ) -> None:
     """One process announced a turn and wrote nothing yet; the other leaves it its room."""
@@ -403,7 +401,7 @@ def test_a14_what_another_process_announced_counts(
         other.close()
 
 
-def test_a10_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
+def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     """It holds no bytes: only what does is left out when too much waits."""
     may_go_on, left_out = threading.Event(), list[str]()
     writer.submit(partial(may_go_on.wait, 30))

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_bloc
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.records import Gone
 
-from .conftest import ROOT, arrays_of, arrays_of_part, chain, save_turn, state, window
+from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state, window
 
 
 def reopened(store: BlockStore) -> BlockStore:
@@ -31,25 +31,29 @@ def reopened(store: BlockStore) -> BlockStore:
     return BlockStore(store.folder, store.limits)
 
 
-def parts_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
+def checkpoints_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
     found = store.checkpoints([node.key for node in nodes])
-    assert all(part.block == block for block, parts in found.items() for part in parts)
-    return {part for parts in found.values() for part in parts}
+    assert all(
+        checkpoint.block == block
+        for block, checkpoints in found.items()
+        for checkpoint in checkpoints
+    )
+    return {checkpoint for checkpoints in found.values() for checkpoint in checkpoints}
 
 
-def part_files(folder: Path) -> set[str]:
+def checkpoint_files(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").glob("*/*")}
 
 
-def names(*parts: Checkpoint) -> set[str]:
-    return {f"{part.key.hex()}.safetensors" for part in parts}
+def names(*checkpoints: Checkpoint) -> set[str]:
+    return {f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints}
 
 
-def check_holds(store: BlockStore, part: Checkpoint, tier: str) -> None:
-    """Assert that a part holds what `arrays_of_part` made for it."""
-    loaded = store.reader.load(part, ROOT)
+def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
+    """Assert that a checkpoint holds what `arrays_of_checkpoint` made for it."""
+    loaded = store.reader.load(checkpoint, ROOT)
     assert loaded is not None and loaded.tier == tier
-    expected = arrays_of_part(part)
+    expected = arrays_of_checkpoint(checkpoint)
     assert loaded.arrays.keys() == expected.keys()
     for name, array in expected.items():
         assert loaded.arrays[name].dtype == array.dtype
@@ -74,35 +78,35 @@ def writer_held(store: BlockStore) -> Iterator[None]:
         store.drain()
 
 
-def test_parts_outlive_the_process(store: BlockStore) -> None:
+def test_checkpoints_outlive_the_process(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
-    parts = [window(nodes[0]), window(nodes[1]), state(nodes[1])]
-    save_turn(store, nodes, "s", parts)
+    checkpoints = [window(nodes[0]), window(nodes[1]), state(nodes[1])]
+    save_turn(store, nodes, "s", checkpoints)
     again = reopened(store)
-    assert parts_of(again, *nodes) == set(parts)
-    assert parts_of(again, nodes[0]) == {parts[0]}
-    assert part_files(again.folder) == names(*parts)
-    for part in parts:
-        check_holds(again, part, "disk")
-        again.pool.touch([part.key], proven=True)
-        check_holds(again, part, "ram")
+    assert checkpoints_of(again, *nodes) == set(checkpoints)
+    assert checkpoints_of(again, nodes[0]) == {checkpoints[0]}
+    assert checkpoint_files(again.folder) == names(*checkpoints)
+    for checkpoint in checkpoints:
+        check_holds(again, checkpoint, "disk")
+        again.pool.touch([checkpoint.key], proven=True)
+        check_holds(again, checkpoint, "ram")
     again.close()
 
 
-def test_unwritten_parts_are_found_in_ram(store: BlockStore) -> None:
+def test_unwritten_checkpoints_are_found_in_ram(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     with writer_held(store):
         content = [(node, arrays_of(node)) for node in nodes]
-        part = state(nodes[1])
-        turn = Commit(ROOT, tuple(nodes), checkpoints=(part,))
-        store.commit(turn, [*content, *[(part, arrays_of_part(part))]])
-        assert parts_of(store, *nodes) == {part}
-        check_holds(store, part, "ram")
-        assert part_files(store.folder) == set()
-    assert part_files(store.folder) == names(part)
+        checkpoint = state(nodes[1])
+        turn = Commit(ROOT, tuple(nodes), checkpoints=(checkpoint,))
+        store.commit(turn, [*content, *[(checkpoint, arrays_of_checkpoint(checkpoint))]])
+        assert checkpoints_of(store, *nodes) == {checkpoint}
+        check_holds(store, checkpoint, "ram")
+        assert checkpoint_files(store.folder) == set()
+    assert checkpoint_files(store.folder) == names(checkpoint)
 
 
-def test_blocks_without_parts_have_none(store: BlockStore) -> None:
+def test_blocks_without_checkpoints_have_none(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     save_turn(store, nodes[:3], "s", [state(nodes[2])])
     found = store.checkpoints([node.key for node in nodes])
@@ -113,9 +117,9 @@ def test_blocks_without_parts_have_none(store: BlockStore) -> None:
 def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     store.drain()  # the sweep would take rows without files for leftovers
-    parts = [window(node) for node in nodes]
-    store.index.add_blocks(ROOT, [(part, 1) for part in parts])
-    assert parts_of(store, *nodes) == set(parts)
+    checkpoints = [window(node) for node in nodes]
+    store.index.add_blocks(ROOT, [(checkpoint, 1) for checkpoint in checkpoints])
+    assert checkpoints_of(store, *nodes) == set(checkpoints)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
     # It is found again when a turn has it anew.
     save_turn(store, [node], "s", [state(node)])
     again = reopened(store)
-    assert parts_of(again, node) == {state(node)}
+    assert checkpoints_of(again, node) == {state(node)}
     check_holds(again, state(node), "disk")
     again.close()
 
@@ -150,10 +154,12 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
 def test_blocks_without_arrays(store: BlockStore) -> None:
     """Where every layer is recurrent, blocks are ids and text, and the state is all KV."""
     nodes = chain([1, 2], [3])
-    part = state(nodes[1])
+    checkpoint = state(nodes[1])
     keys = tuple(node.key for node in nodes)
-    turn = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(part,))
-    store.commit(turn, [*[(node, {}) for node in nodes], *[(part, arrays_of_part(part))]])
+    turn = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], 3, keys), checkpoints=(checkpoint,))
+    store.commit(
+        turn, [*[(node, {}) for node in nodes], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
+    )
     store.drain()
     again = reopened(store)
     assert again.children(ROOT.key) == [nodes[0]]
@@ -161,8 +167,8 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
         for node in nodes:
             loaded = again.reader.load(node, ROOT)
             assert loaded is not None and loaded.arrays == {} and loaded.tier == tier
-        check_holds(again, part, tier)
-        again.pool.touch([*keys, part.key], proven=True)
+        check_holds(again, checkpoint, tier)
+        again.pool.touch([*keys, checkpoint.key], proven=True)
     assert again.index.totals().n_blocks == 2
     path = block_path(again.folder, nodes[0].key)
     again.pool.clear()
@@ -185,37 +191,40 @@ def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits
 # Turns.
 
 
-def test_a_turn_writes_only_parts_that_are_new(store: BlockStore) -> None:
+def test_a_turn_writes_only_checkpoints_that_are_new(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    part = state(nodes[1])
-    save_turn(store, nodes, "s", [part])
-    stamp = checkpoint_path(store.folder, part.key).stat().st_mtime_ns
+    checkpoint = state(nodes[1])
+    save_turn(store, nodes, "s", [checkpoint])
+    stamp = checkpoint_path(store.folder, checkpoint.key).stat().st_mtime_ns
     store.pool.clear()
     longer = chain([1], [2], [3])
-    save_turn(store, longer, "s", [part, state(longer[2])])
-    assert checkpoint_path(store.folder, part.key).stat().st_mtime_ns == stamp
-    assert parts_of(store, *longer) == {part, state(longer[2])}
+    save_turn(store, longer, "s", [checkpoint, state(longer[2])])
+    assert checkpoint_path(store.folder, checkpoint.key).stat().st_mtime_ns == stamp
+    assert checkpoints_of(store, *longer) == {checkpoint, state(longer[2])}
 
 
-def test_a_part_for_a_block_that_is_on_disk(store: BlockStore) -> None:
+def test_a_checkpoint_for_a_block_that_is_on_disk(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
-    part = window(nodes[0])
-    store.commit(Commit(ROOT, (), checkpoints=(part,)), [*[], *[(part, arrays_of_part(part))]])
+    checkpoint = window(nodes[0])
+    store.commit(
+        Commit(ROOT, (), checkpoints=(checkpoint,)),
+        [*[], *[(checkpoint, arrays_of_checkpoint(checkpoint))]],
+    )
     again = reopened(store)
-    assert parts_of(again, *nodes) == {part}
+    assert checkpoints_of(again, *nodes) == {checkpoint}
     again.close()
 
 
-def test_a_part_for_a_block_that_is_nowhere_is_left_out(store: BlockStore) -> None:
+def test_a_checkpoint_for_a_block_that_is_nowhere_is_left_out(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0])])
     (elsewhere,) = chain([9])
     save_turn(store, nodes, "s", [window(nodes[1]), state(elsewhere)], [state(nodes[0])])
-    assert part_files(store.folder) == names(state(nodes[0]), window(nodes[1]))
-    assert parts_of(store, nodes[0]) == {state(nodes[0])}, "superseded by what is not there"
+    assert checkpoint_files(store.folder) == names(state(nodes[0]), window(nodes[1]))
+    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}, "superseded by what is not there"
     again = reopened(store)
-    assert parts_of(again, elsewhere) == set()
+    assert checkpoints_of(again, elsewhere) == set()
     again.close()
 
 
@@ -224,17 +233,17 @@ def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
     save_turn(store, nodes, "s", [state(nodes[1]), window(nodes[1])])
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
-    assert parts_of(store, *longer) == {window(nodes[1]), state(longer[2])}
+    assert checkpoints_of(store, *longer) == {window(nodes[1]), state(longer[2])}
     assert state(nodes[1]).key not in store.pool
-    assert part_files(store.folder) == names(window(nodes[1]), state(longer[2]))
+    assert checkpoint_files(store.folder) == names(window(nodes[1]), state(longer[2]))
     assert store.reader.load(state(nodes[1]), ROOT) is None
     assert store.disk.files.gone.get(state(nodes[1]).key) is None
 
 
-def test_a_part_does_not_supersede_itself(store: BlockStore) -> None:
+def test_a_checkpoint_does_not_supersede_itself(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)], [state(node)])
-    assert part_files(store.folder) == names(state(node))
+    assert checkpoint_files(store.folder) == names(state(node))
     check_holds(store, state(node), "ram")
 
 
@@ -272,7 +281,7 @@ def test_a_failed_turn_supersedes_nothing(
     check_holds(store, state(longer[2]), "ram")
     check_holds(store, state(nodes[1]), "ram")
     save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
-    assert part_files(store.folder) == names(state(longer[2]))
+    assert checkpoint_files(store.folder) == names(state(longer[2]))
 
 
 def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None:
@@ -282,28 +291,32 @@ def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None
     save_turn(store, nodes, "s", [old])
     one, two = chain([1], [2], [3]), chain([1], [2], [4])
     with writer_held(store):
-        for branch, parts, superseded in (
+        for branch, checkpoints, superseded in (
             (one, (state(one[2]),), (old,)),
             (two, (old, state(two[2])), ()),
         ):
             new = [(branch[2], arrays_of(branch[2]))]
-            new_checkpoints = [(part, arrays_of_part(part)) for part in parts if part != old]
-            turn = Commit(ROOT, tuple(branch), checkpoints=parts, superseded=superseded)
+            new_checkpoints = [
+                (checkpoint, arrays_of_checkpoint(checkpoint))
+                for checkpoint in checkpoints
+                if checkpoint != old
+            ]
+            turn = Commit(ROOT, tuple(branch), checkpoints=checkpoints, superseded=superseded)
             store.commit(turn, [*new, *new_checkpoints])
     again = reopened(store)
-    assert parts_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
+    assert checkpoints_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
     check_holds(again, old, "disk")
     again.close()
 
 
-def test_a_replaced_tail_takes_its_parts_along(store: BlockStore) -> None:
+def test_a_replaced_tail_takes_its_checkpoints_along(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s", [state(head), state(tail), window(tail)])
     longer = chain([1], [2, 3, 4])
     save_turn(store, longer, "s", [state(longer[1])], replaced=((tail.key, longer[1].key),))
-    assert part_files(store.folder) == names(state(head), state(longer[1]))
+    assert checkpoint_files(store.folder) == names(state(head), state(longer[1]))
     assert store.index.keys("checkpoints") == {state(head).key, state(longer[1]).key}
-    assert parts_of(store, head, tail, *longer) == {state(head), state(longer[1])}
+    assert checkpoints_of(store, head, tail, *longer) == {state(head), state(longer[1])}
 
 
 def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
@@ -319,41 +332,43 @@ def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", killed)
-        parts, superseded = [state(longer[1])], [state(head)]
+        checkpoints, superseded = [state(longer[1])], [state(head)]
         replaced = ((tail.key, longer[1].key),)
-        save_turn(store, longer, "s", parts, superseded, replaced=replaced)
+        save_turn(store, longer, "s", checkpoints, superseded, replaced=replaced)
     assert store.index.keys("checkpoints") == {state(longer[1]).key}
-    assert len(part_files(store.folder)) == 3
+    assert len(checkpoint_files(store.folder)) == 3
     again = reopened(store)
     again.drain()
-    assert part_files(again.folder) == names(state(longer[1]))
+    assert checkpoint_files(again.folder) == names(state(longer[1]))
     again.close()
 
 
-def test_too_much_that_waits_counts_parts(store: BlockStore) -> None:
+def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
     one, two = chain([1]), chain([2])
-    content = arrays_of_part(state(one[0]))
+    content = arrays_of_checkpoint(state(one[0]))
     store.writer.max_bytes = sum(array.nbytes for array in content.values()) * 3 // 2
     with writer_held(store):
         for nodes in (one, two):
-            part = state(nodes[0])
-            turn = Commit(ROOT, tuple(nodes), checkpoints=(part,))
-            store.commit(turn, [*[(nodes[0], {})], *[(part, arrays_of_part(part))]])
+            checkpoint = state(nodes[0])
+            turn = Commit(ROOT, tuple(nodes), checkpoints=(checkpoint,))
+            store.commit(
+                turn, [*[(nodes[0], {})], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
+            )
     assert store.turns_not_saved == 1
-    assert part_files(store.folder) == names(state(two[0]))
+    assert checkpoint_files(store.folder) == names(state(two[0]))
     # It is in RAM, and may go.
     entry = store.pool.get(state(one[0]).key)
     assert entry is not None and not entry.pins and not entry.is_stored
 
 
-def test_hourly_writes_count_parts(tmp_path: Path, limits: StoreLimits) -> None:
+def test_hourly_writes_count_checkpoints(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_hourly_bytes=12_000))
     (node,) = chain([1])
     keys = (node.key,)
     turn = Commit(ROOT, (node,), Leaf("s", node.key, 1, keys), checkpoints=(state(node),))
-    store.commit(turn, [*[(node, {})], *[(state(node), arrays_of_part(state(node)))]])
+    store.commit(turn, [*[(node, {})], *[(state(node), arrays_of_checkpoint(state(node)))]])
     store.drain()
-    assert store.turns_not_saved == 1 and part_files(store.folder) == set()
+    assert store.turns_not_saved == 1 and checkpoint_files(store.folder) == set()
     store.commit(replace(turn, checkpoints=()), [])
     store.drain()
     assert store.turns_saved == 1
@@ -371,11 +386,11 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     return disk
 
 
-def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> None:
+def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore) -> None:
     old, new = chain([1], [2]), chain([3], [4])
     save_turn(store, old, "old", [window(old[0])])
     save_turn(store, new, "new", [state(new[1])])
-    store.touch([old[1].key])  # as a chain without its part: that is older than all else now
+    store.touch([old[1].key])  # as a chain without its checkpoint: that is older than all else now
     store.drain()
     disk = tight(store, 1)
     assert disk.files.make_room(0)
@@ -383,16 +398,16 @@ def test_the_least_recently_used_goes_first_part_or_leaf(store: BlockStore) -> N
     assert disk.index.totals().n_blocks == 4
     assert disk.files.gone.get(window(old[0]).key) is Gone.EVICTED
     assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
-    # Then a leaf, which takes its parts along.
+    # Then a leaf, which takes its checkpoints along.
     disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - 1)
     assert disk.files.make_room(0)
     assert new[1].key not in disk.index and disk.index.keys("checkpoints") == set()
-    assert part_files(disk.folder) == set()
+    assert checkpoint_files(disk.folder) == set()
     assert disk.files.gone.get(state(new[1]).key) is Gone.EVICTED
     disk.close()
 
 
-def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStore) -> None:
+def test_at_one_age_the_end_of_a_conversation_goes_before_checkpoints(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
     disk = tight(store, 1)
@@ -402,7 +417,7 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_parts(store: BlockStor
     disk.close()
 
 
-def test_parts_that_are_used_stay(store: BlockStore) -> None:
+def test_checkpoints_that_are_used_stay(store: BlockStore) -> None:
     one, two = chain([1], [2]), chain([3], [4])
     save_turn(store, one, "one", [state(one[0])])
     save_turn(store, two, "two", [state(two[0])])
@@ -415,7 +430,7 @@ def test_parts_that_are_used_stay(store: BlockStore) -> None:
     disk.close()
 
 
-def test_parts_that_are_used_stay_in_ram(store: BlockStore) -> None:
+def test_checkpoints_that_are_used_stay_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(node) for node in nodes])
     store.touch([nodes[0].key], [state(nodes[0])])
@@ -429,7 +444,7 @@ def parts_in_ram(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
     return set(store.pool.checkpoints(node.key for node in nodes))
 
 
-def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
+def test_checkpoints_of_pinned_sessions_stay(store: BlockStore) -> None:
     pinned, other = chain([1], [2]), chain([1], [3], [4])
     save_turn(store, pinned, "pinned", [window(pinned[0]), state(pinned[1])])
     save_turn(store, other, "other", [state(other[1]), state(other[2])])
@@ -443,7 +458,7 @@ def test_parts_of_pinned_sessions_stay(store: BlockStore) -> None:
     disk.close()
 
 
-def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
+def test_checkpoints_of_waiting_turns_stay(store: BlockStore) -> None:
     one, two = chain([1], [2]), chain([3])
     save_turn(store, one, "one", [state(one[0]), state(one[1])])
     save_turn(store, two, "two", [state(two[0])])
@@ -461,7 +476,7 @@ def test_parts_of_waiting_turns_stay(store: BlockStore) -> None:
     disk.close()
 
 
-def test_parts_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
+def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
     limits = StoreLimits(max_ram_bytes=4 << 20, max_disk_bytes=600 << 10)
     store = BlockStore(tmp_path / "store", limits)
     for n in range(12):
@@ -494,31 +509,31 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_part_that_cannot_be_trusted_goes_to_quarantine(
+def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
-    part, other = state(node), window(node)
-    save_turn(store, [node], "s", [part, other])
+    checkpoint, other = state(node), window(node)
+    save_turn(store, [node], "s", [checkpoint, other])
     store.pool.clear()
-    path = checkpoint_path(store.folder, part.key)
+    path = checkpoint_path(store.folder, checkpoint.key)
     damage(path)
     with writer_held(store):
-        assert store.reader.load(part, ROOT) is None
-        assert parts_of(store, node) == {other}, "it is offered again"
-    assert f"checkpoint {part.key.hex()} goes to quarantine" in caplog.text
+        assert store.reader.load(checkpoint, ROOT) is None
+        assert checkpoints_of(store, node) == {other}, "it is offered again"
+    assert f"checkpoint {checkpoint.key.hex()} goes to quarantine" in caplog.text
     assert store.blocks_quarantined == 1
-    assert not path.exists() and store.disk.files.gone.get(part.key) is Gone.QUARANTINED
+    assert not path.exists() and store.disk.files.gone.get(checkpoint.key) is Gone.QUARANTINED
     assert sorted(p.suffix for p in (store.folder / "quarantine").iterdir()) == [
         ".json",
         ".safetensors",
     ]
-    # The block and its other part are as they were; the part can be kept anew.
+    # The block and its other checkpoint are as they were; the checkpoint can be kept anew.
     check_holds(store, other, "disk")
     assert store.reader.load(node, ROOT) is not None
-    save_turn(store, [node], "s", [part])
+    save_turn(store, [node], "s", [checkpoint])
     store.pool.clear()
-    check_holds(store, part, "disk")
+    check_holds(store, checkpoint, "disk")
 
 
 def hold_writer(store: BlockStore) -> threading.Event:
@@ -539,7 +554,7 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     asked: list[tuple[Callable[[], set[Any]], Record]] = [
-        (lambda: parts_of(store, node), state(node)),
+        (lambda: checkpoints_of(store, node), state(node)),
         (lambda: set(store.children(ROOT.key)), node),
     ]
     read = store.view.ask
@@ -547,8 +562,8 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
         may_go = hold_writer(store)
         store.lose(block, "canary")
 
-        def read_and_let_go(*args: Any, may_go: Any = may_go) -> Any:
-            found = read(*args)
+        def read_and_let_go(*args: Any, may_go: Any = may_go, **types: Any) -> Any:
+            found = read(*args, **types)
             may_go.set()
             store.drain()
             return found
@@ -558,81 +573,87 @@ def test_what_goes_to_quarantine_is_gone_while_it_goes(
         assert may_go.is_set()
 
 
-def test_a_part_in_ram_that_fails_a_canary_goes_to_quarantine(
+def test_a_checkpoint_in_ram_that_fails_a_canary_goes_to_quarantine(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     store.lose(state(node), "canary")
-    assert parts_of(store, node) == set()
+    assert checkpoints_of(store, node) == set()
     store.drain()
-    assert part_files(store.folder) == set() and node.key in store
+    assert checkpoint_files(store.folder) == set() and node.key in store
     assert f"checkpoint {state(node).key.hex()} goes to quarantine: canary" in caplog.text
 
 
-def test_a_block_in_quarantine_takes_its_parts_along(store: BlockStore) -> None:
+def test_a_block_in_quarantine_takes_its_checkpoints_along(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
     store.lose(nodes[1], "canary")
-    assert parts_of(store, nodes[0]) == {state(nodes[0])}
+    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}
     assert state(nodes[1]).key not in store.pool
     store.drain()
-    assert parts_of(store, *nodes) == {state(nodes[0])}
-    assert part_files(store.folder) == names(state(nodes[0]))
+    assert checkpoints_of(store, *nodes) == {state(nodes[0])}
+    assert checkpoint_files(store.folder) == names(state(nodes[0]))
 
 
-def test_a_part_whose_file_is_gone(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_whose_file_is_gone(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     store.pool.clear()
     checkpoint_path(store.folder, state(node).key).unlink()
     with writer_held(store):
         assert store.reader.load(state(node), ROOT) is None
-        assert parts_of(store, node) == set()
+        assert checkpoints_of(store, node) == set()
     assert "is no longer on disk" in caplog.text
     assert store.index.keys("checkpoints") == set() and node.key in store.index
     assert not (store.folder / "quarantine").exists()
 
 
-def test_swapped_parts(store: BlockStore) -> None:
+def test_swapped_checkpoints(store: BlockStore) -> None:
     """Whole files, right checksums, wrong names."""
     nodes = chain([1], [2])
-    parts = [state(node) for node in nodes]
-    save_turn(store, nodes, "s", parts)
+    checkpoints = [state(node) for node in nodes]
+    save_turn(store, nodes, "s", checkpoints)
     store.pool.clear()
-    one, two = (checkpoint_path(store.folder, part.key) for part in parts)
+    one, two = (checkpoint_path(store.folder, checkpoint.key) for checkpoint in checkpoints)
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
-    for part in parts:
-        assert store.reader.load(part, ROOT) is None
+    for checkpoint in checkpoints:
+        assert store.reader.load(checkpoint, ROOT) is None
     store.drain()
-    assert part_files(store.folder) == set()
+    assert checkpoint_files(store.folder) == set()
 
 
-def test_a_part_of_another_model(store: BlockStore) -> None:
+def test_a_checkpoint_of_another_model(store: BlockStore) -> None:
     (node,) = chain([1])
-    part = state(node)
-    save_turn(store, [node], "s", [part])
+    checkpoint = state(node)
+    save_turn(store, [node], "s", [checkpoint])
     store.pool.clear()
-    checkpoint_path(store.folder, part.key).unlink()
+    checkpoint_path(store.folder, checkpoint.key).unlink()
     other = Root("another", ROOT.layout)
     write_block(
-        checkpoint_path(store.folder, part.key), part, other, arrays_of_part(part), fsync=False
+        checkpoint_path(store.folder, checkpoint.key),
+        checkpoint,
+        other,
+        arrays_of_checkpoint(checkpoint),
+        fsync=False,
     )
-    assert store.reader.load(part, ROOT) is None
+    assert store.reader.load(checkpoint, ROOT) is None
     store.drain()
-    assert part_files(store.folder) == set()
+    assert checkpoint_files(store.folder) == set()
 
 
-def test_a_part_that_another_process_removes(
+def test_a_checkpoint_that_another_process_removes(
     store: BlockStore, limits: StoreLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two stores on one folder: None for who is about to load it; then it can be written anew."""
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
     store.pool.clear()
-    (offered,) = parts_of(store, nodes[1])
+    (offered,) = checkpoints_of(store, nodes[1])
     other = BlockStore(store.folder, limits)
     longer = chain([1], [2], [3])
     save_turn(other, longer, "s", [state(longer[2])], [offered])
@@ -640,19 +661,19 @@ def test_a_part_that_another_process_removes(
         assert store.reader.load(offered, ROOT) is None
     store.drain()
     assert store.blocks_quarantined == 0 and not store._failures
-    assert parts_of(store, *longer) == {state(longer[2])}
+    assert checkpoints_of(store, *longer) == {state(longer[2])}
     check_holds(store, state(longer[2]), "disk")
     # A turn that was to go on from it is saved all the same, without it.
     branch = chain([1], [2], [4])
     turn = Commit(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
     new = [(branch[2], arrays_of(branch[2]))]
-    store.commit(turn, [*new, *[(state(branch[2]), arrays_of_part(state(branch[2])))]])
+    store.commit(turn, [*new, *[(state(branch[2]), arrays_of_checkpoint(state(branch[2])))]])
     store.drain()
     assert store.index.keys("checkpoints") == {state(longer[2]).key, state(branch[2]).key}
     other.close()
 
 
-def test_a_part_that_goes_while_it_is_read(
+def test_a_checkpoint_that_goes_while_it_is_read(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (node,) = chain([1])
@@ -679,17 +700,21 @@ def test_an_index_that_cannot_be_read(
         raise sqlite3.OperationalError("disk I/O error")
 
     monkeypatch.setattr(Database, "connection", property(fail))
-    assert parts_of(store, node) == {state(node)}  # what is in RAM
+    assert checkpoints_of(store, node) == {state(node)}  # what is in RAM
     store.pool.clear()
-    assert parts_of(store, node) == set()
+    assert checkpoints_of(store, node) == set()
     assert "cannot read the index" in caplog.text
 
 
-def test_stats_count_parts(store: BlockStore) -> None:
+def test_stats_count_checkpoints(store: BlockStore) -> None:
     nodes = chain([1], [2])
     content = save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
     stats = store.stats()
-    in_ram = sum(array.nbytes for part in map(state, nodes) for array in content[part.key].values())
+    in_ram = sum(
+        array.nbytes
+        for checkpoint in map(state, nodes)
+        for array in content[checkpoint.key].values()
+    )
     sizes = [path.stat().st_size for path in (store.folder / "checkpoints").glob("*/*")]
     assert (stats["tiers"]["ram"]["blocks"], stats["tiers"]["ram"]["checkpoints"]) == (2, 2)
     assert stats["tiers"]["ram"]["checkpoint_bytes"] == in_ram < stats["tiers"]["ram"]["bytes"]

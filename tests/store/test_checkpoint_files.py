@@ -22,14 +22,20 @@ from mlx_lm_kvpersist.store.files import (
     write_block,
 )
 
-from .conftest import ROOT, arrays_of_part, chain, state
+from .conftest import ROOT, arrays_of_checkpoint, chain, state
 
-PART = state(chain([1, 2, 3])[0])
+CHECKPOINT = state(chain([1, 2, 3])[0])
 
 
-def write(folder: Path, part: Checkpoint = PART, root: Root = ROOT) -> Path:
-    write_block(checkpoint_path(folder, part.key), part, root, arrays_of_part(part), fsync=False)
-    return checkpoint_path(folder, part.key)
+def write(folder: Path, checkpoint: Checkpoint = CHECKPOINT, root: Root = ROOT) -> Path:
+    write_block(
+        checkpoint_path(folder, checkpoint.key),
+        checkpoint,
+        root,
+        arrays_of_checkpoint(checkpoint),
+        fsync=False,
+    )
+    return checkpoint_path(folder, checkpoint.key)
 
 
 def test_a_key_covers_block_kind_and_tokens() -> None:
@@ -39,26 +45,34 @@ def test_a_key_covers_block_kind_and_tokens() -> None:
 
 
 def test_reads_what_was_written(tmp_path: Path) -> None:
-    arrays = arrays_of_part(PART)
-    size = write_block(checkpoint_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=True)
-    path = checkpoint_path(tmp_path, PART.key)
-    assert path == tmp_path / "checkpoints" / PART.key.hex()[:2] / f"{PART.key.hex()}.safetensors"
+    arrays = arrays_of_checkpoint(CHECKPOINT)
+    size = write_block(
+        checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays, fsync=True
+    )
+    path = checkpoint_path(tmp_path, CHECKPOINT.key)
+    assert (
+        path
+        == tmp_path
+        / "checkpoints"
+        / CHECKPOINT.key.hex()[:2]
+        / f"{CHECKPOINT.key.hex()}.safetensors"
+    )
     assert size == path.stat().st_size
-    part, root, loaded = read_file(checkpoint_path(tmp_path, PART.key))
-    assert (part, root) == (PART, ROOT)
+    checkpoint, root, loaded = read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
+    assert (checkpoint, root) == (CHECKPOINT, ROOT)
     assert loaded.keys() == arrays.keys()
     for name, array in arrays.items():
         assert loaded[name].dtype == array.dtype and mx.array_equal(loaded[name], array)
-    assert read_record(path)[:2] == (PART, ROOT)
+    assert read_record(path)[:2] == (CHECKPOINT, ROOT)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_part_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = path.read_bytes(), path.stat().st_ino
     with pytest.raises(FileExistsError):
-        write_block(path, PART, ROOT, {"other": mx.zeros(3)}, fsync=False)
+        write_block(path, CHECKPOINT, ROOT, {"other": mx.zeros(3)}, fsync=False)
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
@@ -71,8 +85,8 @@ def test_states_come_in_any_form(tmp_path: Path) -> None:
         "scalar": mx.array(7, mx.int64),
     }
     mx.eval(arrays)
-    write_block(checkpoint_path(tmp_path, PART.key), PART, ROOT, arrays, fsync=False)
-    _, _, loaded = read_file(checkpoint_path(tmp_path, PART.key))
+    write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays, fsync=False)
+    _, _, loaded = read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
     for name, array in arrays.items():
         assert loaded[name].shape == array.shape and mx.array_equal(loaded[name], array), name
     copies = {name: mx.contiguous(array) for name, array in arrays.items()}
@@ -85,13 +99,15 @@ def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
     names = [f"{'layer' * 10}.{n}" for n in range(n_arrays)]
     arrays = {name: mx.zeros((1, 2, 3, 4, 5)) for name in names}
     mx.eval(arrays)
-    size = write_block(checkpoint_path(tmp_path, PART.key), PART, root, arrays, fsync=False)
-    assert size <= file_bytes(metadata_of(PART, root), arrays)
+    size = write_block(
+        checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, root, arrays, fsync=False
+    )
+    assert size <= file_bytes(metadata_of(CHECKPOINT, root), arrays)
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = write(tmp_path)
-    arrays = arrays_of_part(PART)
+    arrays = arrays_of_checkpoint(CHECKPOINT)
     content = path.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     positions = [*range(header), *range(header, len(content), len(content) // 200)]
@@ -101,12 +117,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
         try:
-            part, root, loaded = read_file(checkpoint_path(tmp_path, PART.key))
+            checkpoint, root, loaded = read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
         except BlockCorrupt:
             n_found += 1
             continue
         # A flip in the header's padding changes nothing that anyone reads.
-        assert (part, root) == (PART, ROOT), position
+        assert (checkpoint, root) == (CHECKPOINT, ROOT), position
         assert checksum(loaded, {}) == checksum(arrays, {}), position
     assert n_found > 0.9 * len(positions)
 
@@ -117,7 +133,7 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
     for n_bytes in [*range(0, 600, 7), *range(600, len(content), len(content) // 40)]:
         path.write_bytes(content[:n_bytes])
         with pytest.raises(BlockCorrupt):
-            read_file(checkpoint_path(tmp_path, PART.key))
+            read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
 
 
 def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
@@ -131,7 +147,7 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_file(checkpoint_path(tmp_path, PART.key))
+        read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +164,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_what_contradicts_itself_is_corrupt(tmp_path: Path, field: str, value: str | None) -> None:
-    metadata = metadata_of(PART, ROOT)
+    metadata = metadata_of(CHECKPOINT, ROOT)
     del metadata[field]
     if value is not None:
         metadata[field] = value
@@ -159,9 +175,9 @@ def test_what_contradicts_itself_is_corrupt(tmp_path: Path, field: str, value: s
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    metadata = {**metadata_of(PART, ROOT), "format": str(FORMAT + 1)}
-    path = checkpoint_path(tmp_path, PART.key)
+    metadata = {**metadata_of(CHECKPOINT, ROOT), "format": str(FORMAT + 1)}
+    path = checkpoint_path(tmp_path, CHECKPOINT.key)
     os.makedirs(path.parent)
     mx.save_safetensors(str(path), {}, metadata)
     with pytest.raises(StoreFormatError, match=f"a file of format {FORMAT + 1}"):
-        read_file(checkpoint_path(tmp_path, PART.key))
+        read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
