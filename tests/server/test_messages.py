@@ -53,6 +53,7 @@ def post(server: ScriptedServer, body: Any, path: str = MESSAGES) -> tuple[int, 
 
 def test_a_round_trip_with_a_tool(server: ScriptedServer, client: Anthropic) -> None:
     """Streamed: every turn after the first reuses all but what is new in it."""
+    client = client.with_options(default_headers={"X-KVPersist-Namespace": "a round trip"})
     system: Any = [{"type": "text", "text": SYSTEM, "cache_control": MARK}]
     messages: list[Any] = [{"role": "user", "content": "What is in the harbour?"}]
     scripts = (
