@@ -152,6 +152,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         super().setup()
         self.wfile = self.client = ClientSocket(self.connection, self.protocol_version)
 
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:  # socketserver would print a traceback
+            if getattr(self, "command", None):
+                path = self.path.partition("?")[0]
+                logger.info("the client of %s %s left before its answer's end", self.command, path)
+
     def parse_request(self) -> bool:
         self._begin_request()
         self.body: Any = {}
@@ -530,7 +538,7 @@ class PluginHTTPServer(StockServer):
         At the end of the server a connection can be closed before its thread has begun to read it.
         """
         if isinstance(sys.exc_info()[1], OSError):
-            logger.info("a connection was closed before the end of its answer")
+            logger.info("a connection was closed before its request was read")
         else:
             logger.exception("a connection failed")
 
