@@ -103,7 +103,7 @@ class Fleet:
                 # A .pth file imports the package before the current folder is looked at.
                 env={
                     MEMORY_FILE: str(self._memory_file(name)),
-                    "PYTHONPATH": str(side.checkout),
+                    "PYTHONPATH": os.pathsep.join([str(side.checkout), *_python_path()]),
                 },
                 log_path=self.folder / f"{name}.log",
                 start_timeout_s=300.0,
@@ -253,6 +253,10 @@ def _stock_bytes_per_token(spec: dict[str, Any], bits: int) -> float | None:
             a_number = width if bits == 16 else bits / 8 + 2 * width / 64
             total += len(group["slots"]) * shape["n_heads"] * shape["dim"] * a_number
     return total
+
+
+def _python_path() -> list[str]:
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def _files(folder: Path) -> list[Path]:
