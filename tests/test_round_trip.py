@@ -16,6 +16,7 @@ from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
 
 PRECISIONS = {name: PrecisionChoice(*(bits or (4, 4))) for name, bits in KV_BITS.items()}
@@ -167,8 +168,8 @@ QUANTIZED: dict[str, Fault] = {
     "tiled attention": after(attention, "tiled_attention", head_swapped),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
     "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),
-    "layers swapped in blocks": after(blocks, "_split", layers_swapped),
-    "scales of values for keys": after(blocks, "_split", blocks_swapped),
+    "layers swapped in blocks": after(saver, "split", layers_swapped),
+    "scales of values for keys": after(saver, "split", blocks_swapped),
 }
 OWN: dict[str, Fault] = {
     "merge swaps keys and values": after(FullPrecisionBatchKVCache, "merge", swap_sides),
@@ -178,7 +179,7 @@ OWN: dict[str, Fault] = {
     "offset": after(FullPrecisionBatchKVCache, "update_and_fetch", offset_one_on),
     "mask": after(FullPrecisionBatchKVCache, "make_mask", no_mask),
     "restore is one short": after(blocks.Joiner, "finish", one_token_less),
-    "layers swapped in blocks": after(blocks, "_split", layers_swapped),
+    "layers swapped in blocks": after(saver, "split", layers_swapped),
 }
 FAULTS = [("4", name) for name in QUANTIZED] + [("16", name) for name in OWN]
 FAULTS += [
