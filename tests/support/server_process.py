@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .reply import PortTaken, Reply, ServerError, read_events, read_reply, response_headers
-from .zygote import READ_AT_IMPORT, Forked, Zygote
+from .zygote import VARIABLES, Forked, Zygote
 
 HOST = "127.0.0.1"
 _LISTEN = "0A"
@@ -71,7 +71,10 @@ class ServerProcess:
     """
 
     zygote: ClassVar[Zygote | None] = None
-    """Forks servers, which saves half of their start; for tests."""
+    """Forks servers, which saves half of their start; for tests.
+
+    Only first starts are forked: all forks hash strings alike, which a restarted server does not.
+    """
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class ServerProcess:
             log_path = Path(name)
         self.log_path = log_path
         self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._was_started = False
 
     # Life
 
@@ -235,11 +239,15 @@ class ServerProcess:
             raise ServerError("the server runs already")
         if self.port is None:
             self.port = free_port()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self.env}
+        environment = {**os.environ, **VARIABLES, **self.env}
         log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        if self.zygote is not None and self._is_forked():
+        self._process = None
+        # A fork is the same for our Python and package alone.
+        ours = (self.python, self.launcher[0], self.cwd) == (sys.executable, "-m", None)
+        if self.zygote is not None and ours and not self._was_started:
             self._process = self.zygote.fork(self.command, self.log_path, environment)
-        else:
+        self._was_started = True
+        if self._process is None:
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
                     self.command,
@@ -267,14 +275,6 @@ class ServerProcess:
                 continue
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
-
-    def _is_forked(self) -> bool:
-        """Say whether a fork is the same: our Python and package, no variable that it reads."""
-        return (self.python, self.launcher[0], self.cwd) == (
-            sys.executable,
-            "-m",
-            None,
-        ) and not any(name.startswith(READ_AT_IMPORT) for name in self.env)
 
     def _is_taken(self) -> bool:
         """Say whether another process listens on this server's port."""

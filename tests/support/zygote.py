@@ -6,105 +6,151 @@ Half of a start is the import of transformers. What a fork does from there is wh
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PTH = Path(__file__).parents[2] / "mlx_lm_kvpersist.pth"
-READ_AT_IMPORT = ("HF_", "LD_", "DYLD_", "OPENBLAS_", "PYTHON", "TRANSFORMERS_")
+VARIABLES = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+"""What a server's environment has besides that of the tests."""
+READ_AT_IMPORT = (
+    *("DYLD_", "HF_", "HOME", "LANG", "LC_", "LD_", "OMP_", "OPENBLAS_", "PYTHON"),
+    *("TRANSFORMERS_", "TZ", "XDG_"),
+)
 """Beginnings of variables that are read before the fork."""
+PR_SET_PDEATHSIG = 1
 
 
 class Forked:
     """A process that the zygote has forked, with what is used of subprocess.Popen."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
+        assert sys.platform == "linux"
         self._zygote, self.pid = zygote, pid
         self._status: int | None = None
+        self._handle = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        os.close(self._handle)
 
     def poll(self) -> int | None:
-        if self._status is None:
-            self._status = self._zygote.ask({"poll": self.pid})
-        return self._status
+        return self.wait() if self._has_ended(0) else None
 
     def wait(self, timeout: float | None = None) -> int:
-        deadline = time.monotonic() + (timeout or float("inf"))
-        while (status := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(["forked"], timeout or 0.0)
-            time.sleep(0.01)
-        return status
+        if not self._has_ended(timeout):
+            raise subprocess.TimeoutExpired(["forked"], timeout or 0.0)
+        if self._status is None:
+            try:
+                self._status = self._zygote.ask({"ended": self.pid})
+            except (OSError, ValueError):  # the zygote has ended, and its forks with it
+                self._status = -signal.SIGKILL
+        return self._status
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        assert sys.platform == "linux"
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        ending = select.poll()
+        ending.register(self._handle, select.POLLIN)
+        return bool(ending.poll(None if timeout is None else timeout * 1000))
 
 
 class Zygote:
-    """The process that forks, started when it is first asked."""
+    """The process that forks, started when it is first asked. Linux only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._env = {**os.environ, **VARIABLES}
 
-    def fork(self, command: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked:
-        """Run `python -m …`, with these variables alone; its output is appended to a file."""
+    def fork(self, command: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked | None:
+        """Run `python -m …`, with these variables alone; its output is appended to a file.
+
+        Returns None where that must be an ordinary process: the zygote has read other variables,
+        or it has ended, as where transformers cannot be imported.
+        """
+        if _read_at_import(env) != _read_at_import(self._env):
+            return None
         log_path.touch()
         order = {"command": list(command), "log": str(log_path), "env": dict(env)}
-        pid = self.ask({**order, "cwd": os.getcwd()})
-        assert pid > 1, pid
-        return Forked(self, pid)
+        try:
+            return Forked(self, self.ask({**order, "cwd": os.getcwd()}))
+        except (OSError, ValueError):
+            return None
 
-    def ask(self, order: dict[str, Any]) -> Any:
+    def ask(self, order: dict[str, Any]) -> int:
+        """Return the zygote's answer. Raises OSError or ValueError once it has ended."""
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", __file__],
+                    [sys.executable, __file__],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                    env=self._env,
                     text=True,
                 )
             assert self._process.stdin and self._process.stdout
             try:
                 print(json.dumps(order), file=self._process.stdin, flush=True)
-                return json.loads(self._process.stdout.readline())
+                answer = json.loads(self._process.stdout.readline())
+                if type(answer) is not int:
+                    raise ValueError(f"the zygote answered {answer}")
+                return answer
             except BaseException:  # the next answer would be that of this order
                 self._process.kill()
+                self._process.wait()
                 raise
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.communicate()
+            try:
+                self._process.communicate(timeout=10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(READ_AT_IMPORT)}
 
 
 def _orders() -> dict[str, Any] | None:
     """Do what is asked; return in a fork, with what it is to run, and None at the end."""
+    statuses: dict[int, int] = {}
     for line in sys.stdin:
-        order: dict[str, Any] = json.loads(line)
-        answer: int | None
-        if "poll" in order:
-            pid, status = os.waitpid(order["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+        order: dict[str, Any] = {"parent": os.getpid(), **json.loads(line)}
+        if "ended" in order:
+            answer: int = order["ended"]
+            if answer not in statuses:
+                statuses[answer] = os.waitstatus_to_exitcode(os.waitpid(answer, 0)[1])
+            answer = statuses[answer]
         elif (answer := os.fork()) == 0:
             return order
+        else:
+            statuses.pop(answer, None)  # an earlier process had this pid
         print(json.dumps(answer), flush=True)
     return None
 
 
 def _run(order: dict[str, Any]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no fork outlives the zygote
+    if os.getppid() != order["parent"]:
+        os._exit(1)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

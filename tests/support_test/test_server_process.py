@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from http.client import RemoteDisconnected
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import pytest
 from mlx_lm_kvpersist.host.patching.versions import parse
 from tests.support import ServerError, ServerProcess, StartServer, parse_outcome, wait_until
 from tests.support import server_process as ports_module
+from tests.support.zygote import Forked
 
 MESSAGES = [
     {"role": "system", "content": "Be short."},
@@ -67,11 +69,13 @@ def test_request_returns_refusals_and_chat_raises_them(server: ServerProcess) ->
 def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: StartServer) -> None:
     server = start_server(tiny_model)
     first, port = server.pid, server.port
+    assert isinstance(server._process, Forked) is (sys.platform == "linux")
     text = server.chat(MESSAGES, max_tokens=8).text
     assert server.kill9() == -9
     assert not server.alive
     assert not server.healthy()
     server.restart()
+    assert not isinstance(server._process, Forked), "one that hashes strings anew"
     assert (server.pid != first, server.port) == (True, port)
     assert server.chat(MESSAGES, max_tokens=8).text == text
 
