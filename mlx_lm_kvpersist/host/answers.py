@@ -177,8 +177,10 @@ class Route:
     handle: Callable[[Any], None]
 
     def matches(self, method: str, path: str) -> bool:
+        if method != self.method or "{" not in self.path:
+            return (method, path) == (self.method, self.path)
         pattern = re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path))
-        return method == self.method and re.fullmatch(pattern, path) is not None
+        return re.fullmatch(pattern, path) is not None
 
 
 @dataclass(eq=False)

@@ -98,7 +98,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
         status = 0
         for log in logging.getLogger().handlers:
             log.setFormatter(PrintableFormatter(log.formatter or logging.Formatter()))
-        with ending_cleanly() as signals:
+        with ending_cleanly(provider) as signals:
             try:
                 check_address(call["host"], call["port"])
                 try:
@@ -141,15 +141,33 @@ def check_address(host: str, port: int) -> None:
         stop(ConfigError(f"{what}; choose another --port, or a --host of this machine"))
 
 
+_held: list[list[int]] = []
+"""Signals that came while none may interrupt the main thread, a list for each such block."""
+
+
 @contextmanager
-def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
+def uninterrupted() -> Iterator[None]:
+    """Let a signal that ends the server wait until the end of the block. Main thread."""
+    held: list[int] = []
+    _held.append(held)
+    try:
+        yield
+    finally:
+        _held.pop()
+        if held:
+            raise KeyboardInterrupt(held[0])
+
+
+@contextmanager
+def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM end the server as Ctrl-C does; a second signal, or `grace_s`, forces the end.
 
     SIGTERM kills a stock server before its threads have ended. Here the handler raises
     KeyboardInterrupt with its number; stock catches it, stops listening and joins the generation
     thread. Outside the main thread nothing changes. Yields the list of the signals received. The
     timer of `grace_s` keeps running after the block, because threads that are left can keep a
-    process alive.
+    process alive. A generation thread that fails sends a signal, too: where the server ends
+    already, and `provider` has its `fatal_error`, the second signal is taken for that one.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -158,12 +176,16 @@ def ending_cleanly(grace_s: float = GRACE_S) -> Iterator[list[int]]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        if len(received) == 2 and getattr(provider, "fatal_error", None) is not None:
+            return
         if len(received) > 1:
             end_now(number, "asked twice")
         clock = threading.Timer(grace_s, end_now, (number, f"not ended after {grace_s:g} s"))
         clock.daemon = True
         clock.start()
-        raise KeyboardInterrupt(number)
+        if not _held:
+            raise KeyboardInterrupt(number)
+        _held[-1].append(number)
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
     # A shell starts background jobs with SIGINT ignored; it stays ignored.

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_lm_kvpersist.errors import GenerationStopped
+from mlx_lm_kvpersist.host import run
 from mlx_lm_kvpersist.host.http import server as http_server
 from mlx_lm_kvpersist.host.http.server import PluginHTTPServer
 from mlx_lm_kvpersist.host.run import ending_cleanly
@@ -101,6 +102,43 @@ def test_handlers_are_restored_and_an_ignored_interrupt_stays_ignored(
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before[1])
+
+
+def test_a_signal_does_not_interrupt_the_accepting_of_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("threading.Timer.start", lambda timer: None)
+    accepted: list[str] = []
+
+    class Accepting:
+        def _handle_request_noblock(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            accepted.append("whole")
+
+    class Server(PluginHTTPServer, Accepting):
+        pass
+
+    with ending_cleanly(), pytest.raises(KeyboardInterrupt) as asked:
+        object.__new__(Server)._handle_request_noblock()
+    assert (accepted, asked.value.args) == (["whole"], (signal.SIGTERM,))
+
+
+def test_a_failure_while_the_server_ends_is_no_second_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("threading.Timer.start", lambda timer: None)
+    ended: list[str] = []
+    monkeypatch.setattr(run, "end_now", lambda number, reason: ended.append(reason))
+    provider = SimpleNamespace(fatal_error=None)
+    with ending_cleanly(provider):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        provider.fatal_error = RuntimeError("the generation thread failed")
+        signal.raise_signal(signal.SIGTERM)
+        assert not ended
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert ended == ["asked twice"]
 
 
 class Listening:

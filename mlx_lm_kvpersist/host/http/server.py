@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from datetime import datetime, timezone
@@ -31,6 +30,7 @@ from ...fields import require_text
 from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
+from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name
 from .client import ClientSocket
 from .completion_output import CompletionOutput
@@ -56,8 +56,6 @@ CLIENT_TIMEOUT_S = 300.0
 RETRY_AFTER_S = 5
 DRAIN_S = 5.0
 """How long replies may go on after SIGTERM."""
-LAST_BYTES_S = 0.2
-"""How long after its last token a reply may take to be written."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
 _UNSAID = {
@@ -529,8 +527,12 @@ class PluginHTTPServer(StockServer):
     def _end_after_replies(self) -> None:
         if not self.generator.open_requests.wait_for_none(DRAIN_S):
             logger.info("some replies have not ended within %g s; they are cut off", DRAIN_S)
-        time.sleep(LAST_BYTES_S)
         self.shutdown()
+
+    def _handle_request_noblock(self) -> None:
+        """Accept a connection. Interrupted here, socketserver would close it unanswered."""
+        with uninterrupted():
+            super()._handle_request_noblock()  # type: ignore[misc]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log why a connection failed, in place of socketserver's traceback on stderr.

@@ -27,7 +27,8 @@ class Overrides:
     """Expects that a class of the host has the methods that `by` overrides, and calls them alike.
 
     Ours takes every parameter of stock's, by name or with the rest (`*args`, `**kwargs`), and no
-    other. What it takes with the rest must have a default, because ours cannot know it.
+    other. What it takes with the rest must have a default, because ours cannot know it. What both
+    name has the same default.
     """
 
     name: str
@@ -42,8 +43,13 @@ class Overrides:
             named = [one.name for one in own.parameters.values() if one.kind not in _REST]
             added = [one for one in theirs.values() if one.name not in named]
             takes_rest = len(named) < len(own.parameters)
-            if [one for one in theirs if one in named] != named or not all(
-                one.kind in _REST or (takes_rest and one.default is not one.empty) for one in added
+            if (
+                [one for one in theirs if one in named] != named
+                or any(theirs[one].default != own.parameters[one].default for one in named)
+                or not all(
+                    one.kind in _REST or (takes_rest and one.default is not one.empty)
+                    for one in added
+                )
             ):
                 raise SignatureChanged(
                     f"{module.__name__}:{name} is {inspect.signature(stock)} in this mlx-lm, "

@@ -240,13 +240,20 @@ def requests_pass_plugins(server: ModuleType) -> None:
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
-        generator.requests.put((Queue(), request, GENERATION_ARGS))
+        other = server.CompletionRequest("text", "p", [], None, None)
+        for one in (request, other):
+            generator.requests.put((Queue(), one, GENERATION_ARGS))
         _, request, args = generator._next_request(0.1)
+        can_join = generator._is_batchable(GENERATION_ARGS)
+        joined, none = generator._next_request(), generator._next_request()
         ids, segments, types, *_ = generator._tokenize(TOKENIZER, request, args)
     prompt = [ord("x"), ord("!")]
     expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
-    expect("hooks asked", plugin.asked, ["serving_changed True", "take_request chat "])
+    expect("whether a request can join", can_join, True)
+    expect("the one that joins, and the next", (joined and joined[1], none), (other, None))
+    asked = ["serving_changed True", "take_request text p", "take_request chat "]
+    expect("hooks asked", plugin.asked, asked)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:

@@ -18,6 +18,8 @@ _LENGTHS = (
 """Fields of a config.json with the tokens that a model was trained for."""
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Where a model that also reads images has the configuration of its text."""
+_STRETCHES = ("linear", "dynamic")
+"""Kinds of rope scaling whose factor is of the length that stands beside them."""
 _UNSTATED = 10**9
 """Tokenizers without a limit state 1e30."""
 
@@ -53,9 +55,15 @@ def length_of(config: Mapping[str, Any]) -> int | None:
         stated = inner if isinstance(inner, Mapping) else {}
         length = next((stated[name] for name in _LENGTHS if _is_length(stated.get(name))), None)
         if length is not None:
-            scaling = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
-            before = scaling.get("original_max_position_embeddings", length)
-            return max(int(length), int(scaling.get("factor", 1) * before))
+            rope = stated.get("rope_scaling") or stated.get("rope_parameters")
+            scaling = rope if isinstance(rope, Mapping) else {}
+            factor, kind = scaling.get("factor"), scaling.get("rope_type", scaling.get("type"))
+            before = scaling.get("original_max_position_embeddings")
+            if before is None and kind in _STRETCHES:
+                before = length
+            if isinstance(factor, int | float) and before is not None and _is_length(before):
+                length = max(length, int(factor * before))
+            return int(length)
     return None
 
 

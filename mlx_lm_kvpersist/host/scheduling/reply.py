@@ -12,6 +12,8 @@ from ..answers import ClientRequest
 
 LOOK_S = 0.1
 """How often the sockets of waiting clients are looked at."""
+LAST_BYTES_S = 0.2
+"""How long after its last token a reply, or an error in its place, may take to be written."""
 
 
 class ReplyQueue:
@@ -70,6 +72,7 @@ class OpenRequests:
         self._open: dict[Any, Any] = {}
         self._changed = threading.Condition()
         self._is_watched = False
+        self._last_ended_s = 0.0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -86,12 +89,15 @@ class OpenRequests:
         """The reply has ended. Any number of times."""
         with self._changed:
             self._open.pop(id(request), None)
+            self._last_ended_s = time.monotonic()
             self._changed.notify_all()
 
     def wait_for_none(self, seconds: float) -> bool:
-        """Wait until no client waits any more; False if that takes longer."""
+        """Wait until all replies have ended and are written; False if that takes longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, seconds)
+            are_over = self._changed.wait_for(lambda: not self._open, seconds)
+        time.sleep(max(0.0, self._last_ended_s + LAST_BYTES_S - time.monotonic()))
+        return are_over
 
     def _watch(self) -> None:
         while True:

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
-LAST_ANSWERS_S = 1.0
-"""How long the server still answers, with an error, before it ends."""
+LAST_ANSWERS_S = 5.0
+"""How long the process waits until those whose replies were cut off have been told."""
+FAILED_S = 1.0
+"""How long a server whose generation thread has failed still answers, with an error."""
 
 logger = logging.getLogger(__name__)
 
@@ -369,7 +371,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if getattr(self.model_provider, "is_ready", True):
             self.model_provider.is_ready = False
             logger.error("the generation thread ended", exc_info=error)
-            delay_s = LAST_ANSWERS_S
+            delay_s = FAILED_S
             what = f"its generation thread was stopped by {type(error).__name__}: {error}"
             error = stopped = GenerationStopped(f"the server ends: {what}")
         self.model_provider.fatal_error = error

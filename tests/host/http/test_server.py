@@ -220,6 +220,13 @@ def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> 
     assert [found(path) for path in paths] == [plain, braces, None, None, None, None]
 
 
+def test_a_route_of_another_method_costs_no_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_lm_kvpersist.host.answers.re", None)
+    assert not Route("GET", "/x/{id}", print).matches("POST", "/x/y")
+    assert not Route("POST", "/x", print).matches("POST", "/x/y")
+    assert Route("POST", "/x", print).matches("POST", "/x")
+
+
 @pytest.mark.parametrize(
     ("model", "is_full_precision"),
     [("claude-opus-5", True), ("anthropic.claude", True), ("anthropic/claude-mlx", False)],

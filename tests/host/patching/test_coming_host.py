@@ -96,6 +96,8 @@ def test_a_parameter_that_the_host_requires_is_not_passed_on_blindly(
     [
         ("def f(self, a, b=1): ...", True),
         ("def f(self, a, b=1, c=2): ...", True),
+        ("def f(self, a, b=2): ...", False),
+        ("def f(self, a, b): ...", False),
         ("def f(self, a, b=1, *args, c=None, **more): ...", True),
         ("def f(self, a, b=1, *, c): ...", False),
         ("def f(self, b=1, c=2): ...", False),

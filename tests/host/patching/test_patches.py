@@ -148,6 +148,29 @@ def test_two_patches_of_one_target_are_undone(server: ModuleType) -> None:
     assert server.convert_chat is stock
 
 
+@pytest.mark.parametrize("name", ["_is_batchable", "_next_request"])
+def test_a_method_that_requires_more_fails_the_probe(
+    name: str, server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = next(patch for patch in PATCHES if patch.name == "response_generator")
+    stock = getattr(server.ResponseGenerator, name)
+
+    def changed(self: Any, given: Any = None) -> Any:
+        if given is None or name == "_is_batchable":
+            raise TypeError("missing 1 required positional argument")
+        return stock(self, given)
+
+    monkeypatch.setattr(server.ResponseGenerator, name, changed)
+    applied = PatchSet()
+    monkeypatch.setattr(Patch, "check_host", lambda patch: None)
+    applied.apply([patch])
+    try:
+        with pytest.raises(PatchNotEffective, match="could not be verified"):
+            patch.check()
+    finally:
+        applied.undo()
+
+
 def test_nothing_leaks(server: ModuleType) -> None:
     """Other users of mlx_lm in the process see what they saw before."""
     names = ("mlx_lm", "mlx_lm.models.cache", "mlx_lm.generate", "mlx_lm.utils", "argparse")

@@ -13,6 +13,7 @@ from mlx_lm_kvpersist.host.scheduling.context_length import length_of, max_conte
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+LINEAR = {"type": "linear", "original_max_position_embeddings": None}
 LONGROPE = {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
 
 
@@ -26,6 +27,14 @@ LONGROPE = {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
         ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072),
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4}}, 16384),
         ({"max_position_embeddings": 131072, "rope_scaling": LONGROPE}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {**LONGROPE, "factor": 32}}, 131072),
+        (
+            {"max_position_embeddings": 131072, "rope_scaling": {"type": "yarn", "factor": 4}},
+            131072,
+        ),
+        ({"max_position_embeddings": 32768, "rope_scaling": {**YARN, "factor": None}}, 32768),
+        ({"max_position_embeddings": 4096, "rope_scaling": {**LINEAR, "factor": 4}}, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": "linear"}, 4096),
         ({"max_position_embeddings": 40960, "rope_scaling": None}, 40960),
         ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
         ({"vision_config": {"max_position_embeddings": 77}}, None),

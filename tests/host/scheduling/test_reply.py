@@ -13,7 +13,12 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import ClientRequest
-from mlx_lm_kvpersist.host.scheduling.reply import OpenRequests, ReplyQueue, UntilAsked
+from mlx_lm_kvpersist.host.scheduling.reply import (
+    LAST_BYTES_S,
+    OpenRequests,
+    ReplyQueue,
+    UntilAsked,
+)
 from tests.support import wait_until
 
 
@@ -121,3 +126,14 @@ def test_a_batchs_time_ends_by_itself_or_when_asked() -> None:
     asked = iter([False, False, True])
     assert len(list(UntilAsked(range(9), lambda: next(asked)))) == 3
     assert len(list(UntilAsked(range(9), lambda: False))) == 9
+
+
+def test_the_last_bytes_of_a_reply_have_time_to_be_written() -> None:
+    requests = OpenRequests()
+    assert requests.wait_for_none(0)
+    request = SimpleNamespace(client=None)
+    requests.begin(request)
+    requests.end(request)
+    began = time.monotonic()
+    assert requests.wait_for_none(0)
+    assert time.monotonic() - began > LAST_BYTES_S / 2
