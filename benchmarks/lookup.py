@@ -198,7 +198,7 @@ def measure_verify(out: Path | None, n_sessions: int, n_blocks: int = 10) -> Res
                 parent = node.key
             leaf = Leaf(f"session {n}", parent, 2 * n_blocks, tuple(node.key for node in nodes))
             file_of = partial(disk.new_file, root, lambda key: arrays)
-            disk.save(Commit(root, tuple(nodes), leaf), file_of)
+            disk.save(partial(Commit, root, tuple(nodes), leaf), file_of)
         row: dict[str, Any] = {"sessions": n_sessions, "blocks": disk.index.totals().n_blocks}
         problems: list[object] = []
         row["verify s"] = timed_ms(lambda: problems.extend(find_problems(disk.folder, disk.index)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _MIN_QUEUE_BYTES = 512 << 10
 """Even where RAM holds nothing, commits must wait to be written."""
+
+_MAX_USED = 64
+"""So many chains may have been used before the index is told, if nothing is written meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ class DiskTier:
         could not be read for another reason is not among them."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
-        self.used: deque[tuple[bytes, Sequence[Checkpoint]]] = deque()
-        """Ends of chains, and checkpoints, whose use the index does not know of yet."""
+        self._used: dict[bytes, dict[bytes, Checkpoint]] = {}
+        """Ends of chains, with checkpoints by key, whose use the index does not know of yet."""
+        self._using = Lock()
         self._writer = writer
         self._failed = failed
 
@@ -83,11 +87,12 @@ class DiskTier:
         return arrays
 
     def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
-        self.mark_used()
+        self._mark_used()
         lost = self._lost.copy()
         keep = {key for commit in self._writer.commits() for key in commit.keys()}
         file_of = partial(self.disk.new_file, commit.root, arrays_of)
-        if (saved := self.disk.save(commit, file_of, keep, self._writer.rest, lost)) is None:
+        saved = self.disk.save(lambda: commit, file_of, keep, self._writer.rest, lost)
+        if saved is None:
             return None
         # What was lost meanwhile may not have been written anew.
         self._lost.difference_update(lost & {record.key for record in saved[0].records})
@@ -111,12 +116,33 @@ class DiskTier:
                 return  # it stays damaged
         self._lost.discard(key)
 
+    def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
+        """Note that a chain, given by its end, and these checkpoints are used now. Any thread."""
+        with self._using:
+            n_before = len(self._used)
+            known = self._used.pop(end, {})
+            self._used[end] = {**known, **{one.key: one for one in checkpoints}}
+            is_full = n_before < len(self._used) == _MAX_USED
+        if is_full:
+            self.mark_used()
+
     def mark_used(self) -> None:
-        """Tell the index what has been used: eviction begins with what was not. Writer thread."""
-        with self.disk.lock.held():
-            self.disk.follow_folder()
-            while self.used:
-                self.disk.index.touch(*self.used.popleft())
+        """Have the index told soon what has been used: eviction begins with what was not."""
+        self._writer.submit(self._mark_used)
+
+    def _mark_used(self) -> None:
+        with self._using:
+            used, self._used = self._used, {}
+        if not used:
+            return
+        try:
+            with self.disk.lock.held():
+                self.disk.follow_folder()
+                with self.disk.index.database.transaction():
+                    for end, checkpoints in used.items():
+                        self.disk.index.touch(end, checkpoints.values())
+        except (OSError, StoreError, sqlite3.Error) as error:
+            self._failed("mark what was used", error)
 
     def sweep(self) -> None:
         """Remove what an interrupted run left. Writer thread."""
@@ -299,15 +325,12 @@ class BlockStore:
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.disk_tier.used.append((chain[-1], checkpoints))
+        self.disk_tier.use(chain[-1], checkpoints)
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
-        self._mark_used()
+        self.disk_tier.mark_used()
         self.writer.drain()
-
-    def _mark_used(self) -> None:
-        self.change_index("mark what was used", lambda index: self.disk_tier.mark_used())
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
         """Return what is where, in numbers and bytes, and what has happened so far. Any thread.
@@ -338,7 +361,7 @@ class BlockStore:
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is waiting, for at most `timeout_s` seconds, then close the index."""
         deadline_s = time.monotonic() + timeout_s
-        self._mark_used()
+        self.disk_tier.mark_used()
         n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
             logger.warning(

@@ -107,7 +107,7 @@ class DiskStore:
 
     def save(
         self,
-        commit: Commit,
+        commit_now: Callable[[], Commit],
         file_of: Callable[[Record], NewFile | None],
         keep: Collection[bytes] = (),
         after_file: Callable[[float], None] = lambda seconds: None,
@@ -116,11 +116,12 @@ class DiskStore:
         """Write a commit's missing blocks and checkpoints and commit it: whole, or not at all.
 
         The lock is held to plan, make room and commit, and not while files are written. What
-        another process changed meanwhile is found by planning again.
+        another process changed meanwhile, or what went to make room, is found by planning again.
 
-        `keep` is not removed to make room: commits to come are built on it. Files of `damaged`
-        blocks and checkpoints are replaced. `after_file` is called with the seconds that each file
-        took, and may take its time.
+        `commit_now` returns the commit; it is called under the lock, before each plan. `keep` is
+        not removed to make room: commits to come are built on it. Files of `damaged` blocks and
+        checkpoints are replaced. `after_file` is called with the seconds that each file took, and
+        may take its time.
 
         Return the commit as it was made, and what was written: checkpoints that are gone, or whose
         block is not there, are left out, and then it supersedes nothing. None, with a line in the
@@ -132,7 +133,7 @@ class DiskStore:
             while True:
                 with self.lock.held():
                     self.follow_folder()
-                    planned = self._plan(commit, file_of, damaged)
+                    planned = self._plan(commit_now(), file_of, damaged)
                     if planned is None:
                         return None
                     whole, files = planned
@@ -145,7 +146,7 @@ class DiskStore:
                     rows = sum(_row_bytes(file.block) for file in todo)
                     rows = max(0, rows - self.files.reserve_bytes)
                     needed = sum(file.n_bytes for file in todo) + rows
-                    self._reserve(needed, {*keep, *commit.keys()})
+                    self._reserve(needed, {*keep, *whole.keys()})
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()

@@ -165,8 +165,10 @@ class Index:
     def __contains__(self, key: bytes) -> bool:
         """Say whether there is a block or a checkpoint of this key."""
         tables = "SELECT key FROM blocks UNION ALL SELECT key FROM checkpoints"
-        found = self.ask(f"SELECT 1 FROM ({tables}) WHERE key = ?", key)
-        return bool(found) and key not in self._hidden
+        # As in `children`: what is hidden is asked first.
+        return key not in self._hidden and bool(
+            self.ask(f"SELECT 1 FROM ({tables}) WHERE key = ?", key)
+        )
 
     def block(self, key: bytes) -> tuple[Block, bytes, int] | None:
         """Return what is known of a block: its node, its root's key, its file's size."""
@@ -193,6 +195,7 @@ class Index:
         """Return all blocks on the way to these leaves, parents before children.
 
         Of each: its key, its parent's key, its bytes with its checkpoints', how many these are.
+        `leaves` are at most 500.
         """
         rows: list[tuple[bytes, bytes, int, int]] = self.ask(
             f"WITH RECURSIVE up(key) AS (VALUES {','.join(['(?)'] * len(leaves)) or '(NULL)'} "
@@ -319,8 +322,9 @@ class Index:
     def totals(self) -> Totals:
         """Return numbers and bytes of all blocks, checkpoints and sidecars."""
         columns = "n_blocks, block_bytes, n_checkpoints, checkpoint_bytes, sidecar_bytes"
-        rows = self.ask(f"SELECT {columns} FROM totals WHERE root = x''", types=[int] * 5)
-        return Totals(*rows[0]) if rows else Totals()
+        rows = self.ask(f"SELECT {columns} FROM totals WHERE root = x''")
+        # A damaged number is taken for 0, and the others as they are.
+        return Totals(*(n if isinstance(n, int) else 0 for n in rows[0])) if rows else Totals()
 
     def faults(self) -> list[str]:
         """Return what is wrong with the rows in themselves, a line for each kind."""

@@ -108,10 +108,10 @@ class SessionFile:
         n_bytes = os.fstat(self._file.fileno()).st_size
         if n_bytes != end or min(file.n_bytes for file in self.files) <= 0:
             raise ValueError(f"it has {n_bytes} bytes and should have {end}")
-        self._read_items(progress)
+        self._read_items(n_blocks, progress)
         self._read_session(about)
 
-    def _read_items(self, progress: Progress) -> None:
+    def _read_items(self, n_blocks: int, progress: Progress) -> None:
         blocks: list[Block] = []
         checkpoints: dict[bytes, Checkpoint] = {}
         for number, listed in enumerate(self.files):
@@ -124,6 +124,8 @@ class SessionFile:
                 raise StoreFormatError(f"{self.path}: {name}: {error}") from error
             if number == 0:
                 self.root = root
+            if isinstance(item, Checkpoint) != (number >= n_blocks):
+                raise ValueError(f"{name} is not what its header says: blocks, then checkpoints")
             if isinstance(item, Block):
                 parent, start = (blocks[-1].key, blocks[-1].stop) if blocks else (root.key, 0)
                 if (root, item.parent, item.start) != (self.root, parent, start):
@@ -238,7 +240,6 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     """
     keys = tuple(node.key for node in source.blocks)
     leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
-    there = _session_through(disk.index, source.root, leaf)
     files = {
         item.key: NewFile(
             item,
@@ -247,13 +248,20 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         )
         for number, item in enumerate(source.items)
     }
-    commit = Commit(
-        source.root, source.blocks, None if there else leaf, checkpoints=source.checkpoints
-    )
+
+    def commit() -> Commit:
+        # Anew for each plan: a session that was there may have gone to make room.
+        there = _session_through(disk.index, source.root, leaf)
+        ends = None if there else leaf
+        return Commit(source.root, source.blocks, ends, checkpoints=source.checkpoints)
+
     saved = disk.save(commit, lambda item: files[item.key])
-    session = there or disk.index.session_at(source.root, leaf)
-    assert saved is not None and session is not None  # all that is missing comes with the commit
-    return session, saved[1], there is None
+    assert saved is not None  # all that is missing comes with the commit
+    is_new = saved[0].leaf is not None
+    find = disk.index.session_at if is_new else partial(_session_through, disk.index)
+    if (session := find(source.root, leaf)) is None:
+        raise StoreError("the session was removed as soon as it was there; import it again")
+    return session, saved[1], is_new
 
 
 def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from mlx_lm_kvpersist.cli.opening import changing, reading
 from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
+from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import (
+    block_path,
     checkpoint_path,
     checksum,
     metadata_of,
@@ -122,6 +124,26 @@ def test_a_session_goes_on(exported: Path, other: CommandLine) -> None:
     done = other.json("sessions", "import", exported)
     assert (done["id"], done["blocks_written"], done["blocks"]) == (session_id, 2, 4)
     assert len(other.ids()) == 1
+
+
+def test_a_session_that_goes_to_make_room_is_added(
+    exported: Path, other: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = chain(HEAD, [30], [31], [32], [33])
+    fill(other.folder, {"last": nodes})
+    with closing(DiskStore(other.folder, LIMITS)) as disk:
+        block_path(other.folder, nodes[0].key).unlink()
+        make_room = disk.files.make_room
+
+        def evict(n_bytes: int, keep: Collection[bytes]) -> bool:
+            disk.files.forget(nodes[-1].key)
+            return make_room(n_bytes, keep)
+
+        monkeypatch.setattr(disk.files, "make_room", evict)
+        with closing(session_file.SessionFile(exported)) as source:
+            session, written, is_new = session_file.import_session(disk, source)
+        assert is_new and len(written) == 1
+        assert disk.index.sessions() == [session] and session.leaf == nodes[-2].key
 
 
 def test_back_into_its_own_store(run: CommandLine, exported: Path) -> None:
@@ -399,6 +421,16 @@ def test_a_well_made_lie_about_checkpoints_is_refused(
         return
     assert said in other.error("sessions", "import", exported_checkpoints, "--create")
     assert not other.folder.exists()
+
+
+def test_checkpoints_among_blocks_are_refused(
+    with_checkpoints: Path, exported_checkpoints: Path, other: CommandLine
+) -> None:
+    """Else each file would be stored under the key of another."""
+    checkpoint = checkpoint_path(with_checkpoints, CHECKPOINTS[0].key).read_bytes()
+    forge(exported_checkpoints, None, lambda files: [files[0], checkpoint, *files[1 : len(LAST)]])
+    said = other.error("sessions", "import", exported_checkpoints, "--create")
+    assert "blocks, then checkpoints" in said
 
 
 def chain_root(fingerprint: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -269,6 +270,25 @@ def test_what_is_saved_after_the_clock_jumped_back_goes_last(
     store.touch([before[1].key])
     store.drain()
     assert [key for _, key in store.index.unused_leaves()] == [after[1].key, before[1].key]
+
+
+# Views.
+
+
+def test_what_is_lost_is_not_there_while_it_is_removed(store: BlockStore) -> None:
+    (node,) = chain([1])
+    save_turn(store, [node])
+    lost = {node.key}
+    view = store.index.view(lambda what, error: None, lost)
+    real = view.ask
+
+    def ask(*args: Any, **kwargs: Any) -> list[Any]:
+        rows = real(*args, **kwargs)
+        lost.clear()  # the writer has removed the row by now
+        return rows
+
+    view.ask = ask  # type: ignore[method-assign]
+    assert node.key not in view
 
 
 # What a client may make of it.

@@ -89,7 +89,7 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
             nodes = chain([1], [2 + turn])
             keys = tuple(node.key for node in nodes)
             arrays = {node.key: arrays_of(node) for node in nodes}
-            commit = Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop, keys))
+            commit = partial(Commit, ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop, keys))
             with counted_file_operations() as counted:
                 assert disk.save(commit, partial(disk.new_file, ROOT, arrays.get))
             asked.append(sum(counted.values()))

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Gone
 
-from .conftest import ROOT, arrays_of, chain, save_turn
+from .conftest import ROOT, arrays_of, chain, save_turn, state
 
 
 def reopened(store: BlockStore) -> BlockStore:
@@ -91,6 +91,23 @@ def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> No
     assert not block_path(store.folder, tail.key).exists()
     for name in ("s", "other"):
         assert [x.leaf for x in store.index.sessions() if x.name == name] == [longer[1].key]
+
+
+def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: BlockStore) -> None:
+    (used,), (other,) = chain([1]), chain([2])
+    save_turn(store, [used], "used", [state(used)])
+    save_turn(store, [other], "other", [state(other)])
+    for _ in range(100):  # one chain, however often
+        store.touch([used.key], [state(used)])
+    store.touch([used.key])
+    store.writer.drain()
+    assert [key for _, key in store.index.unused_leaves()] == [used.key, other.key]
+    for n in range(100):
+        store.touch([chain([100 + n])[0].key])
+    store.writer.drain()
+    assert [key for _, key in store.index.unused_leaves()] == [other.key, used.key]
+    checkpoints = [block for _, _, block in store.index.unused_checkpoints()]
+    assert checkpoints == [other.key, used.key]
 
 
 def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
@@ -399,7 +416,7 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(
         turn = Commit(ROOT, (*old, *new) if is_full_precision else tuple(new))
         keep = () if is_full_precision else (old[0].key,)
         file_of = partial(disk.new_file, ROOT, {new[0].key: content}.get)
-        assert disk.save(turn, file_of, keep) is not None
+        assert disk.save(lambda: turn, file_of, keep) is not None
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
 
