@@ -110,6 +110,7 @@ class Lookup:
         self._prefetch: Prefetch | None = None
         self._steps: Generator[None, None, Reuse] | None = None
         self._reuse: Reuse | None = None
+        self._closed = False
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # a prefetch finds damage, too
         self.found = self._find()
@@ -173,7 +174,8 @@ class Lookup:
         return self._reuse is not None
 
     def close(self) -> None:
-        """Let go of what was prefetched and restored. Any number of times."""
+        """Let go of what was prefetched and restored. Any thread, any number of times."""
+        self._closed = True
         self._reuse = None
         self._steps = None  # its frame holds this and half-filled caches
         if self._prefetch is not None:
@@ -184,13 +186,13 @@ class Lookup:
         """Load the stored tokens into caches, as many as can be read and are worth it.
 
         Raises:
-            ClientGone: `is_gone` said so meanwhile.
+            ClientGone: `is_gone` said so meanwhile, or this was closed.
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here
         try:
             while (reuse := self._reuse) is None:
-                if is_gone():
+                if self._closed or is_gone():
                     raise ClientGone
                 self._run(_LOOK_S, in_steps=False)
         finally:
@@ -210,6 +212,8 @@ class Lookup:
             self._steps = steps
         except StopIteration as end:
             self._reuse = end.value
+        if self._closed:  # by another thread meanwhile
+            self._steps = self._reuse = None
         self._spent_s += perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:

@@ -29,6 +29,8 @@ class StoredSessions:
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
+        self._last: tuple[Any, dict[str, Any]] = (None, {})
+        """What `describe` returned last, and the counts by which it would be the same again."""
 
     def describe(self) -> dict[str, Any]:
         """Return the sessions used last.
@@ -39,6 +41,11 @@ class StoredSessions:
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
             sessions = index.sessions(SHOWN + 1)
+            # Pages ask every few seconds, and long conversations have thousands of blocks.
+            state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
+            before, answer = self._last
+            if state == before:
+                return answer
             is_all, sessions = len(sessions) <= SHOWN, sessions[:SHOWN]
             rows = index.outline([session.leaf for session in sessions])
             roots = {key: index.root(key) for key in {session.root for session in sessions}}
@@ -66,7 +73,9 @@ class StoredSessions:
                     "used": one.used,
                 }
             )
-        return {"is_all": is_all, "sessions": described}
+        answer = {"is_all": is_all, "sessions": described}
+        self._last = state, answer
+        return answer
 
     def pin(self, session_id: str, pinned: bool) -> dict[str, Any]:
         """Pin a session, so that it is never removed from disk to make room, or let it go."""

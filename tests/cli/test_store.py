@@ -98,6 +98,16 @@ def test_verify_finds_orphans(run: CommandLine) -> None:
     assert block_files(run.folder) == before and len(run.ids()) == 3
 
 
+def test_verify_finds_a_block_among_the_checkpoints(run: CommandLine) -> None:
+    key, before = chain(HEAD)[0].key, block_files(run.folder)
+    path = checkpoint_path(run.folder, key)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(block_path(run.folder, key).read_bytes())
+    assert faults(run) == ["orphan"]
+    assert run("store", "verify", "--fix") == 0
+    assert block_files(run.folder) == before and not path.exists()
+
+
 def change_index(folder: Path, statement: str, *values: object) -> None:
     db = sqlite3.connect(folder / "index.sqlite")
     with db:

@@ -107,6 +107,23 @@ def test_a_restore_that_is_complete_stays_so_until_it_is_closed(stored: StoredMo
     assert caches and not any(cache() for cache in caches)
 
 
+def test_a_close_while_it_restores_lets_go_of_everything(
+    stored: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread notices that the client left."""
+    lookup, load_all = look_up(stored), stored.store.reader.load_all
+
+    def close_and_load(*args: Any) -> Any:
+        lookup.close()
+        return load_all(*args)
+
+    monkeypatch.setattr(stored.store.reader, "load_all", close_and_load)
+    assert not lookup.advance(0.0)
+    assert not lookup.is_begun
+    with pytest.raises(ClientGone):
+        lookup.restore()
+
+
 def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
     lookup = look_up(stored)
     path = block_path(stored.folder, lookup.found.match.path[2].key)

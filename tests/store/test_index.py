@@ -207,6 +207,12 @@ def test_rows_that_cannot_be_read_are_passed_over_and_repaired(
     ask_everything(three)
 
 
+def test_a_damaged_total_leaves_the_others(three: BlockStore) -> None:
+    n_bytes = three.index.totals().n_bytes
+    change(three.folder, "UPDATE totals SET n_blocks = 'many'")
+    assert three.index.totals().n_bytes == n_bytes > 0
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> None:
     three.close()

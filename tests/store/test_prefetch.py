@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -99,6 +101,31 @@ def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
     begin(store, nodes)
     assert store.pool.n_bytes <= max(n_bytes, store.pool.max_bytes)
     assert all(node.key in store.pool for node in others[: len(pinned)])
+
+
+HANGING = """
+import threading, time
+from mlx_lm_kvpersist.store.pool import BlockPool
+from mlx_lm_kvpersist.store.reading import Reader
+from tests.store.conftest import ROOT, chain
+
+reading = threading.Event()
+
+class Tier:
+    def read(self, *args):
+        reading.set()
+        time.sleep(30)
+
+reader = Reader(BlockPool(1 << 20), [Tier()], print)
+reader.prefetch([(chain([1])[0], 1)], ROOT)
+reading.wait()
+print(reader.close(0.1))
+"""
+
+
+def test_a_disk_that_hangs_keeps_no_process_alive() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, timeout=20)
+    assert done.stdout == b"False\n", done.stderr
 
 
 def test_a_release_while_it_reads_holds_nothing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from mlx_lm_kvpersist.block import Block, Record
 from mlx_lm_kvpersist.errors import RequestRefused, StoreError
 from mlx_lm_kvpersist.store import stored_sessions
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
@@ -67,6 +69,25 @@ def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> No
     assert then["sessions"][0]["id"] == "newest"
     assert sessions.pin("newest", True) == {"id": "newest", "pinned": True}
     assert sessions.describe()["sessions"][0]["pinned"]
+
+
+def test_an_unchanged_store_is_not_summed_up_again(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_asked, outline = 0, Index.outline
+
+    def counted(index: Index, leaves: Sequence[bytes]) -> Any:
+        nonlocal n_asked
+        n_asked += 1
+        return outline(index, leaves)
+
+    monkeypatch.setattr(Index, "outline", counted)
+    add(store, "one", chain([1]))
+    sessions = StoredSessions(store)
+    assert sessions.describe() == sessions.describe()
+    assert n_asked == 1
+    store.pool.put(KVBlock(chain([1])[0], None, 1))
+    assert sessions.describe()["sessions"][0]["tier"] == "ram"
 
 
 def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) -> None:
