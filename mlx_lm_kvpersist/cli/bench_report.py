@@ -49,8 +49,8 @@ def as_markdown(content: dict[str, Any]) -> str:
     gflops = content["cpu_gflops"]
     cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
     lines = [
-        f"mlx-lm-kvpersist {found['mlx-lm-kvpersist']}, mlx-lm {found['mlx-lm']}, "
-        f"mlx {found['mlx']}, Python {found['python']}",
+        f"mlx-lm-kvpersist {found.get('mlx-lm-kvpersist', 'not installed')}, "
+        f"mlx-lm {found['mlx-lm']}, mlx {found['mlx']}, Python {found['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
         f"{device['processors']} processors, load {content['load_before']} before",
         f"{model['name']} ({model['type']}{bits}, {model['weights']}); "

@@ -89,7 +89,10 @@ def mlx() -> Finding:
             "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
         )
         return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
-    device, gflops = json.loads(output)
+    try:
+        device, gflops = json.loads(output.rpartition("\n")[2])  # what Python starts may print
+    except (TypeError, ValueError):
+        return Finding("mlx", False, f"says {output!r} instead of what it computes on")
     found = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
     advice = openblas_advice(gflops)
     slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
@@ -159,11 +162,14 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and return the exit status: 0 if the plugin works here."""
-    return report(args, examine())
+    return report(args, examine(), f"mlx_lm.server --plugin {PLUGIN}")
 
 
-def report(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
-    """Print findings, then the first cause and what to do; return 1 unless all passed."""
+def report(args: argparse.Namespace, findings: Sequence[Finding], command: str) -> int:
+    """Print findings, then the first cause and what to do; return 1 unless all passed.
+
+    command: what works where all passed.
+    """
     broken = next((finding for finding in findings if not finding.passed), None)
     status = 0 if broken is None else 1
     if args.json:
@@ -175,7 +181,7 @@ def report(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
         for each in findings
     ]
     print_table(["", "what", "found"], rows)
-    out, command = console(), f"mlx_lm.server --plugin {PLUGIN}"
+    out = console()
     if broken is None:
         out.print(f"{command} works here.")
     else:

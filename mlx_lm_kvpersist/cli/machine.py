@@ -11,9 +11,10 @@ import os
 import platform
 import sys
 import time
+from contextlib import suppress
 from ctypes.util import find_library
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
@@ -24,7 +25,11 @@ _SLOW_GFLOPS = 10.0
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):  # a checkout need not be installed
+            found[name] = version(name)
+    return found
 
 
 @cache

@@ -28,7 +28,9 @@ from .doctor import PLUGIN, Finding, mlx_lm, report
 
 def run(args: argparse.Namespace) -> int:
     """Run the self-test, print its findings, and return the exit status."""
-    return report(args, run_selftest(args.server_options))
+    plugins = requested_plugins(args.server_options) or [PLUGIN]
+    command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
+    return report(args, run_selftest(args.server_options), command)
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:

@@ -99,14 +99,17 @@ def measured_spec(
 
 
 def _known(args: argparse.Namespace, request: PrecisionRequest) -> Allocation | None:
-    """Return what a server chose, if its store has it."""
+    """Return what a server chose, if its store has it and may be read."""
     folder = folder_of(args)
-    if not (folder / INDEX_FILES[0]).exists():
+    try:
+        if not (folder / INDEX_FILES[0]).exists():
+            return None
+        adapter = Path(args.adapter_path) if args.adapter_path else None
+        fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
+        with reading(folder) as index:
+            return known_allocation(index.state, fingerprint, request)
+    except PermissionError:
         return None
-    adapter = Path(args.adapter_path) if args.adapter_path else None
-    fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
-    with reading(folder) as index:
-        return known_allocation(index.state, fingerprint, request)
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class StartedServer:
         try:
             with answer(self.url, "/v1/chat/completions", body, headers, _REPLY_S) as response:
                 return _read(response, start)
-        except KVPersistError as error:
+        except (KVPersistError, OSError, ValueError, HTTPException) as error:
             raise self._failure(str(error)) from error
 
     def _failure(self, problem: str) -> KVPersistError:

@@ -143,7 +143,10 @@ def test_codexs_profile_is_replaced_and_its_former_content_is_kept(
         ("opencode", '{\n  // mine\n  "theme": "dark"\n}\n', "Expecting property name"),
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
-        ("claude", '{"a": 1e400}', "not JSON compliant"),
+        ("claude", '{"a": 1e400}', "the number 1e400 cannot be kept"),
+        ("claude", '{"a": 12345678901234567.123}', "cannot be kept"),
+        ("claude", '{"a": 1e-99999999999999999999}', "cannot be kept"),
+        ("claude", '{"b": {"a": 1, "a": 2}}', 'the key "a" is there twice'),
         ("claude", '{"a": Infinity}', "not JSON compliant"),
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
     ],
@@ -178,13 +181,19 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     assert "is left as it is" in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
-def test_a_copy_of_the_former_content_overwrites_nothing(home: Path) -> None:
-    """A link that leads nowhere is not written through."""
+def test_a_copy_of_the_former_content_overwrites_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that leads nowhere is not written through, and nobody else can read the copy."""
+    synced: list[int] = []
     file = home / FILES["claude"]
     file.parent.mkdir()
     file.write_text(SETTINGS)
     Path(f"{file}.bak1").symlink_to(home / "elsewhere")
+    file.chmod(0o600)
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_mode & 0o777))
     assert connect("claude", "--write") == 0
+    assert synced == [0o600, 0o600], "both files, whole before they have their names"
     assert not (home / "elsewhere").exists()
     assert Path(f"{file}.bak2").read_text() == SETTINGS
 

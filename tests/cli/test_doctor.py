@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_an_mlx_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     finding = doctor.mlx()
     assert finding.found.startswith("does not compute: ") and "no.such" in finding.found
     assert "pip install 'mlx[cpu]'" in finding.advice
+
+
+def test_what_else_a_process_prints_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert doctor.mlx().found.startswith("computes on Device(")
+    monkeypatch.setattr(doctor, "MACHINE", "timeit")
+    assert doctor.mlx().found.startswith("says 'hello\\n")
 
 
 def test_people_read_the_first_cause_last(

@@ -37,3 +37,8 @@ def test_the_advice_installs_openblas_where_there_is_none(
     assert ("libopenblas0-pthread" in advice) is (found is None)
     assert "LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlx_lm.server …" in advice
     assert machine.openblas_advice(74.0) == machine.openblas_advice(None) == ""
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_PACKAGES", ("mlx", "not-installed"))
+    assert machine.versions().keys() == {"python", "mlx"}

@@ -85,6 +85,6 @@ def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
         *("--", "--plugin", "echo", "--echo-file", record),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "works here" in done.stdout
+    assert "mlx_lm.server --plugin echo works here" in done.stdout
     calls = json.loads(record.read_text())
     assert calls == [["configure", ["echo"]], ["self_test"], ["shutdown"]]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -79,3 +79,19 @@ def test_a_folder_that_does_not_exist_is_named(
     assert cli.main(["spec", f"--model={name}"]) == 1
     err = capsys.readouterr().err
     assert f"there is no model folder {name}; expected a folder" in err and err.count("\n") == 1
+
+
+def test_a_store_that_may_not_be_read_is_only_a_hint(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(folder: Path) -> NoReturn:
+        raise PermissionError(folder)
+
+    (tmp_path / "index.sqlite").touch()
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.spec.reading", refused)
+    options = ("--model", str(tiny_model), "--kvpersist-dir", str(tmp_path))
+    assert cli.main(["spec", *options]) == 0
+    assert "measured now" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.cli.asking import answer, ask
 from mlx_lm_kvpersist.cli.started_server import StartedServer
 from mlx_lm_kvpersist.errors import KVPersistError
 
@@ -66,3 +67,13 @@ def test_a_reply_that_ends_early_is_an_error(last: list[Any]) -> None:
     with answering({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
         with pytest.raises(KVPersistError, match=expected):
             server.chat([], "s", 8)
+
+
+def test_only_what_a_server_does_not_answer_is_no_answer() -> None:
+    with answering("[DONE]") as server:
+        with pytest.raises(OSError, match="the disk is full"), answer(server.url, "/", {}):
+            raise OSError("the disk is full")
+        with pytest.raises(KVPersistError, match="no answer from"):
+            ask(server.url, "/", {})
+    with answering("{") as server, pytest.raises(KVPersistError, match="the server failed: "):
+        server.chat([], "s", 8)
