@@ -199,7 +199,7 @@ class _Threads:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            threading.Thread(target=self._run, name=f"{name}_{n}", daemon=True)
             for n in range(n_threads)
         ]
         for thread in self._threads:
