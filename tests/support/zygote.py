@@ -83,13 +83,15 @@ class Zygote:
         """Run `python -m …`, with these variables alone; its output is appended to a file.
 
         Returns None where that must be an ordinary process: the zygote has read other variables,
-        or it has ended, as where transformers cannot be imported.
+        or it has ended, as where transformers cannot be imported, or the system has no handles.
         """
         if _read_at_import(env) != _read_at_import(self._env):
             return None
+        assert sys.platform == "linux"
         log_path.touch()
         order = {"command": list(command), "log": str(log_path), "env": dict(env)}
         try:
+            os.close(os.pidfd_open(os.getpid()))  # an old kernel refuses before there is a fork
             return Forked(self, self.ask({**order, "cwd": os.getcwd()}))
         except (OSError, ValueError):
             return None
