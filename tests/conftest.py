@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 @pytest.fixture(scope="session", autouse=True)
 def zygote() -> Iterator[None]:
     """On Linux servers are forked from one process that has imported transformers."""
-    if sys.platform != "linux":
-        yield
-        return
     ServerProcess.zygote = made = Zygote()
     yield
     ServerProcess.zygote = None

@@ -36,10 +36,10 @@ class Forked:
     """A process that the zygote has forked, with what is used of subprocess.Popen."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
-        assert sys.platform == "linux"
         self._zygote, self.pid = zygote, pid
         self._status: int | None = None
-        self._handle = os.pidfd_open(pid)
+        if sys.platform == "linux":
+            self._handle = os.pidfd_open(pid)
 
     def __del__(self) -> None:
         os.close(self._handle)
@@ -61,9 +61,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        assert sys.platform == "linux"
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._handle, number)
+        if sys.platform == "linux":
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
 
     def _has_ended(self, timeout: float | None) -> bool:
         ending = select.poll()
@@ -72,7 +72,7 @@ class Forked:
 
 
 class Zygote:
-    """The process that forks, started when it is first asked. Linux only."""
+    """The process that forks, started when it is first asked."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,12 +82,12 @@ class Zygote:
     def fork(self, command: Sequence[str], log_path: Path, env: Mapping[str, str]) -> Forked | None:
         """Run `python -m …`, with these variables alone; its output is appended to a file.
 
-        Returns None where that must be an ordinary process: the zygote has read other variables,
-        or it has ended, as where transformers cannot be imported, or the system has no handles.
+        Returns None where that must be an ordinary process: outside Linux, or it has no handles
+        of processes; where the zygote has read other variables, or has ended, as without
+        transformers.
         """
-        if _read_at_import(env) != _read_at_import(self._env):
+        if sys.platform != "linux" or _read_at_import(env) != _read_at_import(self._env):
             return None
-        assert sys.platform == "linux"
         log_path.touch()
         order = {"command": list(command), "log": str(log_path), "env": dict(env)}
         try:
