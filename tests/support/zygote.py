@@ -38,6 +38,7 @@ class Forked:
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self._zygote, self.pid = zygote, pid
         self._status: int | None = None
+        self._handle: int
         if sys.platform == "linux":
             self._handle = os.pidfd_open(pid)
 
