@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from http.client import HTTPConnection
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,8 @@ ODD: dict[str, dict[str, Any]] = {
 def test_odd_requests_are_served_as_stock_serves_them(
     server: ServerProcess, stock: ServerProcess, case: str
 ) -> None:
+    if case == "an empty stop word" and version("mlx-lm") < "0.32":
+        pytest.skip("this mlx-lm ends the reply before its first token")
     body = json.dumps({"messages": USER, "max_tokens": 6, **ODD[case]}).encode()
     replies = []
     for one in (server, stock):
