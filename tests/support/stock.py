@@ -27,6 +27,11 @@ def keeps_short_chunks() -> bool:
     return int(cache.start_position) == 0
 
 
+def ignores_empty_stop_words() -> bool:
+    """Tell whether `stop: [""]` changes nothing: 0.31.3 ends the reply before its first token."""
+    return not _IS_BEFORE_0_32
+
+
 def serves_holes() -> bool:
     """Tell whether a byte-level vocabulary may have holes between its ids.
 
