@@ -30,7 +30,7 @@ from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .cache.geometry.spec import Batching
-from .cache.live.batch import batch_of
+from .cache.live.quantized import batch_of
 from .errors import ModelNotSupported, RequestRefused
 from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, has_text_only
 from .host.dialects import chat_api

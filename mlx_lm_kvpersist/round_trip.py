@@ -23,8 +23,9 @@ from mlx_lm.models.cache import KVCache
 from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization
 from .cache.geometry.spec import ModelCacheSpec
 from .cache.live.attention import Strategy
-from .cache.live.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
-from .cache.live.quantized import AttentionPlan, forced_plan
+from .cache.live.batch import FullPrecisionBatchKVCache
+from .cache.live.packed import GRID
+from .cache.live.quantized import AttentionPlan, BatchQuantizedKVCache, forced_plan
 from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
 from .errors import SelfTestFailed
@@ -119,17 +120,30 @@ class _OwnKVCache(KVCache):  # type: ignore[misc]
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
-    """mlx-lm's own cache, of keys and values that were quantized and dequantized by MLX."""
+    """mlx-lm's own cache, of keys and values that were quantized and dequantized by MLX.
+
+    A second one has them as they were computed. A mask over both says which a query sees: of its
+    own block of the grid the latter.
+    """
 
     def __init__(self, precision: KVPrecision) -> None:
         super().__init__()
-        self.precision = precision
+        self.precision, self.computed = precision, KVCache()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        keys = _rounded(keys, self.precision.keys)
-        values = _rounded(values, self.precision.values)
-        both: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
-        return both
+        rounded = super().update_and_fetch(
+            _rounded(keys, self.precision.keys), _rounded(values, self.precision.values)
+        )
+        computed = self.computed.update_and_fetch(keys, values)
+        both = zip(rounded, computed, strict=True)
+        all_keys, all_values = (mx.concatenate(list(pair), axis=2) for pair in both)
+        return all_keys, all_values
+
+    def make_mask(self, N: int, **kwargs: Any) -> mx.array:
+        at, keys = mx.arange(self.offset, self.offset + N)[:, None], mx.arange(self.offset + N)
+        is_own = at // GRID == keys // GRID
+        older, own = keys // GRID < at // GRID, is_own & (keys <= at)
+        return mx.concatenate([older, own], axis=1)
 
 
 def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
@@ -161,7 +175,14 @@ class _Batch:
 
     def __init__(self, loaded: LoadedModel, live: type) -> None:
         self.loaded, self.live = loaded, live
-        self.generator = BatchGenerator(loaded.model, stream=mx.default_stream(mx.default_device()))
+        precision = loaded.spec.full[0].precision
+        # Arrays are read up to the end of a block of the grid.
+        n_at_once = 2048 if precision is None or precision.is_packed else GRID
+        self.generator = BatchGenerator(
+            loaded.model,
+            prefill_step_size=n_at_once,
+            stream=mx.default_stream(mx.default_device()),
+        )
         self.running: dict[int, _Sequence] = {}
 
     def add(self, sequence: _Sequence, n_new: int, caches: list[Any] | None = None) -> int:

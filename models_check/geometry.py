@@ -10,6 +10,7 @@ from mlx_lm.models.cache import ChunkedKVCache
 
 from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.packed import GRID
 
 
 def describe_caches(caches: Sequence[Any]) -> str:
@@ -48,4 +49,6 @@ def describe_reuse(reused: Mapping[int, int]) -> str:
         return "anywhere"
     if not any(reused.values()):
         return "nowhere"
+    if all(n in (place, place - place % GRID) for place, n in reused.items()):
+        return "by blocks"
     return ", ".join(f"{n} of {place}" for place, n in reused.items())

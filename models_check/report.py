@@ -51,7 +51,8 @@ own caches, when a prompt is computed in two pieces and in one. Differences that
 in every batch or because of pieces, are listed under *As in stock* and not counted.
 
 *reused* is how many tokens of earlier turns the conversation's turns took from the store, and
-*reusable* where it can be left: how many tokens are reused of how many that agree.
+*reusable* where it can be left: how many tokens are reused of how many that agree; *by blocks*: all
+of them, or all up to the block of 256 in which it is left.
 """
 
 _COLUMNS = (

@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.live.packed import rotate, rotate_back
+from mlx_lm_kvpersist.cache.live.packed import GRID, rotate, rotate_back
 
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
-    """Return `own`, each cache rounding what it is given as the one of ours in its place does.
+    """Return `own`, each cache rounding what it returns as the one of ours in its place does.
 
     Raises:
         ValueError: ours are not arranged as the model's own.
@@ -25,22 +25,29 @@ def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
     for cache, our in pairs:
         precision = getattr(our, "precision", None)
         if precision is not None and hasattr(cache, "update_and_fetch"):
-            _round_before(cache, precision)
+            _round_older(cache, precision)
     return own
 
 
-def _round_before(cache: Any, precision: Any) -> None:
-    update_and_fetch = cache.update_and_fetch
+def _round_older(cache: Any, precision: Any) -> None:
+    """Have a KVCache return older blocks of the grid rounded, and its last token's as it is."""
+    # From mlx-lm 0.32.0 on, a fetch returns what this does, and models read it here, too.
+    name = "keys_and_values" if hasattr(cache, "keys_and_values") else "update_and_fetch"
+    fetch = getattr(cache, name)
 
-    def rounding(keys: mx.array, values: mx.array, *args: Any) -> Any:
-        both = _round(keys, precision.keys), _round(values, precision.values)
-        return update_and_fetch(*both, *args)
+    def rounding(*args: Any) -> Any:
+        both = []
+        for x, quantization in zip(fetch(*args), (precision.keys, precision.values), strict=True):
+            line = (x.shape[2] - 1) // GRID * GRID
+            older = _round(x[:, :, :line], quantization)
+            both.append(mx.concatenate([older, x[:, :, line:]], axis=2))
+        return tuple(both)
 
-    cache.update_and_fetch = rounding
+    setattr(cache, name, rounding)
 
 
 def _round(x: mx.array, quantization: Any) -> mx.array:
-    if x.shape[-1] == 0 or quantization.is_full_precision:
+    if 0 in x.shape or quantization.is_full_precision:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
     if quantization.rotated:

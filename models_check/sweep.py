@@ -21,6 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.blocks.canary import warm_up
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
@@ -83,6 +84,8 @@ def sweep(name: str, seed: int = 0) -> Finding:
         try:
             spec = ModelCacheSpec.probe(model)
             warm_up(model, spec)
+            if spec.reads_arrays:
+                end_on_grid(model)
         except ModelNotSupported as error:
             finding.result, finding.reason = "refused", str(error)
             return finding

@@ -11,7 +11,8 @@ import pytest
 from mlx_lm_kvpersist.cache.blocks import cut_join as blocks
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live import attention, packed
-from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache, FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
@@ -85,6 +86,8 @@ def swap_rows(result: Any, cache: Any, indices: Any) -> None:
         cache.keys, cache.values = (
             packed.each(lambda x: x[::-1], x) if isinstance(x, tuple) else x[::-1] for x in both
         )
+        if hasattr(cache, "newest"):
+            swap_rows(result, cache.newest, indices)
 
 
 def one_less(result: Any, *args: Any) -> None:
@@ -153,7 +156,7 @@ BATCH = BatchQuantizedKVCache
 QUANTIZED: dict[str, Fault] = {
     "merge swaps keys and values": after(BATCH, "merge", swap_sides),
     "merge reverses rows": after(BATCH, "merge", lambda result, *_: swap_rows(None, result, None)),
-    "biases dropped": after(packed, "quantize", without_biases),
+    "biases dropped": after(packed, "_pack", without_biases),
     "filter takes wrong rows": after(BATCH, "filter", swap_rows),
     "filter moves padding": after(BATCH, "filter", less_padding),
     "extend swaps rows": after(BATCH, "extend", swap_rows),

@@ -24,7 +24,7 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 _TEXT_STEP = 128
-_PREFILL_STEP = 512
+_PREFILL_STEP = 256
 
 SECRET = "48213"
 NEEDLE = f" The number of the keeper's tin box is {SECRET}. "

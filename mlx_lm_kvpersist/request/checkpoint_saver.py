@@ -24,7 +24,7 @@ from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from ..store.records import Leaf
 from .outcome import Reason
-from .saver import Needed, RestorePoint, Saver
+from .saver import NEWEST, Needed, RestorePoint, Saver
 
 if TYPE_CHECKING:
     from .serving import RunningSequence
@@ -58,6 +58,7 @@ class CheckpointSaver(Saver):
     """Saves checkpoints besides, and finds the one to go on from."""
 
     saves_every = CHECKPOINT_EVERY
+    granule = 1
     missing = Reason.NO_CHECKPOINT
 
     def find(
@@ -76,7 +77,9 @@ class CheckpointSaver(Saver):
         stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             needed = self._needed_at(path, end, stored)
-            if needed is not None and (point := super().find(path, end, store)):
+            if needed is None or (point := super().find(path, end, store, lost)) is None:
+                continue
+            if point.n_tokens == end:
                 # Windows and state are read first: without them the blocks are of no use.
                 return RestorePoint(end, [*needed, *point.needed])
         return None
@@ -103,7 +106,7 @@ class CheckpointSaver(Saver):
         chain = sequence.chain = self._extended(before, tokens, sequence)
         blocks = self._cut_new(chain, caches, store)
         stored = store.checkpoints([block.key for block in chain])
-        checkpoints = self._new(chain, caches, stored)
+        checkpoints = [*self._new(chain, caches, stored), *self._newest(chain, caches, store)]
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
         leaf, superseded = None, []
@@ -176,6 +179,7 @@ class CheckpointSaver(Saver):
             if block.key in stay:
                 at_block = self._needed_at(chain, block.stop, stored)
                 needed.update(one.record.key for one in at_block or ())
+                needed.update(one.key for one in stored[block.key] if one.kind == NEWEST)
         held = [one for found in stored.values() for one in found if one.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         gone = {one.key: one for one in [*held, *left]}

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ..cache.blocks.canary import warm_up
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import Allocation, PrecisionRequest, layout_in_words
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -70,6 +71,8 @@ def prepare(
     )
     spec = with_plans(provider.model, spec, store.view.state, attention)
     warm_up(provider.model, spec)
+    if spec.reads_arrays:
+        end_on_grid(provider.model)
     speed = Speed(measure_prefill(provider.model, spec, max_prefill_bytes))
     text = TokenText.of(provider.tokenizer) if with_text else None
     if text is None and with_text:

@@ -284,10 +284,14 @@ class Lookup:
                 seconds[loaded.tier] += loaded.read_s
                 n_bytes[loaded.tier] += loaded.n_bytes
                 read.append(one.record)
+            if loaded.tier != RAM and not one.is_newest:
                 # If a model has only states, each stands for all tokens.
                 n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
                 n_read[one.window] += n_tokens
             started = perf_counter()
+            if one.is_newest:
+                joiner.add_newest({name: x[:, :, : one.stop] for name, x in loaded.arrays.items()})
+                continue
             if one.window is None and isinstance(one.record, Checkpoint):
                 joiner.add_state(loaded.arrays)
                 continue
@@ -325,7 +329,7 @@ class Lookup:
         detail = ""
         if self._store.blocks_quarantined > self._n_quarantined:
             reason = Reason.DAMAGED
-        elif n_reused < n_wanted:
+        elif n_reused // self.model.saver.granule < n_wanted // self.model.saver.granule:
             reason = self.model.saver.missing
         elif found.diverges:
             reason, detail = why_not_stored(ids, self._text, found.match, self.root, self._store)

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ..block import Block, Record, block_key, pack_ids
-from ..cache.blocks.cut_join import BLOCK_TOKENS, n_cached_tokens, split
-from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes, token_arrays
+from ..block import Block, Checkpoint, Record, block_key, pack_ids
+from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, n_cached_tokens, split
+from ..cache.geometry.spec import (
+    ArrayForm,
+    ModelCacheSpec,
+    forms_bytes,
+    newest_arrays,
+    token_arrays,
+)
 from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
@@ -24,6 +30,9 @@ from .outcome import Reason
 if TYPE_CHECKING:
     from .model import LoadedModel
     from .serving import RunningSequence
+
+NEWEST = "newest"
+"""The kind of the record that holds the newest tokens at a block's end as they were computed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,11 @@ class Needed:
     def n_bytes(self) -> int:
         """Bytes of its arrays."""
         return forms_bytes(self.forms)
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether these are the newest tokens as they were computed."""
+        return isinstance(self.record, Checkpoint) and self.record.kind == NEWEST
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,8 @@ class Saver:
 
     saves_every = BLOCK_TOKENS
     """Tokens of a prompt after which it is saved while the rest is computed."""
+    granule = BLOCK_TOKENS
+    """Fewer tokens than a multiple of this may be computed again, though nothing is missing."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
 
@@ -99,7 +115,8 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
 
-        Whatever has its key in `lost` counts as missing.
+        Whatever has its key in `lost` counts as missing. A place within a block of the grid needs
+        the block as it was computed; where that is missing, it is computed again.
         """
         needed, end = [], 0
         for block in path:
@@ -109,6 +126,15 @@ class Saver:
             if self.spec.full:
                 forms = tuple(token_arrays(self.spec.full, block.n_tokens))
                 needed.append(Needed(block, 0, end - block.start, forms))
+        if end % BLOCK_TOKENS and self.spec.quantized:
+            start, last = end - end % BLOCK_TOKENS, path[len(needed) - 1]
+            for one in store.checkpoints([last.key]).get(last.key, ()):
+                begins_at = last.stop - one.n_tokens
+                if one.kind == NEWEST and begins_at == start and one.key not in lost:
+                    # Without it the last block is of no use, so it is read first.
+                    forms = tuple(newest_arrays(self.spec.quantized, one.n_tokens))
+                    return RestorePoint(end, [Needed(one, 0, end - start, forms), *needed])
+            end, needed = start, needed[:-1]
         return RestorePoint(end, needed) if end else None
 
     def save(
@@ -133,6 +159,7 @@ class Saver:
                 return
         sequence.chain = chain
         blocks = self._cut_new(chain, caches, store)
+        newest = self._newest(chain, caches, store)
         leaf = None
         if cache_type == REPLY:
             replaced = _replaced_tails(chain, sequence.n_reused, store)
@@ -140,10 +167,13 @@ class Saver:
             leaf = Leaf(sequence.request.session, keys[-1], len(tokens), keys, tuple(replaced))
         elif not _is_full(chain[-1]):
             *chain, tail = chain
-            store.put(one for one in blocks if one[0] is tail)
+            store.put([*(one for one in blocks if one[0] is tail), *newest])
+            newest = []
             blocks = [one for one in blocks if one[0] is not tail]
         if chain:
-            store.commit(Commit(sequence.root, tuple(chain), leaf), blocks)
+            checkpoints = tuple(one for one, _ in newest)
+            commit = Commit(sequence.root, tuple(chain), leaf, (), checkpoints)
+            store.commit(commit, [*blocks, *newest])
 
     def _extended(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
@@ -170,6 +200,16 @@ class Saver:
         new = [block for block in chain if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
+
+    def _newest(
+        self, chain: Sequence[Block], caches: list[Any], store: BlockStore
+    ) -> list[tuple[Checkpoint, Arrays]]:
+        """Return the newest tokens of a chain as they were computed, unless they are stored."""
+        newest = Checkpoint.at(chain[-1].key, NEWEST, chain[-1].stop % BLOCK_TOKENS)
+        if newest.key in store:
+            return []
+        arrays = copy_newest(self.spec, caches, chain[-1].stop)
+        return [(newest, arrays)] if arrays else []
 
 
 def _is_full(block: Block) -> bool:

@@ -42,11 +42,11 @@ def test_every_model(name: str) -> None:
     assert finding.result in FINE, finding
 
 
-def test_llama_is_kept_and_reused_everywhere() -> None:
+def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
     finding = sweep("llama")
     assert finding.result == "equal"
     assert finding.reused == finding.possible
-    assert finding.reusable == "anywhere"
+    assert finding.reusable == "by blocks"
     assert finding.batching == "replies"
     assert finding.stock_batches_right == "yes"
     assert Finding(**json.loads(json.dumps(finding.to_json()))) == finding

@@ -11,6 +11,7 @@ from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
@@ -54,9 +55,13 @@ class Conversations:
         return self.loaded.root
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
-        """Feed ids; return the logits of the last one, [vocab]."""
-        logits: mx.array = self.loaded.model(mx.array([ids]), cache=caches)[0, -1]
-        mx.eval(logits, [cache.state for cache in caches])
+        """Feed ids, block after block; return the logits of the last one, [vocab]."""
+        start, n_cached = 0, caches[0].offset
+        while start < len(ids):
+            stop = start + GRID - (n_cached + start) % GRID
+            logits: mx.array = self.loaded.model(mx.array([ids[start:stop]]), cache=caches)[0, -1]
+            mx.eval(logits, [cache.state for cache in caches])
+            start = stop
         return logits
 
     def remember(self, ids: list[int], n_prompt: int, session: str | None = None) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mlx_lm_kvpersist.block import Block, Checkpoint, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from mlx_lm_kvpersist.request.checkpoint_saver import (
     MAX_CHECKPOINTS,
@@ -236,7 +237,9 @@ def next_logits(stored: StoredModel, ids: list[int], row: Row) -> np.ndarray[Any
 
 def assert_right(stored: StoredModel, ids: list[int], row: Row) -> None:
     scratch = stored.spec.make_cache()
-    expected = np.array(stored.model(mx.array([ids]), cache=scratch)[0, -1])
+    for start in range(0, len(ids), GRID):
+        logits = stored.model(mx.array([ids[start : start + GRID]]), cache=scratch)
+    expected = np.array(logits[0, -1])
     found = next_logits(stored, ids, row)
     assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
 
@@ -319,8 +322,9 @@ def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path)
     stored.store.drain()
     n_kept = sum(part.n_tokens for part in parts_of(stored, reply.tokens))
     stored.close()
-    # One window before each of the three points; the last two overlap.
-    assert n_kept <= 3 * window
+    # One window before each of the three points; the last two overlap. And the newest tokens as
+    # they were computed: the points are at 40, 2039 and 2045.
+    assert n_kept <= 3 * window + 40 + 247 + 253
 
 
 def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:

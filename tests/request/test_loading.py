@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_measured_is_kept_all_the_same(
     with monkeypatch.context() as patched:
         patched.setattr(loading, "measure", fails)
         loaded = prepare(provider, store, LONG)
-    assert loaded.spec.layout == "k8rv4rb64"
+    assert loaded.spec.layout == "k8rv4rb64,n256"
     assert "could not be measured" in caplog.text and repr(error) in caplog.text
     assert kept(store, loaded) is None, "it may succeed at the next start"
     assert kept(store, prepare(provider, store, LONG)) is not None
@@ -90,7 +90,7 @@ def test_what_was_cut_short_is_measured_again_only_with_more_time(
 ) -> None:
     caplog.set_level(logging.INFO)
     first = prepare(provider, store, SHORT)
-    assert first.spec.layout == "k8rv4rb64"
+    assert first.spec.layout == "k8rv4rb64,n256"
     assert "were not enough to measure every layer alone" in caplog.text
     caplog.clear()
     assert prepare(provider, store, SHORT).spec.layout == first.spec.layout
@@ -119,7 +119,7 @@ def test_the_server_that_was_quicker_is_followed(
         return allocation.measure(*given)
 
     monkeypatch.setattr(loading, "measure", meanwhile)
-    assert prepare(provider, store, LONG).spec.layout == "8b64*1,6b64*1"
+    assert prepare(provider, store, LONG).spec.layout == "8b64*1,6b64*1,n256"
     assert known_allocation(store.view.state, fingerprint, LONG) == theirs
 
 

@@ -292,7 +292,7 @@ def test_the_writer_is_gentle_while_somebody_is_served(
 
 
 def test_many_that_wait_are_all_served(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [synthetic_text(300, seed=seed) for seed in range(12)]
+    prompts = [synthetic_text(200, seed=seed) for seed in range(12)]
     first = [server.served(prompt).text for prompt in prompts]
     server.forget_hot_blocks()
     server.decode()

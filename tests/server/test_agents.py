@@ -274,7 +274,10 @@ def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
     assert rows[0][3:] == ("0", "0")
     for phase, name, prompt, expected, reused in rows[1:]:
         share = 0.95 if phase != "state" else 0.9  # the template's words after the system prompt
-        assert int(prompt) > int(reused) >= share * int(expected) > 0, (phase, name)
+        least = share * int(expected)
+        if phase == "state":  # leaves what another agent has stored inside a block of 256
+            least = min(least, int(expected) // 256 * 256)
+        assert int(prompt) > int(reused) >= least > 0, (phase, name)
     page = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
     words = [re.findall(r"[A-Za-z]+", line) for line in done.stdout.splitlines()]
     (shown,) = re.findall(r"```\n(phase .*?)```", page, re.DOTALL)

@@ -18,7 +18,7 @@ from tests.support.host import REPOSITORY
 from .stored import wait_for_writer
 
 DOCS = REPOSITORY / "docs"
-SYSTEM: Message = {"role": "system", "content": synthetic_text(300, seed=31)}
+SYSTEM: Message = {"role": "system", "content": synthetic_text(600, seed=31)}
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
@@ -100,7 +100,12 @@ def test_the_stores_counts_are_the_stores(server: ServerProcess, served: list[Re
     samples, store = scraped(server), asked(server, "stats")["store"]
     for name in ("blocks", "checkpoints", "max_bytes"):
         assert of(samples, name) == {tier: store["tiers"][tier][name] for tier in ("ram", "disk")}
-    files = (Path(store["folder"]) / "blocks").rglob("*.safetensors")
+    folder = Path(store["folder"])
+    files = (
+        file
+        for part in ("blocks", "checkpoints")
+        for file in (folder / part).rglob("*.safetensors")
+    )
     on_disk = sum(path.stat().st_size for path in files)
     assert of(samples, "bytes") == {"ram": store["tiers"]["ram"]["bytes"], "disk": on_disk}
     evicted = of(samples, "evictions_total")

@@ -14,7 +14,7 @@ from tests.support import Reply, ServerProcess, StartServer, synthetic_text
 
 from .stored import wait_for_commit
 
-SYSTEM = {"role": "system", "content": synthetic_text(150, seed=8)}
+SYSTEM = {"role": "system", "content": synthetic_text(120, seed=8)}
 REQUESTS = "/v1/kvpersist/requests"
 EVICT = "/v1/kvpersist/sessions/evict"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -148,17 +148,17 @@ def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: 
 def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(tiny_model)
     talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
-    first = server.chat(talk, "s")
+    first = server.chat(talk, "s", max_tokens=8)
     assert first.kvpersist["outcome"] == "MISS"
     assert first.cached_tokens == int(first.kvpersist["reused"]) == 0
     total = first.prompt_tokens + first.completion_tokens
     talk += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Two?"}]
-    hot = server.chat(talk, "s", stream=True)
+    hot = server.chat(talk, "s", stream=True, max_tokens=8)
     assert (hot.kvpersist["outcome"], hot.kvpersist["tier"]) == ("EXTEND", "ram")
     assert hot.cached_tokens == int(hot.kvpersist["reused"]) == total
     wait_for_commit(start_server.store, "s", hot.prompt_tokens + hot.completion_tokens)
     server.restart(kill=True)
-    warm = server.chat(talk, "s")
+    warm = server.chat(talk, "s", max_tokens=8)
     assert (warm.kvpersist["outcome"], warm.kvpersist["tier"]) == ("EXACT", "disk")
     assert warm.text == hot.text
     assert int(warm.kvpersist["restored"]) == warm.cached_tokens == warm.prompt_tokens - 1

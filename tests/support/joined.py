@@ -14,14 +14,16 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 class Pieces:
     """The parts of a prompt cache of `n_tokens`.
 
-    `blocks` hold its tokens from the first on, `windows` its last tokens by window, and `state` the
-    states of the recurrent groups after the last token. Kinds without groups are empty.
+    `blocks` hold its tokens from the first on, `windows` its last tokens by window, `state` the
+    states of the recurrent groups after the last token, and `newest` the tokens as they were
+    computed of the block of the grid that the last is in. Kinds without groups are empty.
     """
 
     n_tokens: int
     blocks: Sequence[Piece] = ()
     windows: Mapping[int, Sequence[Piece]] = field(default_factory=dict)
     state: Arrays = field(default_factory=dict)
+    newest: Arrays = field(default_factory=dict)
 
 
 def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
@@ -37,6 +39,7 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
         for piece in parts:
             joiner.add(piece, window)
     joiner.add_state(pieces.state)
+    joiner.add_newest(pieces.newest)
     return joiner.finish()
 
 

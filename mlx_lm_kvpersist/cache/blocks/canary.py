@@ -6,6 +6,7 @@ from disk.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from ..geometry.kinds import Fields, kind_of, slots_of
 from ..geometry.probe import position_limit
 from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
 from ..live import packed as pk
-from ..live.packed import headroom
+from ..live.packed import GRID, headroom
 from .cut_join import (
     BLOCK_TOKENS,
     Joiner,
     Piece,
     concatenated,
+    copy_newest,
     copy_state,
     first_cached,
     split,
@@ -54,16 +56,20 @@ def canary_difference(
     The caches hold the tokens `ids`. The result is the largest, over slots, keys and values, of
     the median over tokens of |new - old| / |old|. Afterwards the caches hold the stored values
     again, so a reply does not depend on the canary. The result is 0 if the caches cannot step back:
-    states never can, windows cannot once they have dropped tokens.
+    states never can, windows cannot once they have dropped tokens. Where a block of the grid ends,
+    its tokens see each other quantized now, so half the difference is returned.
     """
     if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
         return 0.0
-    n_tokens = min(CANARY_TOKENS, len(ids))
+    n_own = len(ids) % GRID if spec.quantized else len(ids)
+    n_tokens = min(CANARY_TOKENS, n_own or len(ids))
     start, stop = len(ids) - n_tokens, len(ids)
     slots = slots_of(caches)
     used = [slots[number] for group in spec.groups for number in group.slots]
     stored = [_stacked(group, slots, start, stop) for group in spec.groups]
     mx.eval(stored)  # before the buffers change
+    packed = [slots[number] for group in spec.quantized for number in group.slots]
+    newest = [copy.deepcopy(slot.newest) for slot in packed]
     for slot in used:
         slot.trim(n_tokens)
     model(mx.array([list(ids[start:])]), cache=list(caches))
@@ -85,8 +91,10 @@ def canary_difference(
             for held, fields in zip((slots[number].keys, slots[number].values), old, strict=True):
                 for buffer, values in zip(pk.arrays_of(held), fields, strict=True):
                     buffer[:, :, start:stop] = values[place : place + 1]
+    for slot, one in zip(packed, newest, strict=True):
+        slot.newest = one
     mx.eval([(slot.keys, slot.values) for slot in used])
-    return worst
+    return worst if n_own else worst / 2
 
 
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
@@ -147,6 +155,7 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
         (arrays,) = split(spec.sliding[window], caches, [(start, n_tokens)])
         joiner.add(Piece(arrays, 0, n_tokens - start), window)
     joiner.add_state(copy_state(spec, caches))
+    joiner.add_newest(copy_newest(spec, caches, n_tokens))
     return canary_difference(model, spec, joiner.finish(), _IDS)
 
 

@@ -5,7 +5,8 @@ slots stacked: "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and 
 [L, H, T, Dk / group size] in the model's dtype, and the same for "0.v". Keys, or values, in full
 precision are one array, "0.k" or "0.v" [L, H, T, D]. A window holds a block's last tokens of the
 sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
-end of a block: "2.0" [L, ...] is the first array of group 2.
+end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized
+groups as they were computed, rotated where they are packed so, are "0.k" and "0.v" [L, H, T, D].
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
 whole: the number of operations then depends on the number of layers, and no longer on the number
@@ -30,8 +31,9 @@ from ..geometry.spec import (
     state_arrays,
     token_arrays,
 )
+from ..live.packed import GRID
 
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = GRID
 
 Arrays = Mapping[str, mx.array]
 
@@ -95,6 +97,28 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     if misfit := arrays_fit(state_arrays(spec.recurrent), state):
         raise ValueError(f"the model's states differ from those it was probed with: {misfit}")
     return state
+
+
+def copy_newest(spec: ModelCacheSpec, caches: Sequence[Any], n_tokens: int) -> dict[str, mx.array]:
+    """Return the tokens before `n_tokens` in its block of the grid as they were computed.
+
+    They are arrays of their own. Nothing where no block is begun, or where the caches have
+    forgotten it.
+    """
+    start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
+    newest: dict[str, list[mx.array]] = {}
+    for group in spec.quantized if start < n_tokens else ():
+        for cache in (slots[slot] for slot in group.slots):
+            first = cache.offset - cache.newest.size()
+            if not first <= start < n_tokens <= cache.offset:
+                return {}
+            for (part, side), kept in zip(group.sides.items(), cache.newest.view(), strict=True):
+                if side is not None:
+                    own = kept[:, :, start - first : n_tokens - first]
+                    newest.setdefault(f"{group.name}.{part}", []).append(own)
+    stacked = {name: concatenated(arrays, axis=0) for name, arrays in newest.items()}
+    mx.eval(stacked)
+    return stacked
 
 
 def split(
@@ -204,6 +228,7 @@ class Joiner:
             }
             self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
+        self._newest: Arrays = {}
 
     def make_room(self) -> Iterator[None]:
         """Make one buffer before each yield; otherwise the first piece makes them all at once."""
@@ -224,6 +249,10 @@ class Joiner:
     def add_state(self, state: Arrays) -> None:
         """Add the states of the recurrent groups after the last token."""
         self._state = state
+
+    def add_newest(self, newest: Arrays) -> None:
+        """Add the newest tokens as they were computed."""
+        self._newest = newest
 
     def finish(self) -> list[Any]:
         """Return the prompt cache, evaluated.
@@ -249,6 +278,13 @@ class Joiner:
                     )
                     cache = slots[slot]
                     kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
+        for group in self._spec.quantized if self._newest else ():
+            sides = [self._newest.get(f"{group.name}.{part}") for part in group.sides]
+            nothing = next(mx.zeros((*x.shape[:3], 0)) for x in sides if x is not None)
+            for place, slot in enumerate(group.slots):
+                both = (nothing if x is None else x for x in sides)
+                slots[slot].newest.append(*(x[place : place + 1] for x in both))
+                mx.eval(slots[slot].state)
         for group in self._spec.recurrent if self._state else ():
             for number, form in enumerate(group.states):
                 if form is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..live.packed import GRID
 from ..live.quantized import AttentionPlan
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice, Quantization
@@ -158,6 +159,17 @@ class ModelCacheSpec:
         return frozenset(slot for group in self.full for slot in group.slots)
 
     @cached_property
+    def quantized(self) -> tuple[LayerGroup, ...]:
+        """Full groups whose newest tokens are read as they were computed, and others quantized."""
+        return tuple(group for group in self.full if group.precision is not None)
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether attention of quantized groups gets arrays, the same in all queries of a call."""
+        plans = (self.plans.get(group.name) for group in self.quantized)
+        return not all(plan is not None and plan.can_take_packed for plan in plans)
+
+    @cached_property
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
         """Sliding groups by their window, in tokens."""
         windows = sorted({group.window for group in self.groups if group.window is not None})
@@ -181,7 +193,8 @@ class ModelCacheSpec:
         """One word for how this model's KV is stored; different layouts have different words.
 
         It lists the precisions of layers in order, with their number if they differ:
-        "4rb64*12,8rb64*2".
+        "4rb64*12,8rb64*2,n256". "n256" says that queries see their own block of the grid as it was
+        computed.
         """
         pairs = [
             (slot, str(group.precision or "full")) for group in self.full for slot in group.slots
@@ -189,7 +202,8 @@ class ModelCacheSpec:
         runs = [(form, len(list(run))) for form, run in groupby(form for _, form in sorted(pairs))]
         parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
-        return ",".join([*parts, *windows, *["state"] * bool(self.recurrent)])
+        grid = [f"n{GRID}"] * bool(self.quantized)
+        return ",".join([*parts, *grid, *windows, *["state"] * bool(self.recurrent)])
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -246,6 +260,17 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
             yield name, (*lead, shape.dim * quantization.bits // 32), mx.uint32
             for other in others:
                 yield other, (*lead, shape.dim // quantization.group_size), dtype
+
+
+def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
+    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, D]."""
+    for group in groups:
+        for (part, side), shape in zip(
+            group.sides.items(), (group.keys, group.values), strict=True
+        ):
+            if side is not None and shape is not None:
+                form = len(group.slots), shape.n_heads, n_tokens, shape.dim
+                yield f"{group.name}.{part}", form, shape.mx_dtype
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:

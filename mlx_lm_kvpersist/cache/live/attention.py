@@ -8,12 +8,19 @@ that what is dequantized together stays below a limit.
 Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
 head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the dtype of the queries. A
 mask is None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
-[B, Hq, N, S], boolean (True: visible) or added to the scores.
+[B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
+the mask is None.
+
+A query sees the keys and values of its own block of the grid as they were computed (`Computed`). So
+queries are attended in spans that do not go beyond a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -33,6 +40,39 @@ NEAR_BYTES = 16 << 20
 """Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
 
 
+@dataclass(frozen=True)
+class Computed:
+    """The last tokens [B, H, n, D] of keys, or values, before they were packed; rotated, if so.
+
+    Of each row, `n_own` tokens before the queries are in the first query's block of the grid, and
+    the last `n_held` are here. With one query a row, `is_own` [B, n] says which tokens are a row's,
+    None for all. With more, rows are attended one by one if they differ (`by_row`).
+    """
+
+    array: mx.array
+    n_own: Sequence[int]
+    n_held: Sequence[int]
+    is_own: mx.array | None = None
+    by_row: bool = False
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Queries [start, stop), and the keys [first, last) that they see as they were computed.
+
+    They see the keys before `first` quantized, and none from `last` on.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.start, self.stop)
+
+
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
@@ -46,6 +86,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     n_tokens: int
     strategy: Strategy
     tile_bytes: int
+    newest: Computed | None
 
     @classmethod
     def of(
@@ -55,12 +96,23 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         n_tokens: int,
         strategy: Strategy = "packed",
         tile_bytes: int = MAX_DEQUANTIZED_BYTES,
+        newest: Computed | None = None,
     ) -> PackedKV:
         """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
         made = cls(pk.view(buffers, 0, n_tokens))
         made.quantization, made.buffers, made.n_tokens = quantization, buffers, n_tokens
-        made.strategy, made.tile_bytes = strategy, tile_bytes
+        made.strategy, made.tile_bytes, made.newest = strategy, tile_bytes, newest
         return made
+
+    def row(self, idx: int) -> PackedKV:
+        """Return one row."""
+        at, newest = slice(idx, idx + 1), self.newest
+        if newest is not None:
+            newest = Computed(newest.array[at], newest.n_own[at], newest.n_held[at])
+        buffers = pk.each(lambda x: x[at], self.buffers)
+        return PackedKV.of(
+            buffers, self.quantization, self.n_tokens, self.strategy, self.tile_bytes, newest
+        )
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`.
@@ -68,6 +120,13 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         Rotated keys meet rotated queries, and what rotated values add up to is rotated back. The
         products of rows do not change if both are multiplied by one orthonormal matrix.
         """
+        if self.newest is not None and self.newest.by_row:
+            rows = (
+                self.row(i).attend(queries[i : i + 1], values.row(i), scale, seen)
+                for i in range(queries.shape[0])
+                for seen in [_part_of(mask, slice(i, i + 1), slice(None))]
+            )
+            return mx.concatenate(list(rows), axis=0)
         if self.quantization.rotated:
             queries = pk.rotate(queries)
         if self.strategy == "tiled":
@@ -76,6 +135,19 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
             attention = packed_attention if self.strategy == "packed" else dequantized_attention
             out = attention(queries, self, values, scale, mask)
         return pk.rotate_back(out) if values.quantization.rotated else out
+
+    def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
+        """Cut the queries where the grid does."""
+        n_keys, newest, start = self.n_tokens, self.newest, 0
+        if newest is None:
+            return [_Span(0, n_queries, n_keys, n_keys)]
+        n_own, before = max(newest.n_own), n_keys - n_queries
+        first, spans = before - min(n_own, max(newest.n_held)), []
+        while start < n_queries:
+            stop = min(n_queries, start + pk.GRID - n_own)
+            spans.append(_Span(start, stop, first, n_keys if mask is None else before + stop))
+            start, first, n_own = stop, before + stop, 0
+        return spans
 
     def dequantized(
         self, rows: slice, heads: slice, tokens: slice, after: mx.array | None
@@ -90,19 +162,69 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
             (weights,) = mx.depends([weights], [after])
         return pk.dequantize((weights, *others), self.quantization)
 
+    def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
+        """Return tokens [first, last) as they were computed."""
+        assert self.newest is not None
+        before = self.n_tokens - self.newest.array.shape[2]
+        return self.newest.array[rows, heads, first - before : last - before]
+
+    def is_own(self, rows: slice, first: int, last: int) -> mx.array | None:
+        """Return which of tokens [first, last) are their row's to see so [B, n]; None for all."""
+        if self.newest is None or self.newest.is_own is None:
+            return None
+        before = self.n_tokens - self.newest.array.shape[2]
+        return self.newest.is_own[rows, first - before : last - before]
+
 
 def dequantized_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
 ) -> mx.array:
     """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
     every = slice(None)
-    return mx.fast.scaled_dot_product_attention(
-        queries,
-        keys.dequantized(every, every, every, None).astype(queries.dtype),
-        values.dequantized(every, every, every, None).astype(queries.dtype),
-        scale=scale,
-        mask=mask,
-    )
+    return _fused(queries, keys, values, (every, every), scale, mask, None)
+
+
+def _fused(
+    queries: mx.array,
+    keys: PackedKV,
+    values: PackedKV,
+    where: tuple[slice, slice],
+    scale: float,
+    mask: Mask,
+    after: mx.array | None,
+) -> mx.array:
+    """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
+
+    The tokens of all spans are made precise first; those of a span that is done are then written
+    over by their quantized form, in place.
+    """
+    spans, every = keys.spans(queries.shape[2], mask), slice(None)
+    both = []
+    for x in (keys, values):
+        array = x.dequantized(*where, every, after)
+        if (first := spans[0].first) < (last := x.n_tokens):
+            own = x.computed(*where, first, last)
+            pk.write_over(array, slice(first, last), own, x.is_own(where[0], first, last))
+        both.append(array.astype(queries.dtype))
+    out: list[mx.array] = []
+    for done, span in zip([None, *spans], spans, strict=False):
+        if done is not None:
+            both = mx.depends(both, out[-1:])
+            for array, x in zip(both, (keys, values), strict=True):
+                old = x.dequantized(*where, slice(done.first, done.last), out[-1])
+                array[:, :, done.first : done.last] = old.astype(array.dtype)
+        seen = mask
+        if len(spans) > 1 and isinstance(mask, mx.array):
+            seen = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
+        out.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[:, :, span.queries],
+                *(array[:, :, : span.last] for array in both),
+                scale=scale,
+                mask=seen,
+            )
+        )
+    return mx.concatenate(out, axis=2)
 
 
 def packed_attention(
@@ -120,6 +242,7 @@ def packed_attention(
     """
     n_rows, n_heads, n_queries, k_dim = queries.shape
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
+    every = slice(None)
     # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
     # whole, and masks hide the spare room; otherwise the tokens are copied.
     all_keys: Packed = keys
@@ -133,28 +256,46 @@ def packed_attention(
     scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
     parts: list[mx.array] = []
-    for at in _slices(n_queries, step):
+    for span, at in _span_slices(keys.spans(n_queries, mask), step):
         block = scaled[:, :, :, at]
         if parts:
             block = mx.depends([block], [parts[-1]])[0]
         n_repeats, n = block.shape[2:4]
+        block = block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim)
         scores = mx.quantized_matmul(
-            block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim),
+            block,
             *all_keys,
             transpose=True,
             group_size=keys.quantization.group_size,
             bits=keys.quantization.bits,
         )
+        first, last = span.first, span.last
+        is_own = keys.is_own(every, first, last)
+        if is_own is not None:
+            is_own = is_own[:, None, None]
+        if first < last:
+            own = block @ keys.computed(every, every, first, last).mT
+            if is_own is not None:
+                own = mx.where(is_own, own, scores[..., first:last])
+            scores[..., first:last] = own
         scores = scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
         weights = mx.softmax(scores, axis=-1, precise=True)
+        weights = weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity)
+        if first < last:
+            own = weights[..., first:last]
+            rest = 0 if is_own is None else mx.where(is_own, 0, own)
+            own = own if is_own is None else mx.where(is_own, own, 0)
+            weights[..., first:last] = rest
         out = mx.quantized_matmul(
-            weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity),
+            weights,
             *all_values,
             transpose=False,
             group_size=values.quantization.group_size,
             bits=values.quantization.bits,
         )
+        if first < last:
+            out += own @ values.computed(every, every, first, last)
         parts.append(out.reshape(n_rows, n_heads, n, -1))
     return mx.concatenate(parts, axis=2).astype(queries.dtype)
 
@@ -178,7 +319,6 @@ def tiled_attention(
     n_repeats = n_heads // n_kv_heads
     head_bytes = n_keys * _token_bytes(keys, values, queries.dtype)
     n_at_once = tile_bytes // max(head_bytes, 1)
-    every = slice(None)
     last: mx.array | None = None
     rows_out: list[mx.array] = []
     for rows in _slices(n_rows, max(1, n_at_once // n_kv_heads)):
@@ -187,16 +327,8 @@ def tiled_attention(
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
             block = queries[rows, query_heads]
             seen = _part_of(mask, rows, query_heads)
-            if n_at_once:
-                last = mx.fast.scaled_dot_product_attention(
-                    block,
-                    keys.dequantized(rows, heads, every, last).astype(queries.dtype),
-                    values.dequantized(rows, heads, every, last).astype(queries.dtype),
-                    scale=scale,
-                    mask=seen,
-                )
-            else:
-                last = _one_head(block, keys, values, (rows, heads), scale, seen, tile_bytes, last)
+            attend = _fused if n_at_once else partial(_one_head, tile_bytes=tile_bytes)
+            last = attend(block, keys, values, (rows, heads), scale, seen, last)
             heads_out.append(last)
         rows_out.append(mx.concatenate(heads_out, axis=1))
     return mx.concatenate(rows_out, axis=0)
@@ -209,8 +341,9 @@ def _one_head(
     where: tuple[slice, slice],
     scale: float,
     mask: Mask,
-    tile_bytes: int,
     after: mx.array | None,
+    *,
+    tile_bytes: int,
 ) -> mx.array:
     """Attend over the key head of the row `where`, a tile of keys at a time.
 
@@ -221,12 +354,23 @@ def _one_head(
     scaled = (queries * scale)[:, None]
     n_tile = max(1, tile_bytes // _token_bytes(keys, values, dtype))
     n_block = max(1, tile_bytes // (4 * n_repeats * n_tile))
-    blocks = list(_slices(n_queries, n_block))
+    blocks = list(_span_slices(keys.spans(n_queries, mask), n_block))
     running: list[_Running | None] = [None] * len(blocks)
     for tokens in _slices(n_keys, n_tile):
-        tile_keys = keys.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
-        tile_values = values.dequantized(*where, tokens, after).astype(dtype)[:, :, None]
-        for i, at in enumerate(blocks):
+        tile = [x.dequantized(*where, tokens, after) for x in (keys, values)]
+        for i, (span, at) in enumerate(blocks):
+            n, first, last = (
+                tokens.start,
+                max(span.first, tokens.start),
+                min(span.last, tokens.stop),
+            )
+            seen = tile
+            if first < last:
+                own, is_own = slice(first - n, last - n), keys.is_own(where[0], first, last)
+                seen = [copy.copy(x) for x in tile]
+                for array, x in zip(seen, (keys, values), strict=True):
+                    pk.write_over(array, own, x.computed(*where, first, last), is_own)
+            tile_keys, tile_values = (x.astype(dtype)[:, :, None] for x in seen)
             block = scaled[:, :, :, at]
             if after is not None:
                 block = mx.depends([block], [after])[0]
@@ -281,7 +425,7 @@ def _hidden(
         own = mx.arange(first + queries.start, first + queries.stop)
         return mx.where(at <= own[:, None], scores, lowest)
     if mask is not None:
-        rows, heads, *rest = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        rows, heads, *rest = _with_axes(mask).shape
         groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
         last = min(keys.stop, n_keys)
         part = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
@@ -310,9 +454,19 @@ def _part_of(mask: Mask, rows: slice, heads: slice) -> Mask:
     """Return the mask of some rows and query heads."""
     if not isinstance(mask, mx.array):
         return mask
-    while mask.ndim < 4:
-        mask = mask[None]
-    return _cut(_cut(mask, 0, rows), 1, heads)
+    return _cut(_cut(_with_axes(mask), 0, rows), 1, heads)
+
+
+def _with_axes(mask: mx.array) -> mx.array:
+    """Return a mask with all four axes."""
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+
+
+def _span_slices(spans: Iterable[_Span], step: int) -> Iterator[tuple[_Span, slice]]:
+    """Yield parts of at most `step` queries, each with its span."""
+    for span in spans:
+        for at in _slices(span.stop - span.start, step):
+            yield span, slice(span.start + at.start, span.start + at.stop)
 
 
 def _slices(n: int, step: int) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""The KV caches of several sequences that run as one batch, quantized and in full precision.
+"""The KV caches of several sequences that run as one batch.
 
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Unlike there, the padding is also known to Python. So no step waits for the device to
@@ -8,22 +8,61 @@ takes several times as long as against "causal").
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, _BaseCache
 
-from ..geometry.precision import KVPrecision
 from . import packed as pk
-from .quantized import AttentionPlan, Buffers, PackedCache, SequenceQuantizedKVCache
 
 KeysAndValues = tuple[Any, Any]
 """Arrays, or `Packed`, of some rows [B, H, n, ...]."""
 
 
-class _PaddedBatch(Buffers):
+class Buffers(_BaseCache, ABC):  # type: ignore[misc]
+    """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
+
+    `keys` and `values` are None, arrays, or `Packed`.
+    """
+
+    keys: Any = None
+    values: Any = None
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return how many tokens from the beginning of the buffers count as cached."""
+
+    @abstractmethod
+    def _end_at(self, n_tokens: int) -> None:
+        """Count `n_tokens` from the beginning of the buffers as cached."""
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
+        n = min(self.size(), n)
+        self._end_at(self.size() - n)
+        return n
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, padding and spare room included; 0 when empty."""
+        return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The arrays to evaluate, and the number of tokens."""
+        return self.keys, self.values, self.size()
+
+
+class PaddedBatch(Buffers):
     """B sequences in buffers [B, H, S, ...]: all rows end at `_idx`, each begins at its padding.
 
     `left_padding` and `offset` (tokens cached, for rotary embeddings) are int32 arrays [B],
@@ -70,10 +109,10 @@ class _PaddedBatch(Buffers):
         if left_padding is not None:
             if self.keys is not None:
                 raise ValueError("left padding can only be added to an empty batch")
-            added = _ints(left_padding)
+            added = ints(left_padding)
             self._place([a + b for a, b in zip(self._padding, added, strict=True)], self._idx)
         if right_padding is not None and max(right_padding) > 0:
-            self._right_padding = _ints(right_padding)
+            self._right_padding = ints(right_padding)
 
     def finalize(self) -> None:
         """Move the announced right padding to the left of each row."""
@@ -94,7 +133,7 @@ class _PaddedBatch(Buffers):
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""
-        keep = _ints(batch_indices)
+        keep = ints(batch_indices)
         padding = [self._padding[i] for i in keep]
         surplus = min(padding, default=0)
         if keep == list(range(len(self._padding))) and not surplus:
@@ -173,13 +212,17 @@ class _PaddedBatch(Buffers):
 
         def copied(*arrays: mx.array) -> mx.array:
             _, n_heads, _, dim = arrays[0].shape
-            buffer = mx.zeros((n_rows, n_heads, idx + pk.headroom(1), dim), arrays[0].dtype)
+            buffer = mx.zeros((n_rows, n_heads, self._capacity(idx), dim), arrays[0].dtype)
             for (first, _), x in zip(parts, arrays, strict=True):
                 buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
             return buffer
 
         self.keys = pk.each(copied, *(keys for _, (keys, _) in parts))
         self.values = pk.each(copied, *(values for _, (_, values) in parts))
+
+    def _capacity(self, n_tokens: int) -> int:
+        """Return how long to make buffers that hold so many tokens."""
+        return n_tokens + pk.headroom(1)
 
     def _place(self, padding: list[int], idx: int) -> None:
         """Set where each row begins and where all end."""
@@ -192,11 +235,11 @@ class _PaddedBatch(Buffers):
         self.offset = mx.array([n_tokens - n for n in self._padding], mx.int32)
 
 
-class FullPrecisionBatchKVCache(_PaddedBatch):
+class FullPrecisionBatchKVCache(PaddedBatch):
     """Takes the place of mlx-lm's BatchKVCache, for layers that are not quantized."""
 
     def __init__(self, left_padding: Sequence[int]) -> None:
-        self._place(_ints(left_padding), 0)
+        self._place(ints(left_padding), 0)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
@@ -235,77 +278,6 @@ class FullPrecisionBatchKVCache(_PaddedBatch):
         return cache
 
 
-class BatchQuantizedKVCache(PackedCache, _PaddedBatch):
-    """Quantized keys and values of one layer for B sequences."""
-
-    def __init__(
-        self,
-        left_padding: Sequence[int],
-        precision: KVPrecision,
-        plan: AttentionPlan | None = None,
-    ) -> None:
-        self.precision = precision
-        self.plan = plan
-        self._place(_ints(left_padding), 0)
-
-    @classmethod
-    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
-        """Return one batch for the caches of several sequences, in their order.
-
-        A single filled cache is adopted, not copied. The batch takes the first plan that one has.
-
-        Raises:
-            TypeError: a cache is of another class.
-            ValueError: there are no caches, or they differ in precision.
-        """
-        if not caches:
-            raise ValueError("nothing to merge")
-        for cache in caches:
-            if not isinstance(cache, SequenceQuantizedKVCache):
-                raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-            if cache.precision != caches[0].precision:
-                expected = caches[0].precision
-                raise ValueError(f"cannot merge a cache of {cache.precision} into {expected}")
-        plan = next((cache.plan for cache in caches if cache.plan is not None), None)
-        batch = cls([], caches[0].precision, plan)
-        batch._fill([((c.keys, c.values), c.offset) if c.offset else None for c in caches])
-        return batch
-
-    def extend(self, other: Any) -> None:
-        """Add the rows of `other` behind our own. Either batch may be empty.
-
-        Raises:
-            TypeError: `other` is of another class.
-            ValueError: `other` has another precision.
-        """
-        if not isinstance(other, BatchQuantizedKVCache):
-            raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
-        if other.precision != self.precision:
-            raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
-        self.plan = self.plan or other.plan
-        super().extend(other)
-
-    def extract(self, idx: int) -> SequenceQuantizedKVCache:
-        """Return row `idx` as a cache of its own (see `_row`)."""
-        row = self._row(idx)
-        if row is None:
-            return SequenceQuantizedKVCache(self.precision, self.plan)
-        n_tokens = self._idx - self._padding[idx]
-        return SequenceQuantizedKVCache.from_packed(self.precision, *row, n_tokens, self.plan)
-
-
-def batch_of(caches: Sequence[Any], *, full_precision: bool) -> Any | None:
-    """Return a batch of ours for one layer's caches of several sequences, None for other classes.
-
-    full_precision: whether plain KVCaches become one, too.
-    """
-    if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
-        return BatchQuantizedKVCache.merge(caches)
-    if full_precision and all(type(cache) is KVCache for cache in caches):
-        return FullPrecisionBatchKVCache.merge(caches)
-    return None
-
-
-def _ints(values: Sequence[int] | mx.array) -> list[int]:
+def ints(values: Sequence[int] | mx.array) -> list[int]:
     items: Any = values.tolist() if isinstance(values, mx.array) else values
     return [int(n) for n in items]

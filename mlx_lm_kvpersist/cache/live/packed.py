@@ -19,6 +19,10 @@ import mlx.core as mx
 
 from ..geometry.precision import Quantization
 
+GRID = 256
+"""A query at position p sees those keys and values as they were computed whose positions have the
+same p // GRID, and older ones quantized."""
+
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
 
@@ -75,17 +79,26 @@ def rotate_back(x: mx.array) -> mx.array:
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
-    if quantization.rotated:
-        x = rotate(x)
+    return _pack(rotate(x) if quantization.rotated else x, quantization)
+
+
+def _pack(x: mx.array, quantization: Quantization) -> Packed:
     weights, scales, biases = mx.quantize(
         x, group_size=quantization.group_size, bits=quantization.bits
     )
     return weights, scales, biases
 
 
-def hold(x: mx.array, quantization: Quantization) -> Packed | mx.array:
-    """Return `x` [B, H, T, D] as a cache holds it: packed, or as it is."""
-    return x if quantization.is_full_precision else quantize(x, quantization)
+def hold(x: mx.array, quantization: Quantization) -> tuple[Packed | mx.array, mx.array]:
+    """Return `x` [B, H, T, D] as a cache holds it, and what is packed of it: rotated, or as it is.
+
+    Of numbers in full precision that is nothing: [B, H, T, 0].
+    """
+    if quantization.is_full_precision:
+        return x, x[..., :0]
+    if quantization.rotated:
+        x = rotate(x)
+    return _pack(x, quantization), x
 
 
 def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
@@ -109,12 +122,28 @@ def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.a
     )
 
 
-def read(held: Packed | mx.array, quantization: Quantization) -> mx.array:
-    """Return all tokens [B, H, T, D] as they came, but for rounding, in the dtype of the scales."""
+def read(
+    held: Packed | mx.array,
+    quantization: Quantization,
+    newest: mx.array | None = None,
+    is_own: mx.array | None = None,
+) -> mx.array:
+    """Return all tokens [B, H, T, D] as they came, in the dtype of the scales.
+
+    They are rounded, but for the `newest` [B, H, n, D], which are as `hold` returned them.
+    """
     if isinstance(held, mx.array):
         return held
     x = dequantize(held, quantization)
+    if newest is not None:
+        write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
     return rotate_back(x) if quantization.rotated else x
+
+
+def write_over(x: mx.array, at: slice, new: mx.array, is_own: mx.array | None) -> None:
+    """Write `new` [B, H, n, D] over tokens `at` of `x` in place; where `is_own` [B, n] is given,
+    only over those."""
+    x[:, :, at] = new if is_own is None else mx.where(is_own[:, None, :, None], new, x[:, :, at])
 
 
 def view(held: Held, start: int, stop: int) -> Held:

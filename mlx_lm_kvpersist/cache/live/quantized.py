@@ -1,22 +1,20 @@
-"""The quantized KV cache of one sequence, and the plan that says in what form it is read."""
+"""The quantized KV caches of one and of several sequences, and how they are read."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import _BaseCache, create_attention_mask
+from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision
 from . import packed as pk
-from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
-
-if TYPE_CHECKING:
-    from .batch import BatchQuantizedKVCache
-
+from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, Computed, PackedKV, Strategy
+from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
+from .newest import Newest
 
 Held = Any
 """`Packed`, or an array in full precision."""
@@ -95,62 +93,27 @@ def forced_plan(strategy: Strategy, can_take_packed: bool) -> AttentionPlan:
     return AttentionPlan(strategy, strategy, strategy, can_take_packed)
 
 
-_NO_PLAN = AttentionPlan()
-"""Dequantizes: arrays work for every model."""
-
-
-class Buffers(_BaseCache, ABC):  # type: ignore[misc]
-    """Keys and values [B, H, S, ...] of one layer, with spare room behind the last token.
-
-    `keys` and `values` are None, arrays, or `Packed`.
-    """
-
-    keys: Any = None
-    values: Any = None
-
-    @abstractmethod
-    def size(self) -> int:
-        """Return how many tokens from the beginning of the buffers count as cached."""
-
-    @abstractmethod
-    def _end_at(self, n_tokens: int) -> None:
-        """Count `n_tokens` from the beginning of the buffers as cached."""
-
-    def trim(self, n: int) -> int:
-        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
-        n = min(self.size(), n)
-        self._end_at(self.size() - n)
-        return n
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, padding and spare room included; 0 when empty."""
-        return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """The arrays to evaluate, and the number of tokens."""
-        return self.keys, self.values, self.size()
-
-
 class PackedCache(Buffers):
-    """A cache whose plan decides, fetch by fetch, in what form its keys and values are read.
+    """Packed keys and values, and the newest as they were computed; a plan says how they are read.
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
-    `group_size` exist only while the last fetch was packed. Fetches are dequantized without a plan,
-    and always if keys or values are in full precision.
+    `group_size` exist only where fetches are packed. Without a plan they are arrays, and always if
+    keys or values are in full precision. All queries see the same arrays, so they should all be of
+    one block of the grid.
+
+    What a query no longer sees as computed is forgotten before the next fetch: until then a draft's
+    tokens can be taken back.
     """
 
     precision: KVPrecision
+    newest: Newest
     plan: AttentionPlan | None = None
-    bits: int
-    group_size: int
+    _right_padding: list[int] | None = None
+
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
@@ -158,29 +121,72 @@ class PackedCache(Buffers):
         By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
         a batch have their padding in front.
         """
+        self.forget()
         start, n_new = self.size(), keys.shape[2]
+        n_own, n_held = [n % pk.GRID for n in self.lengths], self.newest.lengths
         precision = self.precision
-        self.keys = pk.append(self.keys, start, pk.hold(keys, precision.keys))
-        self.values = pk.append(self.values, start, pk.hold(values, precision.values))
+        packed_keys, new_keys = pk.hold(keys, precision.keys)
+        packed_values, new_values = pk.hold(values, precision.values)
+        self.keys = pk.append(self.keys, start, packed_keys)
+        self.values = pk.append(self.values, start, packed_values)
+        self.newest.append(new_keys, new_values)
         self._end_at(start + n_new)
-        plan = self.plan or _NO_PLAN
-        n_rows, n_heads, _, k_dim = keys.shape
-        token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
-        strategy = plan.choose(n_new, start + n_new, n_rows, token_bytes)
-        # Rotating a few queries costs less than rotating all keys back.
-        is_rotated = precision.keys.rotated or precision.values.rotated
-        as_arrays = strategy == "dequantize" and not (is_rotated and plan.can_take_packed)
-        if as_arrays or not precision.is_packed:
-            self.__dict__.pop("bits", None)
-            self.__dict__.pop("group_size", None)
+        if self.plan is None or not hasattr(self, "bits"):
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        self.bits, self.group_size = precision.keys.bits, precision.group_size
-        tile_bytes = plan.tile_bytes
-        return (
-            PackedKV.of(self.keys, precision.keys, start + n_new, strategy, tile_bytes),
-            PackedKV.of(self.values, precision.values, start + n_new, strategy, tile_bytes),
+        n_rows, n_heads, _, k_dim = keys.shape
+        token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
+        strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
+        is_pending = self._right_padding is not None
+        by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1
+        is_own = None if by_row else self.newest.is_own()
+        both = (self.keys, precision.keys), (self.values, precision.values)
+        fetched_keys, fetched_values = (
+            PackedKV.of(
+                held,
+                quantization,
+                start + n_new,
+                strategy,
+                self.plan.tile_bytes,
+                Computed(newest, n_own, n_held, is_own, by_row),
+            )
+            for (held, quantization), newest in zip(both, self.newest.view(), strict=True)
         )
+        if n_new > pk.GRID:
+            self.forget()
+        return fetched_keys, fetched_values
+
+    @property
+    def bits(self) -> int:
+        """Bits of the keys; no attribute where fetches are arrays."""
+        if self.plan is None or not (self.plan.can_take_packed and self.precision.is_packed):
+            raise AttributeError("bits")
+        return self.precision.keys.bits
+
+    @property
+    def group_size(self) -> int:
+        if not hasattr(self, "bits"):
+            raise AttributeError("group_size")
+        return self.precision.group_size
+
+    def forget(self) -> None:
+        """Forget how the tokens were computed that the next query sees quantized."""
+        if self._right_padding is None:  # else it is not known yet where rows end
+            self.newest.keep([n % pk.GRID for n in self.lengths])
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
+        return self.newest.trim(super().trim(n))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, padding and spare room included; 0 when empty."""
+        return super().nbytes + self.newest.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The arrays to evaluate, and the number of tokens."""
+        return *super().state, self.newest.keys, self.newest.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
@@ -189,7 +195,12 @@ class PackedCache(Buffers):
             ValueError: the cache is empty.
         """
         keys, values = self.packed(0, self.size())
-        return pk.read(keys, self.precision.keys), pk.read(values, self.precision.values)
+        new_keys, new_values = self.newest.view() if self.newest.size() else (None, None)
+        is_own = self.newest.is_own()
+        return (
+            pk.read(keys, self.precision.keys, new_keys, is_own),
+            pk.read(values, self.precision.values, new_values, is_own),
+        )
 
     def packed(self, start: int, stop: int) -> tuple[Held, Held]:
         """Return keys and values of tokens [start, stop) as lazy views of the buffers.
@@ -218,20 +229,11 @@ class SequenceQuantizedKVCache(PackedCache):
         self.precision = precision
         self.plan = plan
         self.offset = 0
+        self.newest = Newest(1)
 
-    @classmethod
-    def from_packed(
-        cls,
-        precision: KVPrecision,
-        keys: Held,
-        values: Held,
-        offset: int,
-        plan: AttentionPlan | None = None,
-    ) -> SequenceQuantizedKVCache:
-        """Return a cache that owns these buffers, of which the first `offset` tokens are real."""
-        cache = cls(precision, plan)
-        cache.keys, cache.values, cache.offset = keys, values, offset
-        return cache
+    @property
+    def lengths(self) -> list[int]:
+        return [self.offset]
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -257,6 +259,99 @@ class SequenceQuantizedKVCache(PackedCache):
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
         """Return one batch cache for the caches of several sequences."""
-        from .batch import BatchQuantizedKVCache
-
         return BatchQuantizedKVCache.merge(caches)
+
+
+class BatchQuantizedKVCache(PackedCache, PaddedBatch):
+    """Quantized keys and values of one layer for B sequences."""
+
+    def __init__(
+        self,
+        left_padding: Sequence[int],
+        precision: KVPrecision,
+        plan: AttentionPlan | None = None,
+    ) -> None:
+        self.precision = precision
+        self.plan = plan
+        self._place(ints(left_padding), 0)
+        self.newest = Newest(len(self._padding))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self._idx - n for n in self._padding]
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
+        """Return one batch for the caches of several sequences, in their order.
+
+        A single filled cache is adopted, not copied. The batch takes the first plan that one has.
+
+        Raises:
+            TypeError: a cache is of another class.
+            ValueError: there are no caches, or they differ in precision.
+        """
+        if not caches:
+            raise ValueError("nothing to merge")
+        for cache in caches:
+            if not isinstance(cache, SequenceQuantizedKVCache):
+                raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
+            if cache.precision != caches[0].precision:
+                expected = caches[0].precision
+                raise ValueError(f"cannot merge a cache of {cache.precision} into {expected}")
+        plan = next((cache.plan for cache in caches if cache.plan is not None), None)
+        batch = cls([], caches[0].precision, plan)
+        batch._fill([((c.keys, c.values), c.offset) if c.offset else None for c in caches])
+        for cache in caches:
+            cache.forget()
+        batch.newest = Newest.merge([cache.newest for cache in caches])
+        return batch
+
+    def prepare(self, **padding: Any) -> None:
+        super().prepare(**padding)
+        self.newest._right_padding = self._right_padding
+
+    def finalize(self) -> None:
+        super().finalize()
+        self.newest.finalize()
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        super().filter(batch_indices)
+        self.newest.filter(batch_indices)
+
+    def extend(self, other: Any) -> None:
+        """Add the rows of `other` behind our own. Either batch may be empty.
+
+        Raises:
+            TypeError: `other` is of another class.
+            ValueError: `other` has another precision.
+        """
+        if not isinstance(other, BatchQuantizedKVCache):
+            raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
+        if other.precision != self.precision:
+            raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
+        self.plan = self.plan or other.plan
+        for batch in (self, other):
+            batch.forget()
+        super().extend(other)
+        self.newest.extend(other.newest)
+
+    def extract(self, idx: int) -> SequenceQuantizedKVCache:
+        """Return row `idx` as a cache of its own (see `_row`)."""
+        row, cache = self._row(idx), SequenceQuantizedKVCache(self.precision, self.plan)
+        if row is not None:
+            cache.keys, cache.values = row
+            cache.offset = self._idx - self._padding[idx]
+            cache.newest = self.newest.extract(idx)
+        return cache
+
+
+def batch_of(caches: Sequence[Any], *, full_precision: bool) -> Any | None:
+    """Return a batch of ours for one layer's caches of several sequences, None for other classes.
+
+    full_precision: whether plain KVCaches become one, too.
+    """
+    if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
+        return BatchQuantizedKVCache.merge(caches)
+    if full_precision and all(type(cache) is KVCache for cache in caches):
+        return FullPrecisionBatchKVCache.merge(caches)
+    return None

@@ -14,6 +14,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     BLOCK_TOKENS,
     Joiner,
     Piece,
+    copy_newest,
     copy_state,
     n_cached_tokens,
     split,
@@ -26,6 +27,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     arrays_fit,
     token_arrays,
 )
+from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from tests.support.joined import Pieces, join, n_bytes
 
@@ -233,20 +235,21 @@ def test_a_restored_conversation_goes_on_as_if_never_stored(
     llama_model: Any, llama_spec: ModelCacheSpec, cut: int
 ) -> None:
     prompt = mx.random.randint(0, VOCAB, (1, 310), key=mx.random.key(3))
+
+    def forward(caches: list[Any], start: int, stop: int) -> mx.array:
+        line = min(stop, start + GRID - start % GRID)
+        logits: mx.array = llama_model(prompt[:, start:line], cache=caches)
+        return logits if line == stop else forward(caches, line, stop)
+
     live = llama_spec.make_cache()
-    llama_model(prompt[:, :300], cache=live)
-    blocks = split(llama_spec.full, live, [(0, 256), (256, 300)])
-    used = [(blocks[0], min(cut, 256)), *([(blocks[1], cut - 256)] if cut > 256 else [])]
-    restored = join_blocks(llama_spec, used, 64)
-
-    found = llama_model(prompt[:, cut:], cache=restored)
-    for cache in live:
-        cache.trim(300 - cut)
-    assert mx.array_equal(found, llama_model(prompt[:, cut:], cache=live))
-
-    recomputed = llama_spec.make_cache()
-    llama_model(prompt[:, :cut], cache=recomputed)
-    assert mx.allclose(found, llama_model(prompt[:, cut:], cache=recomputed), atol=1e-3)
+    forward(live, 0, cut)
+    ranges = [(0, min(cut, 256)), *([(256, cut)] if cut > 256 else [])]
+    blocks = split(llama_spec.full, live, ranges)
+    used = [Piece(x, 0, stop - start) for x, (start, stop) in zip(blocks, ranges, strict=True)]
+    newest = copy_newest(llama_spec, live, cut)
+    assert bool(newest) == (cut != 256)
+    restored = join(llama_spec, Pieces(cut, used, newest=newest), 64)
+    assert mx.array_equal(forward(restored, cut, 310), forward(live, cut, 310))
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 20])

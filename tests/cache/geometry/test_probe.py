@@ -19,8 +19,7 @@ from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import position_limit, spec_with
 from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec, TensorShape
-from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
-from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from ..conftest import tiny_llama

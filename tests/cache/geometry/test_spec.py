@@ -79,7 +79,7 @@ def test_llama_is_one_group() -> None:
     assert spec.groups == (
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
     )
-    assert spec.layout == "4b64" and spec.any_prefix and spec.batching is Batching.REPLIES
+    assert spec.layout == "4b64,n256" and spec.any_prefix and spec.batching is Batching.REPLIES
     assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 4)
 
 
@@ -95,7 +95,7 @@ def test_keys_and_values_may_differ() -> None:
     spec = ModelCacheSpec.probe(tiny_deepseek_v2())
     (group,) = spec.groups
     assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
-    assert spec.layout == "4b32"
+    assert spec.layout == "4b32,n256"
 
 
 def test_layers_of_equal_geometry_are_a_group() -> None:
@@ -107,11 +107,11 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
 
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 64), (96, 32), (128, 64)])
 def test_the_first_group_size_that_fits_is_taken(head_dim: int, group_size: int) -> None:
-    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"4b{group_size}"
+    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"4b{group_size},n256"
 
 
 def test_a_group_size_can_be_asked_for() -> None:
-    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32"
+    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32,n256"
     (group,) = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128)).groups
     assert group.precision is None and group.why == "no group size of 128 divides 64"
     with pytest.raises(ValueError, match="group size is 48"):
@@ -120,7 +120,7 @@ def test_a_group_size_can_be_asked_for() -> None:
 
 def test_keys_may_have_more_bits_than_values() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4))
-    assert spec.layout == "k8v4b64"
+    assert spec.layout == "k8v4b64,n256"
     arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
 
@@ -167,7 +167,7 @@ def test_windows_are_a_group_of_their_own() -> None:
     sliding, full = spec.groups
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and str(full.precision) == "4b64"
-    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,w16"
+    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,n256,w16"
     assert spec.bytes_per_checkpoint == 16 * 2 * 64 * 4
 
 
@@ -214,7 +214,7 @@ def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
 def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
     described = llama_spec.describe()
     assert json.loads(json.dumps(described)) == described
-    assert described["layout"] == "4b64"
+    assert described["layout"] == "4b64,n256"
     assert described != ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8)).describe()
 
 
@@ -255,7 +255,7 @@ def test_all_kinds_of_groups_are_described() -> None:
     recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
     spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
     assert spec.describe() == {
-        "layout": "k16v4b32,w16,state",
+        "layout": "k16v4b32,n256,w16,state",
         "n_layers": 5,
         "bytes_per_token": 888,
         "bytes_per_checkpoint": 16 * 512 + 192,
@@ -319,4 +319,4 @@ def test_unlike_allocations_have_unlike_layouts() -> None:
         return ModelCacheSpec(tuple(groups), []).layout
 
     found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
-    assert len(found) == 5 and layout(4, 4, 4) == "4b64"
+    assert len(found) == 5 and layout(4, 4, 4) == "4b64,n256"

@@ -29,9 +29,9 @@ from mlx_lm_kvpersist.cache.live.attention import (
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.quantized import (
     AttentionPlan,
+    BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
     forced_plan,
 )
@@ -495,18 +495,16 @@ def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantized
     return cache
 
 
-def test_bits_show_only_after_a_packed_fetch() -> None:
-    plan = AttentionPlan(decode="packed", can_take_packed=True)
-    cache = cache_of(plan)
-    assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
+def test_bits_show_where_fetches_are_packed() -> None:
+    cache = cache_of(AttentionPlan())
     keys, values = cache.update_and_fetch(*random_kv(1, 5))
-    assert isinstance(keys, mx.array) and not hasattr(cache, "bits")
+    assert isinstance(keys, mx.array)
+    assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
+    cache.plan = AttentionPlan(can_take_packed=True)
     keys, values = cache.update_and_fetch(*random_kv(2, 1))
     assert isinstance(keys, PackedKV) and isinstance(values, PackedKV)
     assert (cache.bits, cache.group_size) == (8, 32)
     assert (keys.quantization.bits, values.quantization.bits) == (8, 4)
-    cache.update_and_fetch(*random_kv(3, 2))
-    assert not hasattr(cache, "bits") and not hasattr(cache, "group_size")
 
 
 @pytest.mark.parametrize("bits", [(16, 4), (4, 16)])

@@ -8,8 +8,10 @@ import pytest
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
-from mlx_lm_kvpersist.cache.live.attention import PackedKV
-from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.quantized import (
+    AttentionPlan,
+    SequenceQuantizedKVCache,
+)
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, address, random_kv, same_bits, same_packed
 
@@ -32,10 +34,12 @@ def test_mlx_lm_does_not_take_it_for_its_own_quantized_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_returns_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -> None:
-    keys, values = random_kv(1, 9, dtype=dtype)
-    found = SequenceQuantizedKVCache(PRECISION).update_and_fetch(keys, values)
-    for plain, x in zip(found, (keys, values), strict=True):
+def test_older_blocks_are_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -> None:
+    keys, values = random_kv(1, pk.GRID, dtype=dtype)
+    cache = SequenceQuantizedKVCache(PRECISION)
+    cache.update_and_fetch(keys, values)
+    found = cache.update_and_fetch(*random_kv(2, 1, dtype=dtype))
+    for plain, x in zip((x[:, :, : pk.GRID] for x in found), (keys, values), strict=True):
         expected = mx.dequantize(*mx.quantize(x, group_size=32, bits=4), group_size=32, bits=4)
         assert same_bits(plain, expected)
 
@@ -45,42 +49,36 @@ def test_values_may_take_other_bits_than_keys() -> None:
     cache = SequenceQuantizedKVCache(precision)
     keys, values = random_kv(1, 9)
     plain = cache.update_and_fetch(keys, values)
-    for found, x, bits in zip(plain, (keys, values), (8, 4), strict=True):
+    for found, again in zip(plain, cache.keys_and_values(), strict=True):
+        assert same_bits(found, again)
+    cache.newest.keep([0])
+    for found, x, bits in zip(cache.keys_and_values(), (keys, values), (8, 4), strict=True):
         expected = mx.dequantize(
             *mx.quantize(x, group_size=32, bits=bits), group_size=32, bits=bits
         )
         assert same_bits(found, expected)
-    for found, again in zip(plain, cache.keys_and_values(), strict=True):
-        assert same_bits(found, again)
     assert cache.nbytes == (9 + 512) * 2 * (
         packed_bytes(precision.keys, K_DIM) + packed_bytes(precision.values, V_DIM)
     )
 
 
 @pytest.mark.parametrize("rotated", [(True, False), (False, True), (True, True), (False, False)])
-@pytest.mark.parametrize("can_take_packed", [True, False])
-def test_what_is_rotated_stays_so_for_models_that_take_packed_keys(
-    rotated: tuple[bool, bool], can_take_packed: bool
-) -> None:
-    """Rotating a few queries costs less than rotating all keys back."""
-    plan = AttentionPlan(can_take_packed=can_take_packed)
-    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, rotated=rotated), plan)
+def test_arrays_for_other_models_are_as_they_came(rotated: tuple[bool, bool]) -> None:
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, rotated=rotated))
     given = random_kv(1, 5)
-    found = cache.update_and_fetch(*given)
-    for x, came in zip(found, given, strict=True):
-        assert isinstance(x, PackedKV) is (any(rotated) and can_take_packed)
-        assert isinstance(x, PackedKV) or mx.abs(x - came).max() < 0.1
+    for x, came in zip(cache.update_and_fetch(*given), given, strict=True):
+        assert mx.abs(x - came).max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
 def test_the_limit_of_what_is_dequantized_is_kept_to_the_byte(dtype: mx.Dtype) -> None:
     all_bytes = 9 * N_HEADS * (K_DIM + V_DIM) * dtype.size
-    for limit_bytes, is_tiled in ((all_bytes, False), (all_bytes - 1, True)):
+    for limit_bytes, strategy in ((all_bytes, "dequantize"), (all_bytes - 1, "tiled")):
         plan = AttentionPlan(can_take_packed=True, max_dequantized_bytes=limit_bytes)
         cache = SequenceQuantizedKVCache(PRECISION, plan)
         cache.update_and_fetch(*random_kv(1, 6, dtype=dtype))
         keys, _ = cache.update_and_fetch(*random_kv(2, 3, dtype=dtype))
-        assert isinstance(keys, PackedKV) is is_tiled
+        assert keys.strategy == strategy
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -88,7 +86,7 @@ def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
     n_tokens = 900
     keys, values = random_kv(seed, n_tokens)
     whole = SequenceQuantizedKVCache(PRECISION)
-    whole_plain = whole.update_and_fetch(keys, values)
+    whole.update_and_fetch(keys, values)
     chunked = SequenceQuantizedKVCache(PRECISION)
     rng = random.Random(seed)
     while (start := chunked.offset) < n_tokens:
@@ -98,7 +96,9 @@ def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
         assert plain[1].shape == (1, 2, stop, V_DIM)
     for a, b in zip(chunked.packed(0, n_tokens), whole.packed(0, n_tokens), strict=True):
         assert same_packed(a, b)
-    for x, y in zip(plain, whole_plain, strict=True):
+    whole.forget()
+    chunked.forget()
+    for x, y in zip(chunked.newest.view(), whole.newest.view(), strict=True):
         assert same_bits(x, y)
 
 
@@ -159,14 +159,15 @@ def test_an_empty_cache_is_nothing() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
     assert cache.is_trimmable() and cache.trim(3) == 0
-    assert cache.state == (None, None, 0)
+    assert cache.state == (None, None, 0, None, None)
     with pytest.raises(ValueError, match="empty"):
         cache.packed(0, 0)
 
 
 def test_bytes_are_those_of_the_buffers() -> None:
     per_token = 2 * (packed_bytes(PRECISION.keys, K_DIM) + packed_bytes(PRECISION.values, V_DIM))
-    assert filled(8).nbytes == (8 + 512) * per_token
+    newest = pk.GRID * 2 * (K_DIM + V_DIM) * mx.float32.size
+    assert filled(8).nbytes == (8 + 512) * per_token + newest
 
 
 def test_a_deep_copy_goes_its_own_way() -> None:
@@ -195,7 +196,8 @@ def test_views_beyond_the_tokens_are_refused(start: int, stop: int) -> None:
 
 
 def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
-    cache = SequenceQuantizedKVCache.from_packed(PRECISION, *filled(5).packed(0, 5), 5)
+    cache = filled(5)
+    cache.keys, cache.values = cache.packed(0, 5)
     views = cache.packed(0, 5)
     cache.trim(3)
     cache.update_and_fetch(*random_kv(99, 2))

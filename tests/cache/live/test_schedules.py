@@ -13,9 +13,9 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
-from mlx_lm_kvpersist.cache.live.batch import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.live.quantized import (
     AttentionPlan,
+    BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
     forced_plan,
 )

@@ -1,0 +1,108 @@
+"""The newest tokens of a quantized cache, as they were computed.
+
+A query sees the keys and values of its own block of `pk.GRID` positions as they were computed, and
+those of all older blocks quantized. Position alone decides, so it does not matter how a prompt is
+cut. All tokens are packed; those of a row's own block are kept here besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from . import packed as pk
+from .batch import PaddedBatch
+
+
+class Newest(PaddedBatch):
+    """Keys and values of the last tokens of B rows, [B, H, S, D], before they were packed.
+
+    Rotated where the packed numbers are; of a side in full precision D is 0.
+    """
+
+    _is_own: mx.array | None
+
+    def __init__(self, n_rows: int) -> None:
+        self._place([0] * n_rows, 0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each row are here."""
+        return [self._idx - n for n in self._padding]
+
+    @classmethod
+    def merge(cls, rows: Sequence[Newest]) -> Newest:
+        """Return those of several sequences, which have one row each, as one."""
+        merged = cls(0)
+        merged._fill([((one.keys, one.values), one._idx) if one._idx else None for one in rows])
+        return merged
+
+    def extract(self, idx: int) -> Newest:
+        """Return row `idx`."""
+        row, one = self._row(idx), Newest(1)
+        if row is not None:
+            one.keys, one.values = row
+            one._idx = self.lengths[idx]
+        return one
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Add the next tokens [B, H, n, D]."""
+        start, stop = self._idx, self._idx + keys.shape[2]
+
+        def appended(buffer: mx.array | None, x: mx.array) -> mx.array:
+            if buffer is None:
+                return _with_room([x])
+            if stop <= buffer.shape[2]:
+                buffer[:, :, start:stop] = x
+                return buffer
+            return _with_room([buffer[:, :, :start], x.astype(buffer.dtype)])
+
+        self.keys, self.values = appended(self.keys, keys), appended(self.values, values)
+        self._idx = stop
+
+    def keep(self, n_tokens: Sequence[int]) -> None:
+        """Forget all but so many tokens of each row."""
+        kept = list(map(min, n_tokens, self.lengths))
+        if kept == self.lengths:
+            return
+        width = max(kept, default=0)
+        first, stop = self._idx - width, self._idx
+        self._place([width - n for n in kept], width)
+        self.keys, self.values = (
+            _with_room([x[:, :, first:stop]]) if width else None for x in (self.keys, self.values)
+        )
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens of each row, or all."""
+        n_left = max(0, self._idx - n)
+        self._place([min(padding, n_left) for padding in self._padding], n_left)
+        return n
+
+    def view(self) -> tuple[mx.array, mx.array]:
+        """Return all keys and values, as lazy views."""
+        return pk.view(self.keys, 0, self._idx), pk.view(self.values, 0, self._idx)
+
+    def is_own(self) -> mx.array | None:
+        """Return which tokens of `view` are no padding [B, n]; None for all."""
+        if not any(self._padding):
+            return None
+        if self._is_own is None or self._is_own.shape[1] < self._idx:
+            # Long enough for the steps until rows forget a block.
+            width = mx.arange(max(self._idx, pk.GRID))
+            self._is_own = width >= mx.array(self._padding)[:, None]
+        return self._is_own[:, : self._idx]
+
+    def _capacity(self, n_tokens: int) -> int:
+        return max(n_tokens, pk.GRID)
+
+    def _place(self, padding: list[int], idx: int) -> None:
+        self._padding, self._idx, self._is_own = padding, idx, None
+
+
+def _with_room(parts: Sequence[mx.array]) -> mx.array:
+    """Return parts of a buffer, one after another, with room for the rest of a block."""
+    n_rows, n_heads, _, dim = parts[0].shape
+    room = max(0, pk.GRID - sum(x.shape[2] for x in parts))
+    spare = mx.zeros((n_rows, n_heads, room, dim), parts[0].dtype)
+    return mx.concatenate([*parts, spare], axis=2)

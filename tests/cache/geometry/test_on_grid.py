@@ -1,0 +1,79 @@
+"""A model that reads arrays computes the same however its prompt is cut, and after a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec
+from models_check.build import build
+from models_check.conversation import random_ids
+from tests.support.joined import Pieces, join
+
+IDS = random_ids(5, 700)
+
+
+@pytest.fixture(params=["gemma2", "deepseek_v3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """One that stock serves one request at a time, and one that it serves so with a seed."""
+    model = build(request.param)
+    spec = ModelCacheSpec.probe(model)
+    assert spec.reads_arrays
+    assert (spec.batching is Batching.NONE) == (request.param == "gemma2")
+    end_on_grid(model)
+    return model
+
+
+def logprobs(model: Any, ids: Sequence[int], caches: list[Any], step: int) -> mx.array:
+    """Return those of the next token, as stock computes them for one request at a time."""
+    ((_, found),) = generate_step(
+        mx.array(list(ids)), model, max_tokens=1, prompt_cache=caches, prefill_step_size=step
+    )
+    assert isinstance(found, mx.array)
+    return found
+
+
+def test_the_cut_does_not_matter(model: Any) -> None:
+    spec = ModelCacheSpec.probe(model)
+    expected = logprobs(model, IDS, spec.make_cache(), 256)
+    for step in (2048, 300, 100):
+        found = logprobs(model, IDS, spec.make_cache(), step)
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("n_restored", [256, 300, 511])
+def test_what_is_restored_goes_on_as_it_was_computed(model: Any, n_restored: int) -> None:
+    spec = ModelCacheSpec.probe(model)
+    expected = logprobs(model, IDS, spec.make_cache(), 2048)
+    filled = spec.make_cache()
+    model(mx.array([IDS[:n_restored]]), cache=filled)
+    ranges = [(n, min(n + 256, n_restored)) for n in range(0, n_restored, 256)]
+    arrays = split(spec.full, filled, ranges)
+    blocks = [Piece(x, 0, stop - start) for x, (start, stop) in zip(arrays, ranges, strict=True)]
+    newest = copy_newest(spec, filled, n_restored)
+    caches = join(spec, Pieces(n_restored, blocks, newest=newest), 0)
+    found = logprobs(model, IDS[n_restored:], caches, 2048)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_rows_of_a_batch_and_embedded_images_are_given_as_they_come() -> None:
+    given = []
+
+    class Model:
+        def __call__(self, ids: mx.array, cache: Any = None, **others: mx.array) -> mx.array:
+            given.append([ids.shape, *(x.shape for x in others.values())])
+            return ids
+
+    model = Model()
+    end_on_grid(model)
+    caches: list[Any] = []
+    assert model(mx.zeros((2, 600)), cache=caches).shape == (2, 600)
+    assert model(mx.zeros((1, 300)), cache=caches, embeddings=mx.zeros((1, 300, 8))).shape[1] == 300
+    assert given == [[(2, 600)], [(1, 256), (1, 256, 8)], [(1, 44), (1, 44, 8)]]

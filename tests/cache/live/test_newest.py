@@ -1,0 +1,210 @@
+"""A query sees its own block of the grid as it was computed, and older blocks quantized.
+
+The reference is mlx-lm's KVCache, twice for each sequence: of keys and values as they come, and of
+what `mx.quantize` and `mx.dequantize` make of them. One boolean mask over both says which a query
+sees.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.newest import Newest
+from mlx_lm_kvpersist.cache.live.quantized import (
+    AttentionPlan,
+    BatchQuantizedKVCache,
+    PackedCache,
+    SequenceQuantizedKVCache,
+    forced_plan,
+)
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+
+from ..conftest import K_DIM, N_HEADS, random_kv
+
+TOLERANCE = 1e-4
+SCALE = K_DIM**-0.5
+GRID = 16
+COARSE = KVPrecision.of(4, 32)
+PRECISIONS = {
+    "4 bits": COARSE,
+    "rotated": KVPrecision.of(3, 32, 2, rotated=(True, True)),
+    "plain keys": KVPrecision.of(FULL_BITS, 32, 4, rotated=(False, True)),
+    "plain values": KVPrecision.of(4, 32, FULL_BITS),
+}
+PLANS: dict[str, AttentionPlan | None] = {
+    "arrays": None,
+    "dequantize": forced_plan("dequantize", can_take_packed=True),
+    "packed": forced_plan("packed", can_take_packed=True),
+    "tiles of heads": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True),
+    "tiles of keys": AttentionPlan(
+        "tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=7 * 4 * 96
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def patched() -> Iterator[None]:
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = PatchSet()
+    applied.apply([patch])
+    yield
+    applied.undo()
+
+
+@pytest.fixture(autouse=True)
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pk, "GRID", GRID)
+
+
+def rounded(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return what MLX makes of `x`; its Hadamard transform is its own inverse."""
+    if quantization.bits == FULL_BITS:
+        return x
+    size, bits = quantization.group_size, quantization.bits
+    x = mx.hadamard_transform(x) if quantization.rotated else x
+    weights, scales, biases = mx.quantize(x, group_size=size, bits=bits)
+    x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
+    return mx.hadamard_transform(x) if quantization.rotated else x
+
+
+class Reference:
+    """One sequence in mlx-lm's own caches."""
+
+    def __init__(self, precision: KVPrecision) -> None:
+        self.precision = precision
+        self.computed, self.quantized = KVCache(), KVCache()
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        precise = self.computed.update_and_fetch(keys, values)
+        coarse = self.quantized.update_and_fetch(
+            rounded(keys, self.precision.keys), rounded(values, self.precision.values)
+        )
+        n_keys, n = self.computed.offset, keys.shape[2]
+        at, seen = mx.arange(n_keys - n, n_keys)[:, None], mx.arange(n_keys)
+        own = (at // pk.GRID == seen // pk.GRID) & (seen <= at)
+        mask = mx.concatenate([own, seen // pk.GRID < at // pk.GRID], axis=1)
+        both = (mx.concatenate(list(pair), axis=2) for pair in zip(precise, coarse, strict=True))
+        return mx.fast.scaled_dot_product_attention(queries, *both, scale=SCALE, mask=mask)
+
+    def trim(self, n: int) -> None:
+        self.computed.trim(n)
+        self.quantized.trim(n)
+
+
+class Streams:
+    """Sequences in our caches, alone and as rows of a batch, each beside its reference."""
+
+    def __init__(self, seed: int, precision: KVPrecision, plan: AttentionPlan | None) -> None:
+        self.rng = random.Random(seed)
+        self.precision, self.plan = precision, plan
+        self.seed = 1000 * seed
+        self.worst = 0.0
+        self.references: list[Reference] = []
+        self.batch = BatchQuantizedKVCache([], precision, plan)
+        for _ in range(self.rng.randint(1, 3)):
+            self.join()
+
+    def join(self) -> None:
+        """Compute a prompt in chunks, and let it join the batch."""
+        reference = Reference(self.precision)
+        cache = SequenceQuantizedKVCache(self.precision, self.plan)
+        for _ in range(self.rng.randint(0, 4)):
+            self.step(cache, [reference], 40)
+        self.references.append(reference)
+        self.batch.extend(BatchQuantizedKVCache.merge([cache]))
+
+    def step(self, cache: Any, references: list[Reference], most: int) -> None:
+        """Attend over some more tokens; sometimes the last of them are taken back, as a draft's."""
+        n = self.rng.choice([1, 1, 2, self.rng.randint(1, most)])
+        if self.plan is None or not self.precision.is_packed:
+            n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
+        self.seed += 1
+        n_rows = len(references)
+        keys, values = random_kv(self.seed, n, n_rows)
+        queries = mx.random.normal((n_rows, 2 * N_HEADS, n, K_DIM), key=mx.random.key(self.seed))
+        mask = cache.make_mask(n)
+        fetched = cache.update_and_fetch(keys, values)
+        found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
+        n_taken = self.rng.randint(0, n) if self.rng.random() < 0.15 else 0
+        cache.trim(n_taken)
+        for i, reference in enumerate(references):
+            row = slice(i, i + 1)
+            expected = reference.attend(queries[row], keys[row], values[row])
+            self.worst = max(self.worst, float(mx.abs(found[row] - expected).max()))
+            reference.trim(n_taken)
+
+    def run(self, n_steps: int = 30) -> float:
+        """Let rows join, leave and go on; return the largest difference from the references."""
+        for _ in range(n_steps):
+            act, n_rows = self.rng.random(), len(self.references)
+            if act < 0.08 and n_rows < 4:
+                self.join()
+            elif act < 0.16 and n_rows > 1:
+                keep = sorted(self.rng.sample(range(n_rows), self.rng.randint(1, n_rows - 1)))
+                self.batch.filter(keep)
+                self.references = [self.references[i] for i in keep]
+            elif act < 0.24:
+                rows = [self.batch.extract(i) for i in range(n_rows)]
+                self.batch = BatchQuantizedKVCache.merge(copy.deepcopy(rows))
+            self.step(self.batch, self.references, 40)
+        return self.worst
+
+
+CASES = [(precision, plan) for precision in ("4 bits", "rotated") for plan in PLANS]
+CASES += [("plain keys", "arrays"), ("plain values", "arrays")]
+
+
+@pytest.mark.parametrize(("precision", "plan"), CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
+    precision: str, plan: str, seed: int
+) -> None:
+    assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
+
+
+def test_the_buffer_is_one_block_long() -> None:
+    cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
+    for n in (3, 40, 1, 1, 100):
+        cache.update_and_fetch(*random_kv(n, n))
+        cache.forget()
+        assert cache.newest.size() == cache.offset % GRID
+        assert cache.newest.keys is None or cache.newest.keys.shape[2] == GRID
+
+
+# --- faults: the test above can fail
+
+
+def one_off(keep: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, n_tokens: keep(self, [max(0, n - 1) for n in n_tokens])
+
+
+def faults() -> dict[str, tuple[type, str, Any]]:
+    return {
+        "window": (Newest, "keep", one_off(Newest.keep)),
+        "padding": (Newest, "is_own", lambda self: None),
+        "reset": (PackedCache, "forget", lambda self: None),
+        "phase": (
+            BatchQuantizedKVCache,
+            "lengths",
+            property(lambda self: [self._idx + 1 - n for n in self._padding]),
+        ),
+    }
+
+
+@pytest.mark.parametrize("plan", ["arrays", "packed", "tiles of keys"])
+@pytest.mark.parametrize("fault", list(faults()))
+def test_a_fault_shows(fault: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*faults()[fault])
+    worst = max(Streams(seed, COARSE, PLANS[plan]).run() for seed in range(2))
+    assert worst > 100 * TOLERANCE
