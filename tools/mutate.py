@@ -90,6 +90,7 @@ TESTS = {
         *("-k", "test_quantized or plan or bits_show or plain_side or take or asked"),
     ],
     "cache/measuring/sample": _ALLOCATION,
+    "cache/measuring/texts": ["tests/cache/measuring/test_texts.py"],
     "cache/geometry/kinds": [
         *("tests/cache/geometry/test_kinds.py", "tests/cache/geometry/test_spec.py"),
         "tests/cache/blocks/test_cut_join.py",

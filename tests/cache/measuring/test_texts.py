@@ -1,0 +1,71 @@
+"""The texts on which a precision is judged lie where they should, whatever the tokenizer."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from mlx_lm import load
+
+from mlx_lm_kvpersist.cache.live.packed import GRID
+from mlx_lm_kvpersist.cache.measuring.texts import Part, all_parts, encode, placed
+
+SCRIPTS = {"LATIN", "CYRILLIC", "ARABIC", "DEVANAGARI", "CJK", "HIRAGANA", "HANGUL"}
+
+
+def test_many_languages_and_formats() -> None:
+    context, *parts = all_parts()
+    assert context.kind == "context"
+    kinds = [part.kind for part in parts]
+    assert kinds.count("language") >= 8
+    assert {"code", "data", "tool calls", "far copy"} <= set(kinds)
+    letters = "".join(part.text for part in parts if part.kind == "language")
+    assert {unicodedata.name(one).split()[0] for one in letters if one.isalpha()} >= SCRIPTS
+    assert len({part.name for part in parts}) == len(parts)
+
+
+def test_the_far_copy_repeats_a_passage_of_the_context() -> None:
+    context, *parts = all_parts()
+    copied = parts[-1].text.partition(": ")[2].strip()
+    assert len(copied) > 100 and copied in context.text
+    assert not any(copied in part.text for part in parts[:-1])
+
+
+@pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_bos", "tiny_model_spm"])
+def test_the_places_are_those_of_the_texts(fixture: str, request: pytest.FixtureRequest) -> None:
+    path: Path = request.getfixturevalue(fixture)
+    tokenizer = load(str(path))[1]
+    ids, places = placed(tokenizer)
+    begin, _ = encode(tokenizer, "")
+    assert ids[: len(begin)] == begin
+    end = min(place.start for place in places.values())
+    assert end >= GRID
+    for part in all_parts()[1:]:
+        place = places[part.name]
+        assert place.start == end
+        end = place.stop
+        said = tokenizer.decode(ids[place.start : place.stop])
+        if part.kind != "language":  # a tiny vocabulary may lack other scripts
+            assert said.strip() == part.text.strip()
+    assert end == len(ids)
+
+
+def test_a_short_context_is_repeated(tiny_model: Path) -> None:
+    tokenizer = load(str(tiny_model))[1]
+    parts = [Part("before", "context", "a b c "), Part("after", "data", "d")]
+    ids, places = placed(tokenizer, parts)
+    n_once = len(encode(tokenizer, "a b c ")[1])
+    assert GRID <= places["after"].start < GRID + n_once
+    assert places["after"].start % n_once == 0
+    assert list(places["after"]) == [len(ids) - 1]
+
+
+def test_a_begin_token_is_used_where_the_tokenizer_has_one(
+    tiny_model: Path, tiny_model_bos: Path
+) -> None:
+    for path, expected in ((tiny_model, False), (tiny_model_bos, True)):
+        tokenizer = load(str(path))[1]
+        begin, ids = encode(tokenizer, "The lock")
+        assert bool(begin) == expected
+        assert tokenizer.decode(ids) == "The lock"
