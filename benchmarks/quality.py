@@ -10,8 +10,8 @@ is the standard error over tokens.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionChoice, PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.measuring.allocation import chosen_spec, measure
-from mlx_lm_kvpersist.cache.measuring.sample import sample_ids
 from mlx_lm_kvpersist.cli.quality_checks import score_text, windows_of
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from tests.support.synthetic.outliers import add_outliers
 from tests.support.synthetic.smollm2 import make_smollm2
 
@@ -41,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 _ROTATED = (True, True)
 FIXED = {
+    "default": replace(KV_BITS[DEFAULT_BITS], rotated=_ROTATED),
     "4": PrecisionChoice(4, 4),
     "4, rotated": PrecisionChoice(4, 4, None, _ROTATED),
     "5, rotated": PrecisionChoice(5, 5, None, _ROTATED),
@@ -57,11 +57,10 @@ def main() -> None:
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--measure-s", type=float, default=600, help="most to choose the bits")
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
     setting = {"texts": ", ".join(TEXTS), "tokens": args.tokens, "dtype": "float32"}
-    about = "What the KV cache's precision costs SmolLM2-135M-Instruct; `auto` is the default."
+    about = "What the KV cache's precision costs SmolLM2-135M-Instruct."
     result = Result("quality-smollm2", about, setting, folder=args.out)
     plain = args.models_dir / "smollm2-float32"
     if not plain.is_dir():
@@ -72,31 +71,23 @@ def main() -> None:
             path = args.models_dir / f"smollm2-{name.replace(' ', '-').replace(',', '')}"
             if not path.is_dir():
                 add_outliers(plain, path, **VARIANTS[name])
-        for row in measured(path, args.tokens, args.measure_s):
+        for row in measured(path, args.tokens):
             result.add({"model": name, **row})
             print(result.rows[-1], flush=True)
     result.write()
     result.show()
 
 
-def measured(path: Path, n_tokens: int, measure_s: float) -> Iterator[dict[str, Any]]:
+def measured(path: Path, n_tokens: int) -> Iterator[dict[str, Any]]:
     loaded: Any = load(str(path))
     model, tokenizer = loaded[0], loaded[1]
     text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS)
     ids = tokenizer.encode(text, add_special_tokens=False)[:n_tokens]
     if len(ids) < n_tokens:
         raise SystemExit(f"the texts have only {len(ids):,} tokens")
-    request = PrecisionRequest(measure_s=measure_s)
-    start_s = time.perf_counter()
-    spec, _ = chosen_spec(
-        model,
-        request,
-        lambda spec: measure(model, spec, sample_ids(tokenizer), request, lambda *_: None),
-    )
-    taken_s = time.perf_counter() - start_s
-    specs = {"auto": spec}
-    for name, choice in FIXED.items():
-        specs[name] = ModelCacheSpec.probe(model, choice, evaluate=False)
+    specs = {
+        name: ModelCacheSpec.probe(model, choice, evaluate=False) for name, choice in FIXED.items()
+    }
     makers = {name: spec.make_cache for name, spec in specs.items()}
     windows = windows_of(ids, [], n_tokens, n_tokens // 2)
     scores = score_text(model, windows, {"16": partial(make_prompt_cache, model), **makers}, _quiet)
@@ -108,8 +99,6 @@ def measured(path: Path, n_tokens: int, measure_s: float) -> Iterator[dict[str, 
             "perplexity": _shown(score.perplexity_rise, 100, "%"),
             "divergence": _shown(score.divergence_nats),
             "same next token": f"{score.agreement.value:.1%}",
-            "layout": its_spec.layout if name == "auto" else None,
-            "chosen in s": round(taken_s, 1) if name == "auto" else None,
         }
 
 

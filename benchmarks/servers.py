@@ -54,9 +54,8 @@ _STOCK = ("--prompt-cache-size", "64")
 SIDES = {
     side.name: side
     for side in (
-        # As `auto` gives most layers; random weights would bear something else.
         Side("ours", (*_ROTATED, "--kvpersist-kv-bits", "k6v4"), 5),
-        Side("ours-auto", (*_PLUGIN, "--kvpersist-kv-bits", "auto"), 5),
+        Side("ours-default", _PLUGIN, 5),
         Side(
             "ours-50ms",
             (*_ROTATED, "--kvpersist-kv-bits", "k6v4", "--kvpersist-max-stall-ms", "50"),

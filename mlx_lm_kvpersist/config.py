@@ -5,10 +5,11 @@ The commands take some of these options, too, so nothing of MLX is imported befo
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,7 @@ import platformdirs
 
 from .api.admin import KEY_VARIABLE
 from .api.normalise import NORMALISATIONS
-from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionRequest
+from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
 from .units import number, parse_folder, parse_size
@@ -24,19 +25,24 @@ from .units import number, parse_folder, parse_size
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
 
+logger = logging.getLogger(__name__)
+
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
-KV_BITS: dict[str, tuple[int, int] | None] = {
-    "auto": None,
-    **{str(bits): (bits, bits) for bits in (4, 5, 6, 8)},
-    "k6v4": (6, 4),
-    "k8v4": (8, 4),
-    "16": (FULL_BITS, FULL_BITS),
+DEFAULT_BITS = "default"
+_OLD_DEFAULT = "auto"
+"""Once it measured every layer of a model."""
+KV_BITS = {
+    # Models that keep outliers in their keys have the largest in the first and the last layer.
+    DEFAULT_BITS: PrecisionChoice(6, 4, outer_key_bits=8),
+    **{str(bits): PrecisionChoice(bits, bits) for bits in (4, 5, 6, 8)},
+    **{f"k{bits}v4": PrecisionChoice(bits, 4) for bits in (5, 6, 8)},
+    "16": PrecisionChoice(FULL_BITS, FULL_BITS),
 }
-"""Bits of keys and of values; None: as few as the model bears."""
+"""Bits of keys and of values, by their spelling on the command line."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,13 @@ class Config:
 
     folder: Path
     limits: StoreLimits
+    precision: PrecisionChoice
     canary: bool = True
     store_text: bool = True
     isolate_sessions: bool = False
     namespace_by_key: bool = False
     session_header: str | None = None
     normalise: tuple[str, ...] = tuple(NORMALISATIONS)
-    precision: PrecisionRequest = field(default_factory=PrecisionRequest)
     stock_kv_bits: int | None = None
     """`--kv-bits`, for models that are served as stock does."""
     api_key: str | None = field(default=None, repr=False)
@@ -133,27 +139,10 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "kv-bits",
-        "Bits of each key and value; auto: as few as the model bears, layer by layer; k8v4: 8 "
-        "for keys, 4 for values; 16: the model's own precision (default: that of --kv-bits, or "
-        "auto)",
-        choices=tuple(KV_BITS),
-    )
-    add(
-        "kv-target",
-        "With auto: how far predictions may be from those in the model's own precision, as a "
-        "mean divergence; 0.01 raises the perplexity by about 1%% (default: 0.01)",
-        type=number("a divergence in nats; write a number above 0, such as 0.01"),
-        default=PrecisionRequest.target_nats,
-        metavar="NATS",
-    )
-    add(
-        "kv-measure-s",
-        "Most time to measure what a model bears, once for each model; where it is too short, "
-        "neighbouring layers are measured together, and a model that is too slow for that gets "
-        "8-bit keys and 4-bit values (default: 60)",
-        type=number("a number of seconds above 0"),
-        default=PrecisionRequest.measure_s,
-        metavar="SECONDS",
+        "Bits of each key and value; default: 6 for keys, 8 for those of the first and the last "
+        "layer, 4 for values; k8v4: 8 for all keys, 4 for values; 16: the model's own precision; "
+        "auto is an old name of default (default: that of --kv-bits, or default)",
+        choices=(*KV_BITS, _OLD_DEFAULT),
     )
     add(
         "max-stall-ms",
@@ -167,9 +156,9 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     add(
         "kv-rotate",
         "Rotate keys and values before they are quantized, which spreads channels that are "
-        "larger than the others (default: where it is measured to help)",
-        choices=("auto", "on", "off"),
-        default="auto",
+        "larger than the others; auto is an old name of on (default: on)",
+        choices=("on", "off", "auto"),
+        default="on",
     )
     add(
         "kv-group-size",
@@ -261,6 +250,11 @@ def from_args(args: Namespace) -> Config:
         )
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
+    if args.kvpersist_kv_bits == _OLD_DEFAULT:
+        logger.info(
+            "kvpersist: --kvpersist-kv-bits auto is now an old name of default; nothing is "
+            "measured at the start"
+        )
     folder = args.kvpersist_dir or default_folder()
     ram, disk = args.kvpersist_ram, args.kvpersist_disk
     if ram is None:
@@ -294,7 +288,7 @@ def from_args(args: Namespace) -> Config:
     )
 
 
-def precision_of(args: Namespace) -> PrecisionRequest:
+def precision_of(args: Namespace) -> PrecisionChoice:
     """Return the precision that is asked for."""
     bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
     if getattr(args, "kv_bits", None) is not None:
@@ -302,20 +296,17 @@ def precision_of(args: Namespace) -> PrecisionRequest:
         # Stock's default says nothing of what the model's heads allow.
         if group_size is None and args.kv_group_size != _STOCK_GROUP_SIZE:
             group_size = args.kv_group_size
-    if bits not in (None, *KV_BITS):
+    if bits in (None, _OLD_DEFAULT):
+        bits = DEFAULT_BITS
+    if bits not in KV_BITS:
         raise ConfigError(f"--kv-bits {bits} cannot be kept; choose 4, 5, 6 or 8")
     if group_size not in (None, *GROUP_SIZES):
         raise ConfigError(
             f"--kv-group-size {group_size} cannot be kept; choose one of "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
-    return PrecisionRequest(
-        KV_BITS[bits or "auto"],
-        group_size,
-        args.kvpersist_kv_rotate,
-        args.kvpersist_kv_target,
-        args.kvpersist_kv_measure_s,
-    )
+    turned = args.kvpersist_kv_rotate != "off"
+    return replace(KV_BITS[bits], group_size=group_size, rotated=(turned, turned))
 
 
 def _warm(args: Namespace) -> tuple[Path, ...]:

@@ -86,7 +86,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def self_test(self) -> None:
-        check_round_trip(self._config.precision.choice(), self._config.attention)
+        check_round_trip(self._config.precision, self._config.attention)
 
     @hookimpl
     def shutdown(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,12 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
-from .cache.geometry.precision import KVPrecision, PrecisionChoice, Quantization
+from .cache.geometry.precision import (
+    KVPrecision,
+    PrecisionChoice,
+    Quantization,
+    layout_in_words,
+)
 from .cache.geometry.spec import ModelCacheSpec
 from .cache.live.attention import Strategy
 from .cache.live.batch import FullPrecisionBatchKVCache
@@ -49,7 +55,10 @@ _NOISE = 0.02
 """Error of logits with a deviation of 1.6 when float32, or TF32, sums in another order."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
-"""The most by which two layers amplify an error of their keys and values."""
+"""The most by which two or three layers amplify an error of their keys and values."""
+
+Precisions = Sequence[KVPrecision | None]
+"""Those of the layers; None for full precision."""
 
 
 def check_round_trip(
@@ -64,22 +73,26 @@ def check_round_trip(
         SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
     """
     choice = choice or PrecisionChoice()
-    model = tiny_model(head_dim=max(64, choice.group_size or 0))
+    n_inner = 1 if choice.outer_key_bits else 0
+    model = tiny_model(head_dim=max(64, choice.group_size or 0), n_layers=2 + n_inner)
     spec = ModelCacheSpec.probe(model, choice)
-    (group,) = spec.full
-    precision = group.precision
-    if precision not in choice.candidates() and not (
-        precision is None and choice.is_full_precision
-    ):
-        raise SelfTestFailed(f"the tiny model's cache has {precision}, expected {choice}")
-    if precision is None:
+    precisions = list(spec.precisions.values())
+    is_full_precision = choice.is_full_precision
+    allowed: list[Precisions] = [
+        [choice.outer(one), *[one] * n_inner, choice.outer(one)] for one in choice.candidates()
+    ]
+    if precisions not in (allowed or [[None, None]]):
+        raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
+    if is_full_precision:
         spec = replace(spec, template=[_OwnKVCache() for _ in spec.template])
     else:
         args = model.args
         heads = AttentionShape(
             args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
         )
-        decode: Strategy = "packed" if packed_is_right(heads, precision, mx.float32) else "tiled"
+        decode: Strategy = "tiled"
+        if all(packed_is_right(heads, one, mx.float32) for one in precisions if one):
+            decode = "packed"
         plan = AttentionPlan("dequantize", decode, "tiled", can_take_packed=True)
         for cache in spec.template:
             cache.plan = plan if attention == "auto" else forced_plan(attention, True)
@@ -88,7 +101,7 @@ def check_round_trip(
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         try:
             loaded = LoadedModel(model, None, spec, "selftest", None)
-            live = FullPrecisionBatchKVCache if precision is None else BatchQuantizedKVCache
+            live = FullPrecisionBatchKVCache if is_full_precision else BatchQuantizedKVCache
             sequences = _run(loaded, store, live)
         except SelfTestFailed:
             raise
@@ -97,16 +110,16 @@ def check_round_trip(
         finally:
             store.close()
     del model.make_cache
-    tolerance = _tolerance(model, precision)
+    tolerance = _tolerance(model, precisions)
     for sequence in sequences:
         places = mx.array(list(sequence.logprobs))
-        expected = _reference(model, sequence.ids, precision)[places - 1]
+        expected = _reference(model, sequence.ids, precisions)[places - 1]
         logprobs = mx.stack(list(sequence.logprobs.values()))
         worst = float(mx.sqrt(mx.square(logprobs - expected).mean(axis=1)).max())
         if not worst <= tolerance:
             raise SelfTestFailed(
                 f"the logits of the {sequence.name} sequence differ by {worst:.2g} from those of "
-                f"mlx-lm's own caches in {precision or 'full precision'}, expected at most "
+                f"mlx-lm's own caches in {layout_in_words(spec.layout)}, expected at most "
                 f"{tolerance:.2g}"
             )
 
@@ -264,14 +277,14 @@ def _restored(
     return reuse.caches
 
 
-def _reference(model: Any, ids: list[int], precision: KVPrecision | None) -> mx.array:
+def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
     """Return the log-probabilities [len(ids), _VOCAB] that mlx-lm's own caches give."""
-    caches = [KVCache() if precision is None else _RoundedKVCache(precision) for _ in model.layers]
+    caches = [KVCache() if one is None else _RoundedKVCache(one) for one in precisions]
     logits: mx.array = model(mx.array([ids]), cache=caches)[0]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def _tolerance(model: Any, precision: KVPrecision | None) -> float:
+def _tolerance(model: Any, precisions: Precisions) -> float:
     """Return how far the live path may be from the reference, in root mean squares.
 
     Both round alike, except for numbers so near to a rounding step that the order of a sum decides.
@@ -281,26 +294,28 @@ def _tolerance(model: Any, precision: KVPrecision | None) -> float:
         SelfTestFailed: the error of rounding is more than the bits explain. 64 normal numbers span
             5 deviations, so each is rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
     """
-    if precision is None:
+    quantized = [one for one in precisions if one is not None]
+    if not quantized:
         return _NOISE
-    exact, rounded = (_reference(model, _PROMPTS["late"], form) for form in (None, precision))
+    forms = ([None] * len(precisions), precisions)
+    exact, rounded = (_reference(model, _PROMPTS["late"], form) for form in forms)
     rounding = float(mx.sqrt(mx.square(rounded - exact).mean()))
-    steps = 2 ** min(precision.keys.bits, precision.values.bits) - 1
+    steps = 2 ** min(min(one.keys.bits, one.values.bits) for one in quantized) - 1
     expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))
     if not rounding <= expected:
         raise SelfTestFailed(
-            f"MLX rounds keys and values to {precision} with an error of {rounding:.2g} in the "
-            f"logits, expected at most {expected:.2g}"
+            f"MLX rounds keys and values to {', '.join(map(str, quantized))} with an error of "
+            f"{rounding:.2g} in the logits, expected at most {expected:.2g}"
         )
     return _NOISE + _SHARE_OF_ROUNDING * rounding
 
 
-def tiny_model(seed: int = 7, head_dim: int = 64) -> Any:
-    """Return a llama of two layers with random weights, whose output depends on its attention."""
+def tiny_model(seed: int = 7, head_dim: int = 64, n_layers: int = 2) -> Any:
+    """Return a llama with random weights, whose output depends on its attention."""
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=n_layers,
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,

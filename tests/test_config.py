@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import shutil
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
-from mlx_lm_kvpersist.cache.geometry.precision import PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.errors import ConfigError
 
 
@@ -33,7 +34,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
     assert made.limits.max_disk_bytes <= shutil.disk_usage(tmp_path).total // 10
     assert made.limits.min_free_bytes == 10 << 30
     assert (made.canary, made.limits.verify, made.store_text) == (True, True, True)
-    assert (made.precision, made.attention) == (PrecisionRequest(), "auto")
+    assert (made.precision, made.attention) == (DEFAULT, "auto")
     assert not (tmp_path / "new").exists()
 
 
@@ -50,42 +51,58 @@ def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> No
     assert config.from_args(args).limits.max_ram_bytes == 1 << 20
 
 
-def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionRequest:
+def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice:
     return config.from_args(parsed("--kvpersist-dir", str(folder), *arguments, **stock)).precision
+
+
+ROTATED = (True, True)
+DEFAULT = PrecisionChoice(6, 4, None, ROTATED, 8)
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), PrecisionRequest(None)),
-        (("--kvpersist-kv-bits", "auto"), PrecisionRequest(None)),
-        (("--kvpersist-kv-bits", "4"), PrecisionRequest((4, 4))),
-        (("--kvpersist-kv-bits", "5"), PrecisionRequest((5, 5))),
-        (("--kvpersist-kv-bits", "6"), PrecisionRequest((6, 6))),
-        (("--kvpersist-kv-bits", "8"), PrecisionRequest((8, 8))),
-        (("--kvpersist-kv-bits", "k6v4"), PrecisionRequest((6, 4))),
-        (("--kvpersist-kv-bits", "k8v4"), PrecisionRequest((8, 4))),
-        (("--kvpersist-kv-bits", "16"), PrecisionRequest((16, 16))),
-        (("--kvpersist-kv-group-size", "128"), PrecisionRequest(None, 128)),
-        (("--kvpersist-kv-rotate", "off"), PrecisionRequest(rotate="off")),
-        (("--kvpersist-kv-target", "0.03"), PrecisionRequest(target_nats=0.03)),
-        (("--kvpersist-kv-measure-s", "5"), PrecisionRequest(measure_s=5.0)),
+        ((), DEFAULT),
+        (("--kvpersist-kv-bits", "default"), DEFAULT),
+        (("--kvpersist-kv-bits", "auto"), DEFAULT),
+        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None, ROTATED)),
+        (("--kvpersist-kv-bits", "5"), PrecisionChoice(5, 5, None, ROTATED)),
+        (("--kvpersist-kv-bits", "6"), PrecisionChoice(6, 6, None, ROTATED)),
+        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, ROTATED)),
+        (("--kvpersist-kv-bits", "k5v4"), PrecisionChoice(5, 4, None, ROTATED)),
+        (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, ROTATED)),
+        (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None, ROTATED)),
+        (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, ROTATED)),
+        (("--kvpersist-kv-group-size", "128"), PrecisionChoice(6, 4, 128, ROTATED, 8)),
+        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(6, 4, None, (False, False), 8)),
+        (("--kvpersist-kv-rotate", "auto"), DEFAULT),
     ],
 )
-def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionRequest) -> None:
+def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
     found = precision(tmp_path, *arguments)
     assert found == expected
     assert found.is_full_precision == ("16" in arguments)
 
 
+def test_the_old_name_of_the_default_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    precision(tmp_path)
+    assert not caplog.text
+    precision(tmp_path, "--kvpersist-kv-bits", "auto")
+    assert caplog.text.count("an old name of default") == 1
+
+
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     """Stock's own way of quantizing would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
-    assert config.from_args(args).precision == PrecisionRequest((8, 8), 32)
+    assert config.from_args(args).precision == PrecisionChoice(8, 8, 32, ROTATED)
     assert args.kv_bits is None
     stock = {"kv_bits": 8, "kv_group_size": 64}
-    assert precision(tmp_path, **stock) == PrecisionRequest((8, 8))
-    assert precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock) == PrecisionRequest((8, 4))
+    assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None, ROTATED)
+    k8v4 = precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock)
+    assert k8v4 == PrecisionChoice(8, 4, None, ROTATED)
     assert precision(tmp_path, "--kvpersist-kv-group-size", "128", **stock).group_size == 128
     with pytest.raises(ConfigError, match="choose 4, 5, 6 or 8"):
         precision(tmp_path, kv_bits=3, kv_group_size=64)
@@ -105,9 +122,6 @@ def test_attention(tmp_path: Path, choice: str) -> None:
         ("--kvpersist-kv-bits", "3"),
         ("--kvpersist-kv-bits", "k4v8"),
         ("--kvpersist-kv-group-size", "16"),
-        ("--kvpersist-kv-target", "0"),
-        ("--kvpersist-kv-target", "nan"),
-        ("--kvpersist-kv-measure-s", "soon"),
         ("--kvpersist-kv-rotate", "yes"),
         ("--kvpersist-attention", "fused"),
     ],

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.errors import SelfTestFailed
@@ -55,7 +56,7 @@ def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
         raise RecursionError
 
     plugin = KVPersistPlugin()
-    plugin._config = Config(tmp_path, StoreLimits(1, 1))
+    plugin._config = Config(tmp_path, StoreLimits(1, 1), PrecisionChoice())
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.session_key", failing)
     headers = Message()
     headers[KEEP_HEADER], headers["X-KVPersist-Namespace"] = "no", "theirs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,19 +14,20 @@ from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.live import attention, packed
 from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
-from mlx_lm_kvpersist.config import KV_BITS
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
 
-PRECISIONS = {name: PrecisionChoice(*(bits or (4, 4))) for name, bits in KV_BITS.items()}
+PRECISIONS = dict(KV_BITS)
 PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 64, 128)}
 PRECISIONS |= {
     f"4, rotated {rotated}": PrecisionChoice(4, 4, None, rotated)
     for rotated in ((True, False), (False, True), (True, True))
 }
+PRECISIONS["default, rotated"] = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
 PRECISIONS |= {
     "keys plain": PrecisionChoice(16, 4, None, (True, True)),
     "values plain": PrecisionChoice(4, 16),

@@ -54,23 +54,16 @@ _MATCHING = ["tests/match", "-k", "byte-level-bos or not byte-level and not sent
 _ONE_KIND = ["-k", "not sentencepiece and not bos"]
 _LOOKUP = ["tests/request/test_costs.py", "tests/request/test_lookup.py"]
 _FOLDER = ["tests/store/test_store.py", "tests/store/test_recovery.py"]
-_ALLOCATION = ["tests/cache/measuring/test_allocation.py"]
 TESTS = {
     "api/session_keys": ["tests/api/test_session_keys.py"],
     "cache/blocks/canary": [
         "tests/cache/blocks/test_canary.py",
         "tests/cache/blocks/test_warm_up.py",
     ],
-    "cache/measuring/allocation": [*_ALLOCATION, "-k", "not mixed"],
     "cache/live/attention": ["tests/cache/live/test_attention.py", "-k", "not long"],
     "cache/live/batch": [
         *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
         *("-k", "not give_what and not fault_shows"),
-    ],
-    "cache/measuring/divergence": [
-        *_ALLOCATION,
-        "-k",
-        "diverge or masked or vocabulary or memory or error_of",
     ],
     "cache/measuring/observe": [
         "tests/cache/live/test_attention.py",
@@ -89,7 +82,6 @@ TESTS = {
         *("tests/cache/live/test_quantized.py", "tests/cache/live/test_attention.py"),
         *("-k", "test_quantized or plan or bits_show or plain_side or take or asked"),
     ],
-    "cache/measuring/sample": _ALLOCATION,
     "cache/measuring/texts": ["tests/cache/measuring/test_texts.py"],
     "cache/geometry/kinds": [
         *("tests/cache/geometry/test_kinds.py", "tests/cache/geometry/test_spec.py"),

@@ -49,8 +49,6 @@ _SLACK = 1.3
 _SELF_TEST_S = 5.0
 _LONG_PROBE_S = 0.5
 """A prompt that took longer says enough about the machine."""
-_MEASURE_SHARE = 5
-"""Measuring the precision may take this part of the time, at most the default."""
 
 
 @dataclass
@@ -80,10 +78,8 @@ class Bench:
     def __init__(self, model: str, folder: Path, minutes: float) -> None:
         self._model, self._folder = model, folder
         self._started_s, self._limit_s = time.monotonic(), 60 * minutes
-        self.measure_s = min(60.0, self._limit_s / _MEASURE_SHARE)
         store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
-        plugin = ("--plugin", "kvpersist", *store)
-        ours = (*plugin, "--kvpersist-kv-measure-s", str(int(self.measure_s)))
+        ours = ("--plugin", "kvpersist", *store)
         self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
         self.spec: dict[str, Any] = {}
 
@@ -120,8 +116,7 @@ class Bench:
                     server.kill9()
 
     def _started(self, side: Side) -> StartedServer:
-        what = f"{side.name}: start{', precision measured once' if side.options else ''}"
-        with ongoing(what):
+        with ongoing(f"{side.name}: start"):
             started_s = time.monotonic()
             log_path = self._folder / f"{side.name}.log"
             server = StartedServer(self._model, *side.options, log_path=log_path)
@@ -150,7 +145,7 @@ class Bench:
         room = max_context(self._model, None) or LENGTHS[-1]
         lengths = [n for n in reversed(LENGTHS) if n + 512 <= room]
         reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
-        starts_s = 3 * speed.load_s + self.measure_s + 2 * _SELF_TEST_S
+        starts_s = 3 * speed.load_s + 2 * _SELF_TEST_S
         left_s = self._limit_s - self.seconds - starts_s
 
         def needed_s(n_tokens: int, n_conversations: int) -> float:

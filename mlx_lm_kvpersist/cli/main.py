@@ -21,7 +21,7 @@ from ..config import add_options
 from ..errors import KVPersistError
 
 PROG = "mlx-lm-kvpersist"
-_PRECISION = ("kv-group-size", "kv-rotate", "kv-target", "kv-measure-s")
+_PRECISION = ("kv-group-size", "kv-rotate")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
-    _add_quality(_adder(commands, "dir", *_PRECISION))
+    _add_quality(_adder(commands, *_PRECISION))
     _add_selftest(add)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -200,11 +200,6 @@ def _add_quality(add: Any) -> None:
         help="tokens of the context in which a fact is hidden (%(default)s)",
     )
     quality.add_argument("--no-needle", action="store_true", help="hide no fact; that is slowest")
-    quality.add_argument(
-        "--choose",
-        action="store_true",
-        help="only measure anew which bits `auto` gives, and keep that in the store for the server",
-    )
 
 
 def _add_selftest(add: Any) -> None:

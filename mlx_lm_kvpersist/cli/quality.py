@@ -12,16 +12,12 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.persisted_allocation import put_allocation
-from ..config import KV_BITS
+from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
-from .opening import changing, check_exists, folder_of
 from .output import console, print_json, print_table, progress, tell
-from .quality_advice import REFERENCE, Needles, Row, ToolCall, caveats, recommend
+from .quality_advice import REFERENCE, TARGET_NATS, Needles, Row, ToolCall, caveats, recommend
 from .quality_checks import (
     SECRET,
     TOOL,
@@ -37,7 +33,7 @@ from .quality_checks import (
     tool_call_in,
     windows_of,
 )
-from .spec import load_named, measured_spec, pictures, request_of
+from .spec import load_named, pictures
 from .story import OWN_TEXT
 
 _DEPTHS = (0.1, 0.5, 0.9)
@@ -48,8 +44,6 @@ _TOOL_TOKENS = 128
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError where it fails."""
-    if args.choose:
-        return _choose(args)
     if not 0 < args.stride < args.window:
         raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text_name, text = read_text(args.text)
@@ -61,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
-    specs, left_out = _specs(args, model, tokenizer)
+    specs, left_out = _specs(args, model)
     if not specs:
         reasons = "; ".join(sorted(set(left_out.values())))
         why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -108,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         for name, score in scores.items()
         for n_bytes in [specs[name].bytes_per_token if name in specs else own_bytes]
     ]
-    advice = recommend(rows, args.kvpersist_kv_target)
-    noted = caveats(rows, args.kvpersist_kv_target)
+    advice = recommend(rows, TARGET_NATS)
+    noted = caveats(rows, TARGET_NATS)
     if args.json:
         print_json(
             {
@@ -134,50 +128,16 @@ def run(args: argparse.Namespace) -> int:
         f"model's own {dtype}. ±: standard error.\n"
     )
     _print_rows(rows)
-    for side, picture in pictures(specs["auto"]).items() if "auto" in specs else ():
-        console().print(f"auto: bits of the {side} by layer: {picture}")
+    for side, picture in pictures(specs[DEFAULT_BITS]).items() if DEFAULT_BITS in specs else ():
+        console().print(f"{DEFAULT_BITS}: bits of the {side} by layer: {picture}")
     left = (f"{name}: left out, {reason}" for name, reason in left_out.items())
     for line in (*left, *noted, "", advice[1]):
         console().print(line)
     return 0
 
 
-def _choose(args: argparse.Namespace) -> int:
-    """Measure anew what `auto` gives, and persist it for the server."""
-    folder = folder_of(args)
-    check_exists(folder)
-    model, tokenizer = load_named(args.model)
-    request = request_of(args, "auto")
-    spec, allocation = measured_spec(model, tokenizer, request)
-    if allocation is None:
-        raise ModelNotSupported(f"nothing of {args.model} is quantized, there is nothing to choose")
-    fingerprint = model_fingerprint(local_path(args.model), None, content_hash)
-    with changing(folder) as disk:
-        put_allocation(disk.index.state, fingerprint, request, allocation)
-    nats = allocation.divergence
-    content = {
-        "model": args.model,
-        "layout": spec.layout,
-        "divergence_nats": asdict(nats) if nats else None,
-        "store": str(folder),
-    }
-    tell(
-        args,
-        content,
-        f"{args.model}: {layout_in_words(spec.layout)} ({spec.bits_per_number:.1f} on average with "
-        "scales)",
-        *(f"Bits of the {side} by layer: {line}" for side, line in pictures(spec).items()),
-        f"Predicted divergence: {nats.value:.2g} ± {nats.error:.1g} nats"
-        if nats
-        else "There was no time to measure the whole: give it more with --kvpersist-kv-measure-s",
-        f"Persisted in {folder}. The server uses it from its next start; conversations stored in "
-        "other bits are not found again.",
-    )
-    return 0
-
-
 def _specs(
-    args: argparse.Namespace, model: Any, tokenizer: Any
+    args: argparse.Namespace, model: Any
 ) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
     """Return the spec of every precision that the model can be kept in, and why not in others."""
     specs: dict[str, ModelCacheSpec] = {}
@@ -185,8 +145,9 @@ def _specs(
     for name in KV_BITS:
         if name == REFERENCE:
             continue
+        args.kvpersist_kv_bits = name
         try:
-            spec, _ = measured_spec(model, tokenizer, request_of(args, name))
+            spec = ModelCacheSpec.probe(model, precision_of(args))
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue

@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..block import Checkpoint
-from ..cache.measuring.persisted_allocation import adopt_choices, chosen_as
 from ..errors import StoreError
 from ..store.index import Index, Session
 from ..store.session_file import SessionFile, export_session, import_session
@@ -150,10 +149,7 @@ def export(args: argparse.Namespace) -> int:
         session = choose(index.sessions(), args.session)
         if target.exists() and not args.force:
             raise StoreError(f"{target} exists; choose another file, or replace it with --force")
-        root, choices = index.root(session.root), {}
-        if root is not None:
-            choices = chosen_as(index.state, root.fingerprint, root.layout)
-        n_bytes = export_session(folder, index, session, target, on_progress, choices)
+        n_bytes = export_session(folder, index, session, target, on_progress)
         about = describe(index, session)
     content = {**about, "file": str(target), "file_bytes": n_bytes}
     said = f"is now in {target}, {show_bytes(n_bytes)}"
@@ -169,13 +165,8 @@ def load(args: argparse.Namespace) -> int:
         source = SessionFile(args.file, on_progress)
     try:
         with changing(folder, limits_of(args, folder), create=args.create) as disk:
-            root = source.root
-            with disk.index.database.transaction():
-                adopt_choices(disk.index.state, root.fingerprint, root.layout, source.choices)
             session, new, is_new = import_session(disk, source)
             about = describe(disk.index, session)
-    except ValueError as error:
-        raise StoreError(f"{args.file}: {error}") from error
     finally:
         source.close()
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)

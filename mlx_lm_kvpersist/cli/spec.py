@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
-from ..cache.geometry.precision import FULL_BITS, Allocation, PrecisionRequest
+from ..cache.geometry.precision import FULL_BITS
 from ..cache.geometry.spec import Batching, ModelCacheSpec
-from ..cache.measuring.allocation import chosen_spec, measure
-from ..cache.measuring.persisted_allocation import known_allocation, suits
-from ..cache.measuring.sample import sample_ids
 from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
-from ..store.folder import INDEX_FILES
 from ..units import show_bytes
-from .opening import folder_of, reading
-from .output import progress, records, tell
+from .output import records, tell
 
 
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
@@ -47,69 +40,15 @@ def run(args: argparse.Namespace) -> int:
 
     Raises KVPersistError when the model cannot be loaded.
     """
-    model, tokenizer = load_named(args.model, args.adapter_path)
-    request = precision_of(args)
+    model, _ = load_named(args.model, args.adapter_path)
     try:
-        known = _known(args, request) if request.is_measured else None
-        spec, allocation = measured_spec(model, tokenizer, request, known)
+        spec = ModelCacheSpec.probe(model, precision_of(args))
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
-    if allocation is None or not allocation.measured_on:
-        measured = "not measured"
-    elif allocation is known:
-        measured = f"measured on {allocation.measured_on} by the server"
-    else:
-        measured = "measured now, as the server does at its first start"
-    content = {"model": args.model, "kept": True, **spec.describe()}
-    tell(args, content, *_explained(spec), f"Bits: {measured}.")
+    tell(args, {"model": args.model, "kept": True, **spec.describe()}, *_explained(spec))
     return 0
-
-
-def request_of(args: argparse.Namespace, bits: str) -> PrecisionRequest:
-    """Return what the options ask for, with these bits."""
-    args.kvpersist_kv_bits = bits
-    return precision_of(args)
-
-
-def measured_spec(
-    model: Any, tokenizer: Any, request: PrecisionRequest, known: Allocation | None = None
-) -> tuple[ModelCacheSpec, Allocation | None]:
-    """Return a model's spec as the server finds it, and its allocation: `known`, or measured now.
-
-    Raises:
-        KVPersistError: MLX cannot quantize so, or the model cannot be measured.
-        ModelNotSupported: nothing of this model is kept.
-    """
-
-    def choose(spec: ModelCacheSpec) -> Allocation:
-        if known is not None and suits(known, spec, request):
-            return known
-        try:
-            with progress("precision") as on_progress:
-                return measure(model, spec, sample_ids(tokenizer), request, on_progress)
-        except Exception as error:
-            raise KVPersistError(f"its precision cannot be measured: {error!r}") from error
-
-    try:
-        return chosen_spec(model, request, choose)
-    except ValueError as error:
-        raise KVPersistError(str(error)) from error
-
-
-def _known(args: argparse.Namespace, request: PrecisionRequest) -> Allocation | None:
-    """Return what a server chose, if its store has it and may be read."""
-    folder = folder_of(args)
-    try:
-        if not (folder / INDEX_FILES[0]).exists():
-            return None
-        adapter = Path(args.adapter_path) if args.adapter_path else None
-        fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
-        with reading(folder) as index:
-            return known_allocation(index.state, fingerprint, request)
-    except PermissionError:
-        return None
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
@@ -148,12 +87,11 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
 
 def pictures(spec: ModelCacheSpec) -> dict[str, str]:
     """Return the bits of the full layers' keys and values, a digit each; "." for full precision."""
-    pairs = ((slot, group.precision) for group in spec.full for slot in group.slots)
-    by_slot = sorted(pairs, key=lambda pair: pair[0])
-    if not any(precision for _, precision in by_slot):
+    precisions = spec.precisions.values()
+    if not any(precisions):
         return {}
     bits = {
-        side: [getattr(how, side).bits if how else FULL_BITS for _, how in by_slot]
+        side: [getattr(how, side).bits if how else FULL_BITS for how in precisions]
         for side in ("keys", "values")
     }
     return {

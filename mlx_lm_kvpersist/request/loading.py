@@ -1,4 +1,4 @@
-"""A model that the server has loaded is made ready: its caches probed, their precision chosen.
+"""A model that the server has loaded is made ready: its caches probed, its speed measured.
 
 Generation thread.
 """
@@ -6,24 +6,18 @@ Generation thread.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from pathlib import Path
 from typing import Any, Literal
 
-import mlx.core as mx
-
 from ..cache.blocks.canary import warm_up
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
 from ..cache.geometry.on_grid import end_on_grid
-from ..cache.geometry.precision import Allocation, PrecisionRequest, layout_in_words
+from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
-from ..cache.measuring.allocation import chosen_spec, measure, unmeasured
 from ..cache.measuring.calibration import with_plans
-from ..cache.measuring.persisted_allocation import known_allocation, put_allocation, suits
 from ..cache.measuring.prefill_memory import measure_prefill
-from ..cache.measuring.sample import sample_ids
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
@@ -31,9 +25,6 @@ from ..units import show_bytes
 from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
-
-_LOG_EVERY_S = 5.0
-"""Between two lines of progress."""
 
 _BATCHING = {
     Batching.REPLIES: "replies in batches",
@@ -44,7 +35,7 @@ _BATCHING = {
 def prepare(
     provider: Any,
     store: BlockStore,
-    request: PrecisionRequest,
+    choice: PrecisionChoice,
     attention: Strategy | Literal["auto"],
     max_prefill_bytes: int,
     *,
@@ -64,11 +55,7 @@ def prepare(
         Path(adapter_path) if adapter_path else None,
         lambda path: _content_hash(store, path),
     )
-    spec, allocation = chosen_spec(
-        provider.model,
-        request,
-        lambda spec: _allocation(provider, spec, fingerprint, request, store),
-    )
+    spec = ModelCacheSpec.probe(provider.model, choice)
     spec = with_plans(provider.model, spec, store.view.state, attention)
     warm_up(provider.model, spec)
     if spec.reads_arrays:
@@ -77,10 +64,9 @@ def prepare(
     text = TokenText.of(provider.tokenizer) if with_text else None
     if text is None and with_text:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-    about = described(spec, allocation)
-    logger.info("kvpersist: %s: %s; %s", model_path, about, places(store))
+    logger.info("kvpersist: %s: %s; %s", model_path, described(spec), places(store))
     for group in spec.full:
-        if group.precision is None and not request.is_full_precision:
+        if group.precision is None and not choice.is_full_precision:
             logger.warning(
                 "kvpersist: %d of its layers stay in full precision: %s",
                 len(group.slots),
@@ -96,47 +82,6 @@ def places(store: BlockStore) -> str:
     return f"conversations in {store.disk.files}, and up to {ram} of RAM"
 
 
-def _allocation(
-    provider: Any,
-    spec: ModelCacheSpec,
-    fingerprint: str,
-    request: PrecisionRequest,
-    store: BlockStore,
-) -> Allocation:
-    """Return the precision of each layer: as chosen before, else measured now."""
-    known = known_allocation(store.view.state, fingerprint, request)
-    if known is not None and suits(known, spec, request):
-        return known
-    logged_s = time.monotonic()
-
-    def on_progress(n_done: int, n_runs: int) -> None:
-        nonlocal logged_s
-        if time.monotonic() - logged_s > _LOG_EVERY_S:
-            logged_s = time.monotonic()
-            logger.info("kvpersist: measuring precision: %d of about %d runs", n_done, n_runs)
-
-    logger.info("kvpersist: measuring once which precision this model bears")
-    try:
-        found = measure(provider.model, spec, sample_ids(provider.tokenizer), request, on_progress)
-    except Exception as error:
-        # It may lack memory, or run in the server alone. Nothing of it is persisted.
-        logger.warning("kvpersist: its precision could not be measured: %r", error)
-        return unmeasured(spec, request)
-    finally:
-        mx.clear_cache()
-    if found.cut_at_s is not None:
-        logger.warning(
-            "kvpersist: %g s were not enough to measure every layer alone; with more "
-            "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits",
-            found.cut_at_s,
-        )
-    theirs = known_allocation(store.view.state, fingerprint, request)
-    if theirs is not None and suits(theirs, spec, request):
-        return theirs  # another server was quicker
-    put_allocation(store.view.state, fingerprint, request, found)
-    return found
-
-
 def _content_hash(store: BlockStore, path: Path) -> str:
     """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
     stat = path.stat()
@@ -150,7 +95,7 @@ def _content_hash(store: BlockStore, path: Path) -> str:
     return found
 
 
-def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str:
+def described(spec: ModelCacheSpec) -> str:
     """Return how full layers are stored, batched and attended, for the log."""
     plans = {
         f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
@@ -163,10 +108,5 @@ def described(spec: ModelCacheSpec, allocation: Allocation | None = None) -> str
         found += (
             f" ({spec.bits_per_number:.1f} on average with scales), "
             f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
-        )
-    if allocation is not None and allocation.divergence is not None:
-        found += (
-            f"; predicted divergence {allocation.divergence.value:.2g} "
-            f"(measured on {allocation.measured_on})"
         )
     return f"{found}; {_BATCHING[spec.batching]}, {attention}"

@@ -3,7 +3,7 @@
 The file begins with a line of JSON:
 
     kvpersist-session   the format, 1
-    session             name, n_tokens; choices: what was measured to choose the precision
+    session             name, n_tokens
     n_blocks            the number of blocks; the other files are checkpoints
     files               size in bytes and XXH3-128 of each file
     checksum            XXH3-128 of this line with an empty checksum
@@ -140,7 +140,7 @@ class SessionFile:
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
     def _read_session(self, about: Mapping[str, Any]) -> None:
-        name, self.choices = about["name"], about.get("choices", {})
+        name = about["name"]
         if name is not None:
             if not isinstance(name, str):
                 raise ValueError(f"the session's name is {name!r}")
@@ -148,8 +148,6 @@ class SessionFile:
         if about["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end where its last block does")
         self.name: str | None = name
-        if not isinstance(self.choices, dict):
-            raise ValueError(f"its choices are {self.choices!r:.200}")
 
     @property
     def items(self) -> tuple[Record, ...]:
@@ -171,13 +169,11 @@ def export_session(
     session: Session,
     target: Path,
     progress: Progress = lambda done, total: None,
-    choices: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a session to a file, which appears when it is whole; return its size in bytes.
 
-    `choices` are JSON values that go with it: why it is kept in its precision. Every block and
-    checkpoint is checked on the way. Checkpoints that go meanwhile are left out. Raises StoreError
-    when a block is missing or anything is damaged.
+    Every block and checkpoint is checked on the way. Checkpoints that go meanwhile are left out.
+    Raises StoreError when a block is missing or anything is damaged.
     """
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
@@ -198,8 +194,6 @@ def export_session(
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         progress(number + 1, 2 * len(items))
     about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
-    if choices:
-        about["choices"] = choices
     header = header_of(about, len(chain), list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")

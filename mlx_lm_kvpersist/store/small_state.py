@@ -1,8 +1,8 @@
 """The index's small state: persisted values, remembered replies, last requests, bytes written.
 
 An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
-persisted values, as far as they can be read. It loses all if the old index is gone: then a model's
-precision is measured anew, and may be another than that of its stored conversations.
+persisted values, as far as they can be read. It loses all if the old index is gone: then
+what was measured of a model is measured anew.
 """
 
 from __future__ import annotations
@@ -72,14 +72,6 @@ class SmallState:
         """Return a persisted value; None where there is none, or none that can be read."""
         rows = self._ask("SELECT value FROM state WHERE key = ?", key)
         return _value(rows[0][0]) if rows else None
-
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Return the persisted values whose keys begin with `prefix`, by the rest of their keys."""
-        rows = self._ask(
-            "SELECT substr(key, ?2), value FROM state WHERE substr(key, 1, ?2 - 1) = ?1",
-            *(prefix, len(prefix) + 1),
-        )
-        return {key: _value(value) for key, value in rows}
 
     def put(self, key: str, value: Any) -> None:
         """Persist a JSON value, in place of any before. This needs no lock of the store."""

@@ -27,11 +27,11 @@ def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: flo
     ("tokens_per_s", "expected"),
     [
         (1e6, (16384, 3)),
-        (400, (4096, 3)),
+        (400, (8192, 3)),
         (150, (2048, 3)),
-        (60, (2048, 1)),
-        (30, (1024, 1)),
-        (8, (256, 1)),
+        (60, (4096, 1)),
+        (30, (2048, 1)),
+        (8, (512, 1)),
     ],
 )
 def test_prompts_are_as_long_as_the_time_allows(
@@ -40,7 +40,7 @@ def test_prompts_are_as_long_as_the_time_allows(
     n_tokens, n_conversations = planned(tmp_path, tokens_per_s)
     assert (n_tokens, n_conversations) == expected
     computing_s = 3 * n_conversations * n_tokens / tokens_per_s
-    assert computing_s < 5 * 60 - 3 * 5 - 60
+    assert computing_s < 5 * 60 - 3 * 5 - 2 * 5
 
 
 def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:

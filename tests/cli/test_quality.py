@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 from mlx_lm import load
 
-from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.cache.geometry.precision import Estimate, PrecisionRequest
-from mlx_lm_kvpersist.cache.measuring.persisted_allocation import known_allocation
+from mlx_lm_kvpersist.cache.geometry.precision import Estimate
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality_checks as checks
-from mlx_lm_kvpersist.cli.opening import reading
 from mlx_lm_kvpersist.cli.quality import encode
 from mlx_lm_kvpersist.cli.quality_advice import (
     Needles,
@@ -30,8 +27,6 @@ from mlx_lm_kvpersist.cli.quality_advice import (
 )
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.store.budget import StoreLimits
-from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import make_tiny_model, make_zoo_model
 
 SHORT = ("--window", "128", "--stride", "64", "--context", "160")
@@ -98,7 +93,7 @@ def test_the_table_names_text_and_advice(
     assert f"on {text}: " in out
     assert "Recommended: " in out and "same next token" in out
     assert "makes no tool call that can be read" in out
-    assert re.search(r"auto: bits of the keys by layer: [4-8.]{2}\n", out)
+    assert re.search(r"default: bits of the keys by layer: 88\n", out)
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
 
@@ -112,29 +107,6 @@ def test_a_model_of_which_nothing_is_quantized(
     report = json.loads(capsys.readouterr().out)
     assert (report["rows"], report["recommended"]) == ([], "16")
     assert report["left_out"].keys() == KV_BITS.keys() - {"16"}
-
-
-def test_what_was_chosen_anew_is_what_the_server_takes(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = tmp_path / "store"
-    argv = ("--model", tiny_model, "--choose", "--kvpersist-dir", store)
-    assert quality(*argv) == 1
-    assert "there is no store at" in capsys.readouterr().err
-    DiskStore(store, StoreLimits(0, 1 << 30)).close()
-    assert quality(*argv, "--kvpersist-kv-target", "1e-9", "--json") == 0
-    strict = json.loads(capsys.readouterr().out)["layout"]
-    assert quality(*argv) == 0
-    said = capsys.readouterr().out
-    assert "Bits of the keys by layer" in said and "from its next start" in said
-    fingerprint = model_fingerprint(tiny_model, None, content_hash)
-    with reading(store) as index:
-        kept = [
-            known_allocation(index.state, fingerprint, PrecisionRequest(target_nats=nats))
-            for nats in (1e-9, 0.01)
-        ]
-    assert strict == "full" and kept[0] is not None and set(kept[0].precisions.values()) == {None}
-    assert kept[1] is not None and None not in kept[1].precisions.values()
 
 
 def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

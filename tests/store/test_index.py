@@ -174,7 +174,6 @@ def ask_everything(store: BlockStore) -> None:
     store.checkpoints([node.key for node in chain([1, 2], [3, 4])])
     store.replies(ROOT.key, [b"digest"])
     store.view.state.get("measured")
-    store.view.state.under("")
     index.state.written_last_hour()
     for session in index.sessions():
         index.chain(session.leaf)

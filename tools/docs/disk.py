@@ -13,16 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionRequest
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
-from mlx_lm_kvpersist.config import DEFAULT_MAX_DISK_BYTES, KV_BITS
+from mlx_lm_kvpersist.config import DEFAULT_BITS, DEFAULT_MAX_DISK_BYTES, KV_BITS
 from mlx_lm_kvpersist.units import show_bytes
 from models_check.configs import CONFIGS
 
 Config = Mapping[str, Any]
-
-_AUTO = KV_BITS["k6v4"]
-"""What `auto` gives most layers."""
 
 
 def _full(n_layers: int, n_kv_heads: int, head_dim: int) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def spec_of(name: str) -> ModelCacheSpec:
     config = {"model_type": architecture, **CONFIGS[architecture], **config}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    return ModelCacheSpec.probe(model, PrecisionRequest(_AUTO).choice(), evaluate=False)
+    return ModelCacheSpec.probe(model, KV_BITS[DEFAULT_BITS], evaluate=False)
 
 
 def in_bits(group: LayerGroup, bits: int) -> LayerGroup:
@@ -128,7 +125,7 @@ def table() -> str:
     """Return what a token takes, and how many fit into the default budget."""
     return "\n".join(
         [
-            "| model | keys 6 bits, values 4 | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
+            "| model | default | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
             "| --- | --- | --- | --- | --- | --- |",
             *map(row, SHAPES),
         ]

@@ -1,13 +1,11 @@
 """What to do about messages that do not say it themselves; every line of the log has a note."""
 
-_MEASURED = "Nothing to do: the measurement is repeated, which makes a start slower."
 _REPORT = "A defect. The log has the traceback; please report it."
 _DAMAGED = "The disk, or another program, changed a file. If it happens again, check the disk."
 
 NOTES: dict[str, str] = {
     "kvpersist: … is not warmed: …": "A file of `--kvpersist-warm`. The end of the line says why; "
     "`mlx-lm-kvpersist warm` tries again.",
-    "kvpersist: the persisted precision is damaged, it is measured again: …": _MEASURED,
     "an interrupted reply could not be saved": "The next prompt of its conversation computes it "
     "again. Most often for want of memory.",
     "a request failed": "It ended with an error, most often for want of memory: a smaller "
@@ -28,13 +26,8 @@ NOTES: dict[str, str] = {
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
     "after a sampled reply. Nothing to do.",
-    "kvpersist: … s were not enough to measure every layer alone; with more "
-    "(--kvpersist-kv-measure-s) it is measured again, and may take fewer bits": "Start once with "
-    "`--kvpersist-kv-measure-s 300`, with no request running.",
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
     "else works. The end of the line says why.",
-    "kvpersist: its precision could not be measured: …": "8-bit keys and 4-bit values are used. "
-    "Often memory was short: the next start tries again.",
     "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",
     "… turns (…) could not be written within … s; they are computed again when they are needed": (
         "The server ended while the disk was slow."

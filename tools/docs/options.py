@@ -22,8 +22,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Precision": (
         "kv-bits",
-        "kv-target",
-        "kv-measure-s",
         "kv-rotate",
         "kv-group-size",
     ),

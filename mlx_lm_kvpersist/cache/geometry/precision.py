@@ -6,10 +6,8 @@ Nothing here needs mlx.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 GROUP_SIZES = (64, 32, 128)
 """The group sizes that MLX has kernels for, in the order in which they are tried."""
@@ -132,14 +130,16 @@ def parse_precision(name: str) -> KVPrecision | None:
 class PrecisionChoice:
     """The requested bits of keys and of values; `FULL_BITS` requests full precision.
 
-    Without a group size, each layer group takes the first of `GROUP_SIZES` that fits it. `rotated`
-    says whether keys, and whether values, are rotated.
+    `outer_key_bits` are those of the keys in the first and the last layer that is quantized; None:
+    as in the others. Without a group size, each layer group takes the first of `GROUP_SIZES` that
+    fits it. `rotated` says whether keys, and whether values, are rotated.
     """
 
     key_bits: int = 4
     value_bits: int = 4
     group_size: int | None = None
     rotated: tuple[bool, bool] = (False, False)
+    outer_key_bits: int | None = None
 
     @property
     def is_full_precision(self) -> bool:
@@ -156,41 +156,10 @@ class PrecisionChoice:
             for size in sizes
         ]
 
-
-@dataclass(frozen=True)
-class PrecisionRequest:
-    """What the command line asks for.
-
-    `bits` of keys and of values; None: as few as keep the mean divergence from full precision below
-    `target_nats`. Measuring may take `measure_s` seconds. `rotate` "auto" rotates keys, or values,
-    if that brings them nearer to full precision.
-    """
-
-    bits: tuple[int, int] | None = None
-    group_size: int | None = None
-    rotate: Literal["auto", "on", "off"] = "auto"
-    target_nats: float = 0.01
-    measure_s: float = 60.0
-
-    @property
-    def is_full_precision(self) -> bool:
-        """Whether full precision is requested."""
-        return self.bits == (FULL_BITS, FULL_BITS)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the model decides."""
-        return not self.is_full_precision and (self.bits is None or self.rotate == "auto")
-
-    def choice(self) -> PrecisionChoice:
-        """Return the choice of one precision for all layers, rotated unless that is off."""
-        rotated = self.rotate != "off"
-        key_bits, value_bits = self.bits or (4, 4)
-        return PrecisionChoice(key_bits, value_bits, self.group_size, (rotated, rotated))
-
-    def __str__(self) -> str:
-        bits = f"{self.target_nats:g} nats" if self.bits is None else "{} {}".format(*self.bits)
-        return f"{bits}, group {self.group_size or 'auto'}, rotate {self.rotate}"
+    def outer(self, precision: KVPrecision) -> KVPrecision:
+        """Return the precision of the first and the last layer where others have `precision`."""
+        bits = self.outer_key_bits or self.key_bits
+        return replace(precision, keys=replace(precision.keys, bits=bits))
 
 
 @dataclass(frozen=True)
@@ -199,21 +168,6 @@ class Estimate:
 
     value: float
     error: float
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The precision of each slot of the full groups, by its place in the prompt cache.
-
-    `divergence`, in nats, was measured for all layers together; None if there was no time for that.
-    """
-
-    precisions: Mapping[int, KVPrecision | None]
-    divergence: Estimate | None = None
-    measured_on: str = ""
-    """The day, as YYYY-MM-DD."""
-    cut_at_s: float | None = None
-    """The time that did not suffice to measure every layer alone; None if it did."""
 
 
 def layout_in_words(layout: str) -> str:

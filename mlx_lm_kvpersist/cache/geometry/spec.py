@@ -154,9 +154,10 @@ class ModelCacheSpec:
         return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
 
     @cached_property
-    def slots_of_full(self) -> frozenset[int]:
-        """The slots of the full groups."""
-        return frozenset(slot for group in self.full for slot in group.slots)
+    def precisions(self) -> dict[int, KVPrecision | None]:
+        """The precision of each slot of the full groups, in the order of the slots."""
+        found = {slot: group.precision for group in self.full for slot in group.slots}
+        return dict(sorted(found.items()))
 
     @cached_property
     def quantized(self) -> tuple[LayerGroup, ...]:
@@ -193,13 +194,11 @@ class ModelCacheSpec:
         """One word for how this model's KV is stored; different layouts have different words.
 
         It lists the precisions of layers in order, with their number if they differ:
-        "4rb64*12,8rb64*2,n256". "n256" says that queries see their own block of the grid as it was
-        computed.
+        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,n256". "n256" says that queries see
+        their own block of the grid as it was computed.
         """
-        pairs = [
-            (slot, str(group.precision or "full")) for group in self.full for slot in group.slots
-        ]
-        runs = [(form, len(list(run))) for form, run in groupby(form for _, form in sorted(pairs))]
+        forms = (str(precision or "full") for precision in self.precisions.values())
+        runs = [(form, len(list(run))) for form, run in groupby(forms)]
         parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
         grid = [f"n{GRID}"] * bool(self.quantized)

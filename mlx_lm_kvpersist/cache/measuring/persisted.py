@@ -17,6 +17,3 @@ class Persisted(Protocol):
 
     def put(self, key: str, value: Any) -> None:
         """Write a value, in place of any before."""
-
-    def under(self, prefix: str) -> dict[str, Any]:
-        """Return the values whose keys begin with `prefix`, by the rest of their keys."""

@@ -9,7 +9,6 @@ from mlx_lm_kvpersist.cache.geometry.precision import (
     GROUP_SIZES,
     KVPrecision,
     PrecisionChoice,
-    PrecisionRequest,
     Quantization,
     layout_in_words,
     parse_precision,
@@ -50,21 +49,6 @@ def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
     ] * 2
     assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
     assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
-
-
-def test_what_is_asked_for_before_anything_is_measured() -> None:
-    choice = PrecisionRequest().choice()
-    assert choice == PrecisionChoice(4, 4, None, (True, True))
-    assert PrecisionRequest((6, 5), 32, "off").choice() == PrecisionChoice(6, 5, 32, (False, False))
-    assert str(PrecisionRequest()) == "0.01 nats, group auto, rotate auto"
-    assert str(PrecisionRequest((8, 4), 64, "on")) == "8 4, group 64, rotate on"
-    assert [request.is_measured for request in (
-        PrecisionRequest(),
-        PrecisionRequest((4, 4)),
-        PrecisionRequest(None, None, "off"),
-        PrecisionRequest((4, 4), None, "off"),
-        PrecisionRequest((16, 16)),
-    )] == [True, True, True, False, False]  # fmt: skip
 
 
 def test_what_a_cache_holds_is_arrays_and_back() -> None:
@@ -187,6 +171,9 @@ def test_what_is_asked_for_names_what_to_try() -> None:
     assert plain_keys.candidates() == [KVPrecision.of(FULL_BITS, 32, 4, rotated=(False, True))]
     own = PrecisionChoice(FULL_BITS, FULL_BITS)
     assert own.is_full_precision and own.candidates() == []
+    inner = KVPrecision.of(6, 32, 4, rotated=(True, True))
+    assert str(PrecisionChoice(6, 4, outer_key_bits=8).outer(inner)) == "k8rv4rb32"
+    assert PrecisionChoice(6, 4).outer(inner) == inner
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,19 @@ class OddLayers(nn.Module):  # type: ignore[misc]
         return inputs
 
 
+class Pairs(OddLayers):
+    """Has two caches of equal form in each layer."""
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__([(2, 64, 64)] * 2 * n_layers)
+
+    def make_cache(self) -> list[Any]:
+        return [CacheList(KVCache(), KVCache()) for _ in range(len(self.shapes) // 2)]
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        return super().__call__(inputs, [part for layer in cache for part in layer.caches])
+
+
 class ReadsItsCache(OddLayers):
     """Looks into its caches from layer `reads` on, as models with an index of their own do."""
 
@@ -123,6 +136,42 @@ def test_keys_may_have_more_bits_than_values() -> None:
     assert spec.layout == "k8v4b64,n256"
     arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "layout"),
+    [
+        ([(2, 64, 64)], "k8v4b64"),
+        ([(2, 64, 64)] * 2, "k8v4b64"),
+        ([(2, 64, 64)] * 3, "k8v4b64*1,k6v4b64*1,k8v4b64*1"),
+        ([(2, 64, 64), (4, 128, 64)] * 2, "k8v4b64*1,k6v4b64*2,k8v4b64*1"),
+        (
+            [(2, 80, 80), *[(2, 64, 64)] * 4, (2, 80, 80)],
+            "full*1,k8v4b64*1,k6v4b64*2,k8v4b64*1,full*1",
+        ),
+        ([(2, 80, 80)] * 2, "full*2"),
+    ],
+)
+def test_the_first_and_the_last_quantized_layer_may_have_bits_of_their_own(
+    shapes: list[tuple[int, int, int]], layout: str
+) -> None:
+    choice = PrecisionChoice(6, 4, outer_key_bits=8)
+    spec = ModelCacheSpec.probe(OddLayers(shapes), choice)
+    expected = "full" if layout == "full*2" else f"{layout},n256"
+    assert spec.layout == expected
+    assert [group.name for group in spec.groups] == [str(n) for n in range(len(spec.groups))]
+    for slot, cache in enumerate(spec.make_cache()):
+        assert getattr(cache, "precision", None) == spec.precisions[slot]
+
+
+def test_the_first_and_the_last_layer_are_those_of_full_groups() -> None:
+    """A layer is an entry of the prompt cache: both caches of a CacheList are of one layer."""
+    choice = PrecisionChoice(6, 4, outer_key_bits=8)
+    gemma = ModelCacheSpec.probe(tiny_gemma3(), choice)
+    full = list(gemma.precisions)
+    assert 0 not in full and {str(one) for one in gemma.precisions.values()} == {"k8v4b64"}
+    pairs = ModelCacheSpec.probe(Pairs(3), choice)
+    assert pairs.layout == "k8v4b64*2,k6v4b64*2,k8v4b64*2,n256"
 
 
 def test_nothing_is_quantized_unless_asked_for() -> None:
@@ -298,7 +347,7 @@ def test_all_kinds_of_groups_are_described() -> None:
     }
     assert full.full_precision_bytes == 2 * 3 * (64 + 32) * 2
     assert spec.bits_per_number == 8 * 888 / (2 * 3 * (64 + 32))
-    assert spec.slots_of_full == {0, 2} and not spec.any_prefix
+    assert spec.precisions == {0: full.precision, 2: full.precision} and not spec.any_prefix
     for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
         assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix
     assert spec == replace(spec, template=[], plans={"0": AttentionPlan()})
