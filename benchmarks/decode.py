@@ -8,6 +8,7 @@ last of all. A side that does not batch serves one stream after another; its rat
 
 Memory is what MLX says in the server's process: the most that its arrays took while the cell ran,
 free buffers not counted, what is kept of other conversations counted. RSS is the process's peak.
+CPU milliseconds are those of the whole process, all threads: on a shared machine they vary less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.synthetic import Message
 
 from .report import Result
 from .runs import Run, median, parser, percentile, ratio, run_of
-from .servers import Fleet, rotated
+from .servers import Fleet, cpu_between, rotated
 
 CONTEXTS = (1024, 4096)
 BATCHES = (1, 2, 4, 8)
@@ -40,8 +41,9 @@ class Cell:
     n_tokens: int
     seconds: float
     gaps_s: tuple[float, ...]
-    peak_bytes: int | None
-    rss_bytes: int | None
+    peak_bytes: float | None
+    rss_bytes: float | None
+    cpu_s: float | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,7 +115,7 @@ def _made_hot(run: Run, fleet: Fleet, context: int, n_prompts: int) -> list[list
 
 
 def _decode(fleet: Fleet, side: str, prompts: Sequence[list[Message]], max_tokens: int) -> Cell:
-    fleet.memory(side)  # forget the peaks so far
+    before = fleet.used(side)  # forget the peaks so far
 
     def stream(messages: list[Message]) -> tuple[int, list[float]]:
         started = time.perf_counter()
@@ -122,7 +124,7 @@ def _decode(fleet: Fleet, side: str, prompts: Sequence[list[Message]], max_token
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         streams = list(pool.map(stream, prompts))
-    memory = fleet.memory(side)
+    after = fleet.used(side)
     fleet.settle(side)
     times = [times for _, times in streams]
     first, last = min(at[0] for at in times), max(at[-1] for at in times)
@@ -130,8 +132,9 @@ def _decode(fleet: Fleet, side: str, prompts: Sequence[list[Message]], max_token
         n_tokens=sum(n for n, _ in streams) - len(streams),
         seconds=last - first,
         gaps_s=tuple(b - a for at in times for a, b in pairwise(at)),
-        peak_bytes=memory.get("peak"),
-        rss_bytes=memory.get("peak_rss"),
+        peak_bytes=after.get("peak"),
+        rss_bytes=after.get("peak_rss"),
+        cpu_s=cpu_between(before, after),
     )
 
 
@@ -152,6 +155,9 @@ def _row(
     for other in run.sides[1:]:
         row[f"{first} / {other}"] = ratio(rates[first], rates[other])
     for side in run.sides:
+        cpu = [1e3 * cell.cpu_s / cell.n_tokens for cell in cells[side] if cell.cpu_s is not None]
+        row[f"{side} CPU ms/token"] = median(cpu)
+    for side in run.sides:
         gaps = [gap for cell in cells[side] for gap in cell.gaps_s]
         p50 = percentile(gaps, 0.5)
         row[f"{side} gap p50 ms"] = None if p50 is None else p50 * 1e3
@@ -165,7 +171,7 @@ def _row(
     return row
 
 
-def _mb(sizes: Sequence[int | None]) -> float | None:
+def _mb(sizes: Sequence[float | None]) -> float | None:
     """Return the median in MB; None where a server could not tell."""
     return median([size / _MB for size in sizes if size is not None])
 

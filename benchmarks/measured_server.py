@@ -1,4 +1,4 @@
-"""`mlx_lm.server`, with or without plugins, that says how much memory it took when asked.
+"""`mlx_lm.server`, with or without plugins, that says when asked what memory and CPU it took.
 
     python -m benchmarks.measured_server --model … [--plugin kvpersist]
 
@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -55,12 +56,16 @@ def provide_entry_point() -> None:
 
 
 def tell_memory(path: Path) -> None:
-    """Write bytes: MLX's arrays now and at most, MLX's free buffers, the process at most."""
+    """Write bytes: MLX's arrays now and at most, MLX's free buffers, the process at most.
+
+    And the seconds that the process has computed, on all cores together.
+    """
     told = {
         "active": mx.get_active_memory(),
         "peak": mx.get_peak_memory(),
         "free_buffers": mx.get_cache_memory(),
         "peak_rss": peak_rss_bytes(),
+        "cpu_s": time.process_time(),
     }
     mx.reset_peak_memory()
     temporary = path.with_suffix(".tmp")

@@ -200,8 +200,8 @@ class Fleet:
             time.sleep(0.05)
         raise TimeoutError(f"{name} has not written everything within {timeout_s:.0f} s")
 
-    def memory(self, name: str) -> dict[str, int]:
-        """Return a server's memory in bytes, and let it forget the peaks (`measured_server`)."""
+    def used(self, name: str) -> dict[str, float]:
+        """Return a server's bytes and CPU seconds; it forgets the peaks (`measured_server`)."""
         path = self._memory_file(name)
         path.unlink(missing_ok=True)
         os.kill(self.servers[name].pid, signal.SIGUSR1)
@@ -210,7 +210,7 @@ class Fleet:
             if time.monotonic() > deadline:
                 return {}  # some sandboxes deliver no signals
             time.sleep(0.01)
-        told: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
+        told: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
         return told
 
     def kv_bytes_per_token(self) -> dict[str, float | None]:
@@ -233,6 +233,12 @@ class Fleet:
     def _each(self, action: Callable[[ServerProcess], Any]) -> None:
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:
             list(pool.map(action, self.servers.values()))
+
+
+def cpu_between(before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Return the CPU seconds between two answers of `used`; None where one does not tell."""
+    both = before.get("cpu_s"), after.get("cpu_s")
+    return None if both[0] is None or both[1] is None else both[1] - both[0]
 
 
 def rotated(sides: Sequence[str], turn: int) -> list[str]:

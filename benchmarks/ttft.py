@@ -11,20 +11,23 @@ restart, disk    every server ended and started again, the kernel's page cache o
                  the same prompt
 restart, cache   the same, page cache left as it is; stock keeps nothing on disk, and is not asked
 
-Sides take turns within each repeat, so that what slows the machine down slows all of them.
+Sides take turns within each repeat, so that what slows the machine down slows all of them. CPU
+seconds are those of a side's whole process, from the request to the reply's end.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support import Reply
+from tests.support.synthetic import Message
 
 from .report import Result
 from .runs import Run, median, parser, ratio, run_of
-from .servers import Fleet, rotated
+from .servers import Fleet, cpu_between, rotated
 
 CONTEXTS = (1024, 4096, 8192)
 N_NEW = 64
@@ -34,8 +37,17 @@ weights the first text can come some tokens after the first token."""
 COLD, HOT, EXTEND = "cold", "hot", "extend"
 FROM_DISK, FROM_CACHE = "restart, disk", "restart, cache"
 
-Samples = dict[tuple[int, str, str], list[Reply]]
-"""Replies by context, state and side, in the order of the repeats."""
+
+@dataclass(frozen=True)
+class Sample:
+    """A reply, and the CPU seconds that it took; None where a server could not tell."""
+
+    reply: Reply
+    cpu_s: float | None
+
+
+Samples = dict[tuple[int, str, str], list[Sample]]
+"""By context, state and side, in the order of the repeats."""
 
 
 def main() -> None:
@@ -75,18 +87,24 @@ def measure(run: Run, contexts: Sequence[int], n_repeats: int) -> Result:
 def _serve_new(run: Run, fleet: Fleet, context: int, repeat: int, samples: Samples) -> None:
     messages = run.prompts.of_length(context, seed=1000 * context + repeat)
     for side in rotated(run.sides, repeat):
-        cold = fleet.ask(side, messages, MAX_TOKENS)
+        first = _ask(fleet, side, messages, MAX_TOKENS)
+        cold = first.reply
         if cold.cached_tokens > context // 2:
             raise RuntimeError(f"{side}: a cold prompt was not cold, {cold.cached_tokens} reused")
         # The writer's work belongs to no other side's time.
         fleet.settle(side)
-        hot = fleet.ask(side, messages, 1)
-        longer = run.prompts.next_turn(messages, cold, N_NEW)
-        extended = fleet.ask(side, longer, 1)
+        hot = _ask(fleet, side, messages, 1)
+        extended = _ask(fleet, side, run.prompts.next_turn(messages, cold, N_NEW), 1)
         fleet.settle(side)
-        for state, reply in ((COLD, cold), (HOT, hot), (EXTEND, extended)):
-            samples[context, state, side].append(reply)
+        for state, sample in ((COLD, first), (HOT, hot), (EXTEND, extended)):
+            samples[context, state, side].append(sample)
         run.costs.learn(cold)
+
+
+def _ask(fleet: Fleet, side: str, messages: list[Message], max_tokens: int) -> Sample:
+    before = fleet.used(side)
+    reply = fleet.ask(side, messages, max_tokens)
+    return Sample(reply, cpu_between(before, fleet.used(side)))
 
 
 def _after_restart(
@@ -115,27 +133,28 @@ def _after_restart(
         for repeat in range(n_repeats):
             messages = run.prompts.of_length(context, seed=1000 * context + repeat)
             for side in rotated(sides, repeat):
-                reply = fleet.ask(side, messages, 1)
-                samples[context, state, side].append(reply)
+                samples[context, state, side].append(_ask(fleet, side, messages, 1))
         result.add(_row(run, samples, context, state))
 
 
 def _row(run: Run, samples: Samples, context: int, state: str) -> dict[str, Any]:
     """Return medians by side, and what ours is over the others and over its own cold start."""
     row: dict[str, Any] = {"context": context, "state": state}
-    times = {side: [reply.ttft_s for reply in samples[context, state, side]] for side in run.sides}
+    of = {side: samples[context, state, side] for side in run.sides}
+    times = {side: [sample.reply.ttft_s for sample in of[side]] for side in run.sides}
     row["repeats"] = max(map(len, times.values()))
     for side in run.sides:
         row[f"{side} s"] = median(times[side])
     for side in run.sides:
-        replies = samples[context, state, side]
-        row[f"{side} reused"] = median([reply.cached_tokens for reply in replies])
+        row[f"{side} CPU s"] = median([x.cpu_s for x in of[side] if x.cpu_s is not None])
+    for side in run.sides:
+        row[f"{side} reused"] = median([sample.reply.cached_tokens for sample in of[side]])
     first = run.sides[0]
     for other in run.sides[1:]:
         row[f"{first} / {other}"] = ratio(times[first], times[other])
-    cold = [reply.ttft_s for reply in samples[context, COLD, first]]
+    cold = [sample.reply.ttft_s for sample in samples[context, COLD, first]]
     row[f"{first} / its cold"] = ratio(times[first], cold)
-    headers = {reply.kvpersist.get("outcome", "") for reply in samples[context, state, first]}
+    headers = {sample.reply.kvpersist.get("outcome", "") for sample in of[first]}
     row["outcome"] = " ".join(sorted(headers))
     return row
 
