@@ -26,6 +26,7 @@ from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
+    Computed,
     Mask,
     PackedKV,
     dequantized_attention,
@@ -151,8 +152,16 @@ class Layers:
             plain = [
                 mx.random.normal((*lead, dim)).astype(dtype) for dim in (shape.k_dim, shape.v_dim)
             ]
+            n_own = (n_keys - phase.n_queries) % pk.GRID
+            newest = slice(n_keys - phase.n_queries - n_own, n_keys)
+            own = [n_own] * phase.n_rows
             packed = [
-                PackedKV.of(pk.quantize(x, each), each, n_keys)
+                PackedKV.of(
+                    pk.quantize(x, each),
+                    each,
+                    n_keys,
+                    newest=Computed(mx.contiguous(x[:, :, newest]), own, own),
+                )
                 for x, each in zip(plain, (precision.keys, precision.values), strict=True)
             ]
             self.held.append(packed)
