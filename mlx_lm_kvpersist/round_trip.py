@@ -53,7 +53,7 @@ _PROMPTS = {
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
 """Error of logits with a deviation of 1.6 when float32, or TF32, sums in another order."""
-_SHARE_OF_ROUNDING = 0.25
+_SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
 """The most by which two or three layers amplify an error of their keys and values."""
 
