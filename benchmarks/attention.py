@@ -191,10 +191,9 @@ class Layers:
     def over_packed(
         self, attention: Callable[..., mx.array], queries: mx.array, layer: int
     ) -> mx.array:
-        if self.precision.keys.rotated:
-            queries = pk.rotate(queries)
+        queries = pk.prepared(queries, self.precision.keys)
         out = attention(queries, *self.held[layer], self.scale, self.mask)
-        return pk.rotate_back(out) if self.precision.values.rotated else out
+        return pk.as_it_came(out, self.precision.values)
 
     def stock(self, queries: mx.array, layer: int) -> mx.array:
         """mlx-lm's own; on CUDA it takes no slices, so copies are a part of its time."""

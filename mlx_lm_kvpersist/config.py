@@ -162,8 +162,8 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "kv-group-size",
-        "Numbers that share a scale (default: the first of 64, 32 and 128 that divides the "
-        "model's head sizes)",
+        "Numbers that share a scale (default: 64, or 32 where the model's heads then need less "
+        "padding)",
         type=int,
         choices=sorted(GROUP_SIZES),
     )

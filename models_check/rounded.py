@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
-from mlx_lm_kvpersist.cache.live.packed import GRID, rotate, rotate_back
+from mlx_lm_kvpersist.cache.live.packed import GRID, as_it_came, prepared
 
 
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
@@ -50,6 +50,5 @@ def _round(x: mx.array, quantization: Any) -> mx.array:
     if 0 in x.shape or quantization.is_full_precision:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
-    if quantization.rotated:
-        return rotate_back(mx.dequantize(*mx.quantize(rotate(x), **how), **how)).astype(x.dtype)
-    return mx.dequantize(*mx.quantize(x, **how), **how).astype(x.dtype)
+    quantized = mx.quantize(prepared(x, quantization), **how)
+    return as_it_came(mx.dequantize(*quantized, **how), quantization).astype(x.dtype)

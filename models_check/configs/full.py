@@ -100,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.4,
     },
     "phi3": {**SIZES},
+    "qwen3/heads-of-112": {**SIZES, "head_dim": 112},
     "phi3small": {
         **SIZES,
         "dense_attention_every_n_layers": 2,
@@ -215,6 +216,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3": {**SIZES, **LATENT, **EXPERTS},
+    "deepseek_v3/latent-of-72": {
+        **SIZES,
+        **LATENT,
+        **EXPERTS,
+        "kv_lora_rank": 72,
+        "qk_rope_head_dim": 24,
+    },
     "glm4_moe_lite": {**SIZES, **LATENT, **EXPERTS},
     "minicpm3": {
         **SIZES,

@@ -129,14 +129,18 @@ def llama_spec(llama_model: Any) -> ModelCacheSpec:
 
 
 def random_kv(
-    seed: int, n_tokens: int, n_rows: int = 1, dtype: mx.Dtype = mx.float32
+    seed: int,
+    n_tokens: int,
+    n_rows: int = 1,
+    dtype: mx.Dtype = mx.float32,
+    dims: tuple[int, int] = (K_DIM, V_DIM),
 ) -> tuple[mx.array, mx.array]:
-    """Keys [n_rows, 2, n_tokens, 64] and values [n_rows, 2, n_tokens, 32]."""
-    k_key, v_key = mx.random.split(mx.random.key(seed))
-    return (
-        mx.random.normal((n_rows, N_HEADS, n_tokens, K_DIM), key=k_key).astype(dtype),
-        mx.random.normal((n_rows, N_HEADS, n_tokens, V_DIM), key=v_key).astype(dtype),
+    """Keys [n_rows, 2, n_tokens, 64] and values [n_rows, 2, n_tokens, 32], or of other `dims`."""
+    keys, values = (
+        mx.random.normal((n_rows, N_HEADS, n_tokens, dim), key=key).astype(dtype)
+        for dim, key in zip(dims, mx.random.split(mx.random.key(seed)), strict=True)
     )
+    return keys, values
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

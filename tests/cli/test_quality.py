@@ -100,7 +100,7 @@ def test_the_table_names_text_and_advice(
 def test_a_model_of_which_nothing_is_quantized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = make_tiny_model(tmp_path, head_dim=80, n_layers=1)
+    model = make_tiny_model(tmp_path, head_dim=4, n_layers=1)
     assert quality("--model", model) == 0
     assert capsys.readouterr().out.startswith("Nothing of this model's cache is quantized")
     assert quality("--model", model, "--json") == 0

@@ -1,12 +1,13 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
-slots stacked: "0.k.weights" [L, H, T, Dk * bits / 32] uint32, "0.k.scales" and "0.k.biases"
-[L, H, T, Dk / group size] in the model's dtype, and the same for "0.v". Keys, or values, in full
-precision are one array, "0.k" or "0.v" [L, H, T, D]. A window holds a block's last tokens of the
+slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
+[L, H, T, W / group size] in the model's dtype, and the same for "0.v"; W is the number of numbers a
+head, D, and their padding. Keys, or values, in full precision are one array, "0.k" or "0.v"
+[L, H, T, D]. A window holds a block's last tokens of the
 sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
 end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized
-groups as they were computed, rotated where they are packed so, are "0.k" and "0.v" [L, H, T, D].
+groups as they were computed, rotated and padded as they are packed, are "0.k" and "0.v" [L, H, T, W].
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
 whole: the number of operations then depends on the number of layers, and no longer on the number

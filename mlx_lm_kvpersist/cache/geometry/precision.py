@@ -17,29 +17,34 @@ FULL_BITS = 16
 
 _BITS = (2, 3, 4, 5, 6, 8)
 
+_SIDE = r"(\d+)(r?)(?:p([1-9]\d*))?"
+"""Bits, rotation and padding of keys, or of values, in the name of a precision."""
+
 
 @dataclass(frozen=True)
 class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
-    before, because a channel far larger than the others would leave these few of the steps.
-    `FULL_BITS` leaves the numbers as they are.
+    before, because a channel far larger than the others would leave these few of the steps. So
+    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16. `FULL_BITS`
+    leaves the numbers as they are.
 
     Raises:
         ValueError: MLX has no kernel for these bits or this group size, or numbers in full
-            precision would be rotated.
+            precision would be rotated or padded.
     """
 
     bits: int = 4
     group_size: int = 64
     rotated: bool = False
+    padding: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in (*_BITS, FULL_BITS):
             raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
-        if self.is_full_precision and self.rotated:
-            raise ValueError("full precision is not rotated")
+        if self.is_full_precision and (self.rotated or self.padding):
+            raise ValueError("full precision is not rotated, and not padded")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
@@ -51,11 +56,17 @@ class Quantization:
         return self.bits == FULL_BITS
 
     def __str__(self) -> str:
-        return f"{self.bits}{'r' if self.rotated else ''}"
+        padding = f"p{self.padding}" if self.padding else ""
+        return f"{self.bits}{'r' if self.rotated else ''}{padding}"
 
-    def fits(self, dim: int) -> bool:
-        """Return whether arrays with a last dimension of `dim` can have this form."""
-        return self.is_full_precision or (dim > 0 and dim % self.group_size == 0)
+    def fitted(self, dim: int) -> Quantization:
+        """Return this with the padding that heads of `dim` numbers need.
+
+        Groups across the heads of a token would need none: 80 numbers in 6 bits would be 520 bits
+        with their scales, and are 672. But what is stored is what is computed on, and kernels over
+        packed keys take each head by itself.
+        """
+        return self if self.is_full_precision else replace(self, padding=-dim % self.group_size)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,10 @@ class KVPrecision:
         )
         return cls(keys, values)
 
+    def fitted(self, k_dim: int, v_dim: int) -> KVPrecision:
+        """Return this for keys and values with so many numbers a head (`Quantization.fitted`)."""
+        return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
+
     @cached_property
     def group_size(self) -> int:
         return self.keys.group_size
@@ -116,14 +131,16 @@ def parse_precision(name: str) -> KVPrecision | None:
     """Return the precision of this name; None for "full". Raises ValueError for anything else."""
     if name == "full":
         return None
-    match = re.fullmatch(r"(?:k(\d+)(r?)v(\d+)(r?)|(\d)(r?))b(\d+)", name)
+    match = re.fullmatch(rf"(?:k{_SIDE}v{_SIDE}|{_SIDE})b(\d+)", name)
     if match is None:
         raise ValueError(f"{name!r} is not the name of a precision")
-    key_bits, keys_turned, value_bits, values_turned, bits, turned, size = match.groups()
-    return KVPrecision(
-        Quantization(int(key_bits or bits), int(size), bool(keys_turned or turned)),
-        Quantization(int(value_bits or bits), int(size), bool(values_turned or turned)),
-    )
+    *sides, size = match.groups()
+    named = [
+        Quantization(int(bits), int(size), bool(turned), int(padding or 0))
+        for bits, turned, padding in (sides[:3], sides[3:6], sides[6:])
+        if bits
+    ]
+    return KVPrecision(named[0], named[-1])
 
 
 @dataclass(frozen=True)
@@ -131,8 +148,8 @@ class PrecisionChoice:
     """The requested bits of keys and of values; `FULL_BITS` requests full precision.
 
     `outer_key_bits` are those of the keys in the first and the last layer that is quantized; None:
-    as in the others. Without a group size, each layer group takes the first of `GROUP_SIZES` that
-    fits it. `rotated` says whether keys, and whether values, are rotated.
+    as in the others. Without a group size, each layer group takes the one of `GROUP_SIZES` with the
+    least padding. `rotated` says whether keys, and whether values, are rotated.
     """
 
     key_bits: int = 4

@@ -42,8 +42,8 @@ spread, or this many times the difference between two cuts of a prompt (some per
 def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
     """Return the spec of a model for the requested precision.
 
-    Full groups get the first precision whose group size divides their last dimensions and with
-    which a forward pass works; the others stay in full precision. Without `evaluate` nothing is
+    Full groups get the precision whose group size needs the least padding, if it saves memory and a
+    forward pass works with it; the others stay in full precision. Without `evaluate` nothing is
     computed but shapes, which takes no time and no weights; batching then is not tested.
 
     Raises:
@@ -147,9 +147,11 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
         precision, why = None, "windows stay in full precision"
         if kind is GroupKind.FULL:
             precision, why = _fitting(keys, values, choice)
-        groups.append(
-            LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
-        )
+        group = LayerGroup(name, kind, cache, tuple(slots), keys, values, precision, why, window)
+        if precision and group.bytes_per_token >= group.full_precision_bytes:
+            why = f"quantized in whole groups of {precision.group_size} it takes no less memory"
+            group = replace(group, precision=None, why=why)
+        groups.append(group)
     return groups
 
 
@@ -209,19 +211,16 @@ def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
 def _fitting(
     keys: TensorShape, values: TensorShape, choice: PrecisionChoice
 ) -> tuple[KVPrecision | None, str]:
-    """Return the first precision that a group's geometry allows, or why there is none."""
+    """Return the precision with the least padding, the first of several, or why there is none."""
     if choice.is_full_precision:
         return None, "full precision is requested"
     for shape in (keys, values):
         if shape.dtype not in _SCALE_DTYPES:
             return None, f"MLX does not quantize {shape.dtype}"
-    candidates = choice.candidates()
-    for precision in candidates:
-        if precision.keys.fits(keys.dim) and precision.values.fits(values.dim):
-            return precision, ""
-    sizes = ", ".join(str(precision.group_size) for precision in candidates)
-    dims = " and ".join(str(dim) for dim in dict.fromkeys((keys.dim, values.dim)))
-    return None, f"no group size of {sizes} divides {dims}"
+    if 0 in (keys.dim, values.dim):
+        return None, "keys without values are an index, which decides what is seen"
+    fitted = [precision.fitted(keys.dim, values.dim) for precision in choice.candidates()]
+    return min(fitted, key=lambda one: one.keys.padding + one.values.padding), ""
 
 
 def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:

@@ -256,19 +256,23 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
             if quantization is None:
                 yield name, (*lead, shape.dim), dtype
                 continue
-            yield name, (*lead, shape.dim * quantization.bits // 32), mx.uint32
+            width = shape.dim + quantization.padding
+            yield name, (*lead, width * quantization.bits // 32), mx.uint32
             for other in others:
-                yield other, (*lead, shape.dim // quantization.group_size), dtype
+                yield other, (*lead, width // quantization.group_size), dtype
 
 
 def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, D]."""
+    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, W].
+
+    They are rotated and padded as those that are packed.
+    """
     for group in groups:
         for (part, side), shape in zip(
             group.sides.items(), (group.keys, group.values), strict=True
         ):
             if side is not None and shape is not None:
-                form = len(group.slots), shape.n_heads, n_tokens, shape.dim
+                form = len(group.slots), shape.n_heads, n_tokens, shape.dim + side.padding
                 yield f"{group.name}.{part}", form, shape.mx_dtype
 
 

@@ -42,7 +42,7 @@ NEAR_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Computed:
-    """The last tokens [B, H, n, D] of keys, or values, before they were packed; rotated, if so.
+    """The last tokens [B, H, n, W] of keys, or values, before they were packed, `prepared`.
 
     Of each row, `n_own` tokens before the queries are in the first query's block of the grid, and
     the last `n_held` are here. With one query a row, `is_own` [B, n] says which tokens are a row's,
@@ -118,7 +118,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         """Return the attention of `queries` over these keys and `values`.
 
         Rotated keys meet rotated queries, and what rotated values add up to is rotated back. The
-        products of rows do not change if both are multiplied by one orthonormal matrix.
+        products of rows do not change if both are multiplied by one orthonormal matrix, or padded.
         """
         if self.newest is not None and self.newest.by_row:
             rows = (
@@ -127,14 +127,13 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
                 for seen in [_part_of(mask, slice(i, i + 1), slice(None))]
             )
             return mx.concatenate(list(rows), axis=0)
-        if self.quantization.rotated:
-            queries = pk.rotate(queries)
+        queries = pk.prepared(queries, self.quantization)
         if self.strategy == "tiled":
             out = tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
         else:
             attention = packed_attention if self.strategy == "packed" else dequantized_attention
             out = attention(queries, self, values, scale, mask)
-        return pk.rotate_back(out) if values.quantization.rotated else out
+        return pk.as_it_came(out, values.quantization)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Cut the queries where the grid does."""

@@ -16,9 +16,9 @@ from .batch import PaddedBatch
 
 
 class Newest(PaddedBatch):
-    """Keys and values of the last tokens of B rows, [B, H, S, D], before they were packed.
+    """Keys and values of the last tokens of B rows, [B, H, S, W], before they were packed.
 
-    Rotated where the packed numbers are; of a side in full precision D is 0.
+    Rotated and padded as the packed numbers are; of a side in full precision W is 0.
     """
 
     _is_own: mx.array | None
@@ -47,7 +47,7 @@ class Newest(PaddedBatch):
         return one
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add the next tokens [B, H, n, D]."""
+        """Add the next tokens [B, H, n, W]."""
         start, stop = self._idx, self._idx + keys.shape[2]
 
         def appended(buffer: mx.array | None, x: mx.array) -> mx.array:

@@ -1,8 +1,9 @@
 """Arithmetic on quantized keys and values: rotate, quantize, append, read.
 
-A `Packed` is what `mx.quantize` returns for an array [B, H, T, D]: weights uint32
-[B, H, T, D * bits / 32], then scales and biases [B, H, T, D / group size] in the array's own
-dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding.
+A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32
+[B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
+dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding. W is the number of
+numbers a head, D, and the padding that makes groups whole.
 Keys or values in full precision are one array. `hold` makes one of the two forms; the other
 functions take both.
 """
@@ -46,40 +47,51 @@ def headroom(n_new: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def rotation(dim: int, dtype: mx.Dtype) -> mx.array:
-    """Return the orthonormal matrix [dim, dim] that keys and values are multiplied by.
+def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
+    """Return the matrix [dim, width] that keys and values are multiplied by; its rows are
+    orthonormal, so its transpose undoes it.
 
-    It is a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28), else the product of
-    one and of a cosine transform of the odd rest. It spreads a large channel over all of them:
-    https://arxiv.org/abs/2404.00456
+    They are the first of a Hadamard matrix where MLX knows one (2**k times 1, 12, 20 or 28), else
+    of the product of one and of a cosine transform of the odd rest. It spreads a large channel over
+    all of them: https://arxiv.org/abs/2404.00456
     """
-    power = dim & -dim
-    odd = dim // power
+    power = width & -width
+    odd = width // power
     if odd == 1 or (odd in (3, 5, 7) and power >= 4):
-        matrix = mx.hadamard_transform(mx.eye(dim))
+        matrix = mx.hadamard_transform(mx.eye(width))
     else:  # MLX 0.32 crashes on these
         at = mx.arange(odd)
         cosines = mx.cos(math.pi / odd * (at[:, None] + 0.5) * at)
         cosines = cosines / mx.sqrt(mx.square(cosines).sum(axis=0))
         matrix = mx.kron(cosines, mx.hadamard_transform(mx.eye(power)))
-    matrix = matrix.astype(dtype)
+    matrix = mx.contiguous(matrix[:dim].astype(dtype))
     mx.eval(matrix)  # any thread may use it
     return matrix
 
 
-def rotate(x: mx.array) -> mx.array:
-    """Return `x` [..., D] rotated."""
-    return x @ rotation(x.shape[-1], x.dtype)
+def prepared(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return `x` [..., D] as it is packed, [..., W]: rotated, and padded.
+
+    A rotation into more dimensions pads as well, and leaves smaller numbers, with smaller errors,
+    than zeros behind rotated ones. Products of two arrays stay as they were.
+    """
+    dim, padding = x.shape[-1], quantization.padding
+    if quantization.rotated:
+        return x @ rotation(dim, dim + padding, x.dtype)
+    return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
-def rotate_back(x: mx.array) -> mx.array:
-    """Return the array that `rotate` made `x` [..., D] of."""
-    return x @ rotation(x.shape[-1], x.dtype).T
+def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return the array [..., D] that `prepared` made `x` [..., W] of."""
+    width, padding = x.shape[-1], quantization.padding
+    if quantization.rotated:
+        return x @ rotation(width - padding, width, x.dtype).T
+    return x[..., :-padding] if padding else x
 
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
-    return _pack(rotate(x) if quantization.rotated else x, quantization)
+    return _pack(prepared(x, quantization), quantization)
 
 
 def _pack(x: mx.array, quantization: Quantization) -> Packed:
@@ -90,14 +102,13 @@ def _pack(x: mx.array, quantization: Quantization) -> Packed:
 
 
 def hold(x: mx.array, quantization: Quantization) -> tuple[Packed | mx.array, mx.array]:
-    """Return `x` [B, H, T, D] as a cache holds it, and what is packed of it: rotated, or as it is.
+    """Return `x` [B, H, T, D] as a cache holds it, and what is packed of it, [B, H, T, W].
 
     Of numbers in full precision that is nothing: [B, H, T, 0].
     """
     if quantization.is_full_precision:
         return x, x[..., :0]
-    if quantization.rotated:
-        x = rotate(x)
+    x = prepared(x, quantization)
     return _pack(x, quantization), x
 
 
@@ -115,7 +126,7 @@ def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
 
 
 def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
-    """Return all tokens [B, H, T, D] in the dtype of the scales; if rotated, they stay so."""
+    """Return all tokens [B, H, T, W] in the dtype of the scales, as they were `prepared`."""
     weights, scales, biases = packed
     return mx.dequantize(
         weights, scales, biases, group_size=quantization.group_size, bits=quantization.bits
@@ -130,14 +141,14 @@ def read(
 ) -> mx.array:
     """Return all tokens [B, H, T, D] as they came, in the dtype of the scales.
 
-    They are rounded, but for the `newest` [B, H, n, D], which are as `hold` returned them.
+    They are rounded, but for the `newest` [B, H, n, W], which are as `hold` returned them.
     """
     if isinstance(held, mx.array):
         return held
     x = dequantize(held, quantization)
     if newest is not None:
         write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
-    return rotate_back(x) if quantization.rotated else x
+    return as_it_came(x, quantization)
 
 
 def write_over(x: mx.array, at: slice, new: mx.array, is_own: mx.array | None) -> None:

@@ -134,8 +134,8 @@ class PackedCache(Buffers):
         if self.plan is None or not hasattr(self, "bits"):
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        n_rows, n_heads, _, k_dim = keys.shape
-        token_bytes = n_heads * (k_dim + values.shape[3]) * keys.dtype.size
+        n_rows, n_heads, _, width = new_keys.shape
+        token_bytes = n_heads * (width + new_values.shape[3]) * keys.dtype.size
         strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
         is_pending = self._right_padding is not None
         by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1

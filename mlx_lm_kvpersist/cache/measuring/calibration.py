@@ -126,13 +126,15 @@ def calibrate(
     """
     if choice != "auto":
         return forced_plan(choice, can_take_packed=True)
-    heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{shape.k_dim}/{shape.v_dim}"
     kernels = KVPrecision.of(precision.keys.bits, precision.group_size, precision.values.bits)
+    k_width, v_width = shape.k_dim + precision.keys.padding, shape.v_dim + precision.values.padding
+    shape = replace(shape, k_dim=k_width, v_dim=v_width)
+    heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{k_width}/{v_width}"
     key = f"{_KEY}{device_key()} {heads} {dims} {kernels} {dtype}"
     plan = None if persisted is None else _read_plan(persisted.get(key))
     if plan is None:
         start_s = time.perf_counter()
-        measured = {phase: _measure(shape, precision, dtype, phase) for phase in PHASES}
+        measured = {phase: _measure(shape, kernels, dtype, phase) for phase in PHASES}
         mx.clear_cache()
         plan = _plan(measured)
         logger.debug(

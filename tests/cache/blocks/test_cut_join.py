@@ -43,13 +43,13 @@ def quantized(name: str, slots: tuple[int, ...], n_heads: int, k: int, v: int) -
         slots,
         TensorShape(n_heads, k, "float32"),
         TensorShape(n_heads, v, "float32"),
-        PRECISION,
+        PRECISION.fitted(k, v),
     )
 
 
 SPEC = ModelCacheSpec(
-    (quantized("0", (0, 2), 2, 64, 32), quantized("1", (1,), 1, 32, 64)),
-    [SequenceQuantizedKVCache(PRECISION) for _ in range(3)],
+    (quantized("0", (0, 2), 2, 64, 32), quantized("1", (1,), 1, 20, 40)),
+    [SequenceQuantizedKVCache(PRECISION.fitted(*dims)) for dims in ((64, 32), (20, 40), (64, 32))],
 )
 
 

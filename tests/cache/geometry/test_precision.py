@@ -21,11 +21,11 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
 )
 from mlx_lm_kvpersist.cache.live.packed import (
     arrays_of,
+    as_it_came,
     held_of,
+    prepared,
     quantize,
     read,
-    rotate,
-    rotate_back,
     rotation,
 )
 
@@ -58,10 +58,13 @@ def test_what_a_cache_holds_is_arrays_and_back() -> None:
     assert all(a is b for a, b in zip(held_of(arrays_of(packed)), packed, strict=True))
 
 
-def test_a_dimension_fits_in_whole_groups_only() -> None:
-    assert Quantization(4, 32).fits(96)
-    assert not Quantization(4, 64).fits(96)
-    assert not Quantization().fits(0)
+def test_a_head_is_padded_to_whole_groups() -> None:
+    assert Quantization(4, 32).fitted(96) == Quantization(4, 32)
+    assert Quantization(4, 64, True).fitted(96) == Quantization(4, 64, True, 32)
+    assert Quantization(FULL_BITS).fitted(80) == Quantization(FULL_BITS)
+    precision = KVPrecision.of(6, 32, 4, rotated=(True, True)).fitted(80, 64)
+    assert str(precision) == "k6rp16v4rb32" and precision.fitted(80, 64) == precision
+    assert str(KVPrecision.of(4, 32).fitted(80, 80)) == "4p16b32"
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (4, 16), (4, 0)])
@@ -84,7 +87,7 @@ def test_values_may_take_other_bits() -> None:
 def test_one_side_alone_may_be_left_as_it_is() -> None:
     precision = KVPrecision.of(FULL_BITS, 64, 4, rotated=(True, True))
     assert str(precision) == "k16v4rb64" and not precision.is_packed
-    assert precision.keys == Quantization(16, 64) and precision.keys.fits(80)
+    assert precision.keys == Quantization(16, 64)
     assert str(KVPrecision.of(6, 32, FULL_BITS)) == "k6v16b32"
     assert KVPrecision.of(6, 32, 4).is_packed and not KVPrecision.of(6, 32, FULL_BITS).is_packed
     with pytest.raises(ValueError, match="neither"):
@@ -94,7 +97,9 @@ def test_one_side_alone_may_be_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"]
+    "name",
+    ["4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"]
+    + ["4p16b32", "4rp24b64", "k6rp16v4rb32", "k6rv4rp8b64", "k16v4rp16b32"],
 )
 def test_a_precision_is_read_by_its_name(name: str) -> None:
     """Names are part of every stored conversation's root: they stay."""
@@ -103,7 +108,9 @@ def test_a_precision_is_read_by_its_name(name: str) -> None:
     assert str(KVPrecision.of(6, 128, 4, rotated=(True, True))) == "k6rv4rb128"
 
 
-@pytest.mark.parametrize("name", ["16b64", "k16v16b64", "k16rv4b64", "k4v4b0", "k77v4b64", "k4b64"])
+@pytest.mark.parametrize("name",
+    ["16b64", "k16v16b64", "k16rv4b64", "k16p16v4b64", "k4v4b0", "k77v4b64", "k4b64", "4p0b64"],
+)
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         parse_precision(name)
@@ -136,20 +143,43 @@ def test_rotation_is_part_of_the_name() -> None:
     assert str(KVPrecision.of(6, 32, 4, rotated=(True, True))) == "k6rv4rb32"
 
 
-@pytest.mark.parametrize("dim", [32, 64, 72, 80, 96, 112, 128, 192, 256, 288, 576])
+HEAD_SIZES = [32, 40, 48, 64, 72, 80, 88, 96, 100, 104, 112, 120, 128, 160, 192, 256, 288, 576]
+
+
+@pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_rotating_keeps_products_and_spreads_outliers(dim: int) -> None:
-    matrix = rotation(dim, mx.float32)
+    how = Quantization(4, 32, rotated=True).fitted(dim)
+    width = dim + how.padding
+    matrix = rotation(dim, width, mx.float32)
+    assert matrix.shape == (dim, width)
     assert mx.abs(matrix @ matrix.T - mx.eye(dim)).max() < 1e-5
     x = mx.random.normal((3, dim), key=mx.random.key(1))
-    assert mx.abs(rotate_back(rotate(x)) - x).max() < 1e-4
-    one = rotate(mx.eye(dim)[:1])
-    assert mx.abs(one).max() < 3 * dim**-0.5
+    assert mx.abs(as_it_came(prepared(x, how), how) - x).max() < 1e-4
+    one = prepared(mx.eye(dim)[:1], how)
+    assert mx.abs(one).max() < 3 * width**-0.5
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-def test_usual_head_sizes_have_a_hadamard_matrix(dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "width"), [(64, 64), (80, 96), (96, 96), (112, 128), (128, 128), (192, 192), (256, 256)]
+)
+def test_usual_head_sizes_have_a_hadamard_matrix(dim: int, width: int) -> None:
     """All entries have the same size: nothing spreads better."""
-    assert mx.abs(mx.abs(rotation(dim, mx.float32)) - dim**-0.5).max() < 1e-5
+    assert mx.abs(mx.abs(rotation(dim, width, mx.float32)) - width**-0.5).max() < 1e-5
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("dim", HEAD_SIZES)
+def test_padding_costs_no_precision(dim: int, rotated: bool) -> None:
+    """The error is at most that of whole groups of such numbers."""
+    x = mx.random.normal((1, 2, 500, dim), key=mx.random.key(3))
+    how = Quantization(6, 32, rotated).fitted(dim)
+    packed = quantize(x, how)
+    assert packed[0].shape[-1] * 32 == (dim + how.padding) * 6
+    error = mx.square(read(packed, how) - x).mean()
+    whole = mx.random.normal((1, 2, 2000, 32), key=mx.random.key(4))
+    expected = mx.square(read(quantize(whole, Quantization(6, 32)), Quantization(6, 32)) - whole)
+    assert read(packed, how).shape == x.shape
+    assert error < 1.03 * expected.mean()
 
 
 def test_what_is_rotated_is_read_as_it_came() -> None:

@@ -24,6 +24,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
+    newest_arrays,
     token_arrays,
 )
 from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
@@ -118,15 +119,34 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
     assert [group.name for group in spec.groups] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 64), (96, 32), (128, 64)])
-def test_the_first_group_size_that_fits_is_taken(head_dim: int, group_size: int) -> None:
-    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"4b{group_size},n256"
+@pytest.mark.parametrize(
+    ("head_dim", "form"),
+    [(64, "4b64"), (96, "4b32"), (128, "4b64"), (160, "4b32"), (192, "4b64")]
+    + [(40, "4p24b64"), (72, "4p24b32"), (80, "4p16b32"), (100, "4p28b64"), (112, "4p16b64")],
+)
+def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
+    """The first of several; sizes without padding have the names of stored conversations."""
+    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"{form},n256"
+
+
+def test_keys_and_values_are_padded_each_for_itself() -> None:
+    (group,) = ModelCacheSpec.probe(OddLayers([(2, 80, 64)]), PrecisionChoice(6, 4)).groups
+    assert str(group.precision) == "k6p16v4b32"
+    assert {name: shape for name, shape, _ in token_arrays([group], 10)} == {
+        "0.k.weights": (1, 2, 10, 18),
+        "0.k.scales": (1, 2, 10, 3),
+        "0.k.biases": (1, 2, 10, 3),
+        "0.v.weights": (1, 2, 10, 8),
+        "0.v.scales": (1, 2, 10, 2),
+        "0.v.biases": (1, 2, 10, 2),
+    }
+    assert [shape for _, shape, _ in newest_arrays([group], 3)] == [(1, 2, 3, 96), (1, 2, 3, 64)]
 
 
 def test_a_group_size_can_be_asked_for() -> None:
     assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32,n256"
-    (group,) = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128)).groups
-    assert group.precision is None and group.why == "no group size of 128 divides 64"
+    wide = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128))
+    assert wide.layout == "4p64b128,n256"
     with pytest.raises(ValueError, match="group size is 48"):
         ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=48))
 
@@ -146,10 +166,10 @@ def test_keys_may_have_more_bits_than_values() -> None:
         ([(2, 64, 64)] * 3, "k8v4b64*1,k6v4b64*1,k8v4b64*1"),
         ([(2, 64, 64), (4, 128, 64)] * 2, "k8v4b64*1,k6v4b64*2,k8v4b64*1"),
         (
-            [(2, 80, 80), *[(2, 64, 64)] * 4, (2, 80, 80)],
+            [(2, 4, 4), *[(2, 64, 64)] * 4, (2, 4, 4)],
             "full*1,k8v4b64*1,k6v4b64*2,k8v4b64*1,full*1",
         ),
-        ([(2, 80, 80)] * 2, "full*2"),
+        ([(2, 4, 4)] * 2, "full*2"),
     ],
 )
 def test_the_first_and_the_last_quantized_layer_may_have_bits_of_their_own(
@@ -184,13 +204,12 @@ def test_nothing_is_quantized_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("make_model", "why"),
     [
-        (lambda: tiny_llama(head_dim=80), "no group size of 64, 32, 128 divides 80"),
-        (lambda: OddLayers([(2, 80, 64)]), "no group size of 64, 32, 128 divides 80 and 64"),
-        (lambda: OddLayers([(2, 64, 0)]), "no group size of 64, 32, 128 divides 64 and 0"),
+        (lambda: tiny_llama(head_dim=4), "quantized in whole groups of 32 it takes no less memory"),
+        (lambda: OddLayers([(2, 64, 0)]), "keys without values are an index"),
         (lambda: OddLayers([(2, 64, 64)], dtype=mx.int32), "MLX does not quantize int32"),
         (lambda: ReadsItsCache([(2, 64, 64)]), "the model's attention does not take it"),
     ],
-    ids=["head-80", "keys-80", "no-values", "integers", "reads-its-cache"],
+    ids=["head-4", "no-values", "integers", "reads-its-cache"],
 )
 def test_what_cannot_be_quantized_stays_in_its_own_precision(
     make_model: Callable[[], Any], why: str

@@ -192,6 +192,22 @@ def test_precisions(precision: KVPrecision) -> None:
     check(Case(precision=precision, n_queries=1), None)
 
 
+@pytest.mark.parametrize("rotated", [(False, False), (True, True)], ids=["plain", "rotated"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dims", [(40, 72), (80, 80), (100, 104), (112, 112), (120, 64)], ids=str)
+def test_padded_heads_attend_as_whole_ones(
+    dims: tuple[int, int], strategy: Strategy, rotated: tuple[bool, bool]
+) -> None:
+    precision = KVPrecision.of(8, 32, 6, rotated=rotated).fitted(*dims)
+    case = Case(k_dim=dims[0], v_dim=dims[1], precision=precision, n_queries=6)
+    queries, keys, values = case.arrays()
+    keys.strategy, keys.tile_bytes = strategy, case.head_bytes(13)
+    for mask in (None, "causal", create_causal_mask(6, 34, left_padding=mx.array([0, 17]))):
+        found = keys.attend(queries, values, 0.1, mask)
+        assert found.shape == (*queries.shape[:3], dims[1])
+        assert mx.abs(found - written_out(queries, keys, values, 0.1, mask)).max() < TOLERANCE
+
+
 ROTATED = [(True, False), (False, True), (True, True)]
 
 

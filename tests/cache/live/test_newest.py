@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
-from ..conftest import K_DIM, N_HEADS, random_kv
+from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv
 
 TOLERANCE = 1e-4
 SCALE = K_DIM**-0.5
@@ -68,14 +68,19 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounded(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return what MLX makes of `x`; its Hadamard transform is its own inverse."""
+    """Return what MLX makes of `x` with zeros behind each head's numbers, to the next whole group.
+
+    Rotated, it is multiplied by a Hadamard matrix before, and by its transpose after.
+    """
     if quantization.bits == FULL_BITS:
         return x
-    size, bits = quantization.group_size, quantization.bits
-    x = mx.hadamard_transform(x) if quantization.rotated else x
-    weights, scales, biases = mx.quantize(x, group_size=size, bits=bits)
+    size, bits, dim = quantization.group_size, quantization.bits, x.shape[-1]
+    x = mx.pad(x, [(0, 0)] * 3 + [(0, -dim % size)])
+    matrix = mx.eye(x.shape[-1])
+    matrix = mx.hadamard_transform(matrix) if quantization.rotated else matrix
+    weights, scales, biases = mx.quantize(x @ matrix, group_size=size, bits=bits)
     x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
-    return mx.hadamard_transform(x) if quantization.rotated else x
+    return (x @ matrix.T)[..., :dim]
 
 
 class Reference:
@@ -105,13 +110,19 @@ class Reference:
 class Streams:
     """Sequences in our caches, alone and as rows of a batch, each beside its reference."""
 
-    def __init__(self, seed: int, precision: KVPrecision, plan: AttentionPlan | None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        precision: KVPrecision,
+        plan: AttentionPlan | None,
+        dims: tuple[int, int] = (K_DIM, V_DIM),
+    ) -> None:
         self.rng = random.Random(seed)
-        self.precision, self.plan = precision, plan
+        self.precision, self.plan, self.dims = precision.fitted(*dims), plan, dims
         self.seed = 1000 * seed
         self.worst = 0.0
         self.references: list[Reference] = []
-        self.batch = BatchQuantizedKVCache([], precision, plan)
+        self.batch = BatchQuantizedKVCache([], self.precision, plan)
         for _ in range(self.rng.randint(1, 3)):
             self.join()
 
@@ -131,8 +142,9 @@ class Streams:
             n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
         self.seed += 1
         n_rows = len(references)
-        keys, values = random_kv(self.seed, n, n_rows)
-        queries = mx.random.normal((n_rows, 2 * N_HEADS, n, K_DIM), key=mx.random.key(self.seed))
+        keys, values = random_kv(self.seed, n, n_rows, dims=self.dims)
+        lead = n_rows, 2 * N_HEADS, n
+        queries = mx.random.normal((*lead, self.dims[0]), key=mx.random.key(self.seed))
         mask = cache.make_mask(n)
         fetched = cache.update_and_fetch(keys, values)
         found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
@@ -171,6 +183,16 @@ def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
     precision: str, plan: str, seed: int
 ) -> None:
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
+
+
+HEADS = [(40, 40), (72, 72), (80, 80), (88, 96), (100, 100), (104, 80), (112, 112), (120, 64)]
+
+
+@pytest.mark.parametrize("plan", ["arrays", "dequantize", "packed", "tiles of heads"])
+@pytest.mark.parametrize("dims", HEADS, ids=str)
+def test_heads_of_any_size_follow_the_rule(dims: tuple[int, int], plan: str) -> None:
+    precision = PRECISIONS["rotated" if dims[0] % 3 else "4 bits"]
+    assert Streams(1, precision, PLANS[plan], dims).run(12) < TOLERANCE
 
 
 def test_the_buffer_is_one_block_long() -> None:

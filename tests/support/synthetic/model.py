@@ -54,8 +54,7 @@ def make_tiny_model(
     tokenizer: the family, see `train_tokenizer`. "byte-level" has a ChatML template and ends a
         reply with `<|im_end|>`, "sentencepiece" has `[INST]` and ends it with `</s>`.
     seed: of the weights. Equal arguments write equal weights.
-    n_layers, n_heads, n_kv_heads, head_dim: the geometry. 4-bit KV needs a head_dim that 32, 64
-        or 128 divides.
+    n_layers, n_heads, n_kv_heads, head_dim: the geometry.
     hidden_size: width of the residual stream. Each matrix has it on one side, and mlx's BLAS for
         the CPU multiplies slowly: with 256 most tests take 3 times as long.
     intermediate_size: width inside the MLP; twice hidden_size when None.
