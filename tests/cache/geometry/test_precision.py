@@ -98,8 +98,10 @@ def test_one_side_alone_may_be_left_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"]
-    + ["4p16b32", "4rp24b64", "k6rp16v4rb32", "k6rv4rp8b64", "k16v4rp16b32"],
+    [
+        *("4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"),
+        *("4p16b32", "4rp24b64", "k6rp16v4rb32", "k6rv4rp8b64", "k16v4rp16b32"),
+    ],
 )
 def test_a_precision_is_read_by_its_name(name: str) -> None:
     """Names are part of every stored conversation's root: they stay."""

@@ -121,8 +121,10 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "form"),
-    [(64, "4b64"), (96, "4b32"), (128, "4b64"), (160, "4b32"), (192, "4b64")]
-    + [(40, "4p24b64"), (72, "4p24b32"), (80, "4p16b32"), (100, "4p28b64"), (112, "4p16b64")],
+    [
+        *((64, "4b64"), (96, "4b32"), (128, "4b64"), (160, "4b32"), (192, "4b64")),
+        *((40, "4p24b64"), (72, "4p24b32"), (80, "4p16b32"), (100, "4p28b64"), (112, "4p16b64")),
+    ],
 )
 def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
     """The first of several; sizes without padding have the names of stored conversations."""
