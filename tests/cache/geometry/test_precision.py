@@ -110,7 +110,8 @@ def test_a_precision_is_read_by_its_name(name: str) -> None:
     assert str(KVPrecision.of(6, 128, 4, rotated=(True, True))) == "k6rv4rb128"
 
 
-@pytest.mark.parametrize("name",
+@pytest.mark.parametrize(
+    "name",
     ["16b64", "k16v16b64", "k16rv4b64", "k16p16v4b64", "k4v4b0", "k77v4b64", "k4b64", "4p0b64"],
 )
 def test_what_is_no_name_is_refused(name: str) -> None:
