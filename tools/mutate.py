@@ -65,6 +65,7 @@ TESTS = {
         *("tests/cache/live/test_batch.py", "tests/cache/live/test_full_precision_batch.py"),
         *("-k", "not give_what and not fault_shows"),
     ],
+    "cache/measuring/divergence": ["tests/cache/measuring/test_divergence.py"],
     "cache/measuring/observe": [
         "tests/cache/live/test_attention.py",
         "-k",

@@ -182,8 +182,9 @@ def _add_connect(add: Any) -> None:
 def _add_quality(add: Any) -> None:
     quality = add("quality", "quality:run", "measure what every KV precision costs")
     quality.description = (
-        "Measure what every KV precision changes in a model's output: the perplexity of a text, "
-        "the next tokens, a fact found in a long context, a tool call."
+        "Measure what every KV precision changes in a model's output: the next tokens of a text "
+        "and of short ones in many languages and formats, replies to questions about a long "
+        "context, facts hidden in it, a chain of tool calls."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
     quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
@@ -197,9 +198,11 @@ def _add_quality(add: Any) -> None:
         "--context",
         type=int,
         default=4096,
-        help="tokens of the context in which a fact is hidden (%(default)s)",
+        help="tokens of the context in which facts are hidden (%(default)s)",
     )
-    quality.add_argument("--no-needle", action="store_true", help="hide no fact; that is slowest")
+    quality.add_argument(
+        "--no-needle", action="store_true", help="ask nothing about a long context; that is slowest"
+    )
 
 
 def _add_selftest(add: Any) -> None:

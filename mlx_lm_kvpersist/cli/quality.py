@@ -4,42 +4,95 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
+from rich.table import Table
 
+from ..cache.geometry.precision import Estimate
+from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.measuring.divergence import Predictions, part_means
+from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
-from .output import console, print_json, print_table, progress, tell
-from .quality_advice import REFERENCE, TARGET_NATS, Needles, Row, ToolCall, caveats, recommend
+from .output import progress, table, tell
 from .quality_checks import (
-    SECRET,
-    TOOL,
-    TOOL_QUESTION,
+    FIRST_TOKENS,
+    QUESTIONS,
+    THINGS,
     MakeCache,
-    OnProgress,
-    greedy,
-    n_text_steps,
-    needle_prompts,
+    Window,
+    document_with_facts,
+    fact_questions,
+    n_chunks,
+    predicted,
     prompt_of,
-    score_text,
-    takes_tools,
+    replies,
+    served,
+    server_attention,
     tool_call_in,
+    tool_prompts,
     windows_of,
 )
 from .spec import load_named, pictures
 from .story import OWN_TEXT
 
-_DEPTHS = (0.1, 0.5, 0.9)
+REFERENCE = "16"
+"""The precision that the others are compared with: the model's own."""
+
 _MIN_TOKENS = 64
-_NEEDLE_TOKENS = 24
-_TOOL_TOKENS = 128
+_REPLY_TOKENS = 24
+_TOOL_TOKENS = 64
+_TOOL_CHARS = 3000
+"""Of the text before a chain of tool calls, so that it is longer than a block."""
+
+_Said = tuple[list[list[int]], list[list[int]]]
+"""The ids of the replies to questions, and to prompts for tool calls."""
+
+
+@dataclass(frozen=True)
+class Replies:
+    """Of `tried` replies: how many begin as in the model's own precision, or make the same call.
+
+    `found` counts those that have what was asked for, a hidden number or the next tool call. None
+    where nothing is right or wrong.
+    """
+
+    tried: int
+    found: int | None
+    same: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of one precision. None where something was not tried.
+
+    `perplexity_rise` is a share of the perplexity in the model's own precision, `agreement` the
+    share of next tokens chosen as there, `divergence_nats` the mean Kullback-Leibler divergence
+    from there, and `divergence_p99_nats` what 99 of 100 tokens stay below. `texts` has the mean of
+    each text, and `worst_text` names the highest. `bits_per_number` counts scales and biases.
+    """
+
+    precision: str
+    layout: str
+    bits_per_number: float
+    kv_bytes_per_token: float
+    perplexity: Estimate
+    perplexity_rise: Estimate
+    agreement: Estimate
+    divergence_nats: Estimate
+    divergence_p99_nats: float
+    texts: Mapping[str, float]
+    worst_text: str
+    replies: Replies | None
+    needles: Replies | None
+    tool_calls: Replies | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,85 +108,141 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
-    specs, left_out = _specs(args, model)
-    if not specs:
-        reasons = "; ".join(sorted(set(left_out.values())))
-        why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
-        content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
-        tell(args, {**content, "recommended": REFERENCE, "why": why}, why)
-        return 0
+    with server_attention():
+        specs, left_out = _specs(args, model)
+        if not specs:
+            reasons = "; ".join(sorted(set(left_out.values())))
+            why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
+            content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
+            tell(args, {**content, "why": why}, why)
+            return 0
+        windows = windows_of(ids, begin, args.window, args.stride)
+        context = None if args.no_needle else args.context
+        questions = [] if context is None else _questions(tokenizer, text, context)
+        calls = tool_prompts(tokenizer, text[:_TOOL_CHARS])
+        with progress("quality") as told:
+            rows = _measured(model, tokenizer, specs, text_name, windows, questions, calls, told)
+    dtype = next(group.keys.dtype for spec in specs.values() for group in spec.full if group.keys)
+    n_predicted = sum(len(seen) - n_context for seen, n_context in windows)
+    content = {
+        "model": args.model,
+        "reference": dtype,
+        "text": {**about_text, "tokens": len(ids), "predicted": n_predicted},
+        "window": args.window,
+        "stride": args.stride,
+        "needle_context": context,
+        "template_takes_tools": bool(calls),
+        "rows": [asdict(row) for row in rows],
+        "left_out": left_out,
+    }
+    about = (
+        f"{args.model} on {text_name}: {n_predicted:,} tokens predicted, in windows of "
+        f"{args.window:,} that advance by {args.stride:,}. Compared with {REFERENCE}, the model's "
+        f"own {dtype}. ±: standard error.\n"
+    )
+    bits = pictures(specs[DEFAULT_BITS]) if DEFAULT_BITS in specs else {}
+    tell(
+        args,
+        content,
+        about,
+        _table(rows),
+        *(f"{DEFAULT_BITS}: bits of the {side} by layer: {each}" for side, each in bits.items()),
+        *(f"{name}: left out, {reason}" for name, reason in left_out.items()),
+    )
+    return 0
+
+
+def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
+    """Return prompts about `n_context` tokens of a text; the first ask for the hidden facts."""
+    document = document_with_facts(tokenizer, text, n_context)
+    questions = (*fact_questions(), *QUESTIONS)
+    return [prompt_of(tokenizer, f"{document}\n\n{question}") for question in questions]
+
+
+def _judged(
+    tokenizer: Any, expected_calls: Sequence[Any], said: _Said, own: _Said
+) -> dict[str, Replies | None]:
+    """Return what a row says of replies; `own` are those of the model's own precision."""
+    begun, own_begun = ([reply[:FIRST_TOKENS] for reply in each[0]] for each in (said, own))
+    same = [its == mine for its, mine in zip(begun, own_begun, strict=True)]
+    facts = zip(THINGS.values(), said[0], strict=False)
+    found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
+    calls, own_calls = ([_call_or_reply(tokenizer, ids) for ids in each[1]] for each in (said, own))
+    right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
+    as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
+    return {
+        "replies": Replies(len(same), None, sum(same)) if same else None,
+        "needles": Replies(len(THINGS), found, sum(same[: len(THINGS)])) if same else None,
+        "tool_calls": Replies(len(calls), right, as_own) if calls else None,
+    }
+
+
+def _call_or_reply(tokenizer: Any, reply: list[int]) -> Any:
+    call = tool_call_in(tokenizer, tokenizer.decode(reply))
+    return reply if call is None else call
+
+
+def _measured(
+    model: Any,
+    tokenizer: Any,
+    specs: Mapping[str, ModelCacheSpec],
+    text_name: str,
+    windows: Sequence[Window],
+    questions: Sequence[list[int]],
+    calls: Sequence[tuple[list[int], Any]],
+    on_progress: Callable[[int, int], None],
+) -> list[Row]:
+    """Return the row of the model's own precision, then those of `specs`."""
+    part_ids, places = placed(tokenizer)
+    part_ids = part_ids[: position_limit(model)]
+    makers: dict[str, MakeCache] = {name: spec.make_cache for name, spec in specs.items()}
+    everyone: dict[str, MakeCache] = {REFERENCE: partial(make_prompt_cache, model), **makers}
+    prompts, expected_calls = [prompt for prompt, _ in calls], [call for _, call in calls]
+    done, total = 0, 2 * len(everyone)
+    total += sum(map(n_chunks, (part_ids, *(seen for seen, _ in windows))))
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    whole = {name: Predictions() for name in makers}
+    for seen, n_context in windows:
+        for name, read in predicted(model, seen, makers, one_more).items():
+            whole[name].add(read, n_context - 1)
+    parts = predicted(model, part_ids, makers, one_more)
+    for by_name in (whole, parts):
+        by_name[REFERENCE] = next(iter(by_name.values())).own
+    said: dict[str, _Said] = {}
+    ends = set(tokenizer.eos_token_ids)
+    for name, make_cache in everyone.items():
+        answers = replies(model, questions, make_cache, _REPLY_TOKENS, ends)
+        one_more()
+        said[name] = answers, replies(model, prompts, make_cache, _TOOL_TOKENS, ends)
+        one_more()
     first = next(iter(specs.values()))
-    dtype = next(group.keys.dtype for group in first.full if group.keys is not None)
-    makers: dict[str, MakeCache] = {REFERENCE: partial(make_prompt_cache, model)}
-    makers |= {name: spec.make_cache for name, spec in specs.items()}
-    windows = windows_of(ids, begin, args.window, args.stride)
-    with_tools = takes_tools(tokenizer)
-    n_needles = 0 if args.no_needle else len(_DEPTHS)
-    total = n_text_steps(windows) + len(makers) * (n_needles + with_tools)
-    done = 0
-    with progress("quality") as on_progress:
-
-        def one_more() -> None:
-            nonlocal done
-            done += 1
-            on_progress(done, total)
-
-        scores = score_text(model, windows, makers, one_more)
-        ask = partial(_replies, model, tokenizer, makers, one_more)
-        depths = () if args.no_needle else _DEPTHS
-        hidden = needle_prompts(tokenizer, text, args.context, depths)
-        needles = [ask(ids, _NEEDLE_TOKENS) for _, ids in hidden]
-        question = prompt_of(tokenizer, TOOL_QUESTION, [TOOL]) if with_tools else []
-        calls = ask(question, _TOOL_TOKENS) if with_tools else {}
     own_bytes = sum(group.full_precision_bytes for group in first.full)
-    rows = [
-        Row(
+    rows = []
+    for name in everyone:
+        n_bytes = specs[name].bytes_per_token if name in specs else own_bytes
+        texts = {text_name: whole[name].divergence_nats.value}
+        texts |= part_means(parts[name].divergence, places)
+        row = Row(
             precision=name,
             layout=specs[name].layout if name in specs else "full",
             bits_per_number=first.bits_per_number * n_bytes / first.bytes_per_token,
             kv_bytes_per_token=float(n_bytes),
-            perplexity=score.perplexity,
-            perplexity_rise=score.perplexity_rise,
-            agreement=score.agreement,
-            divergence_nats=score.divergence_nats,
-            needles=_needles_of(needles, name),
-            tool_call=_tool_call_of(tokenizer, calls, name),
+            perplexity=whole[name].perplexity,
+            perplexity_rise=whole[name].perplexity_rise,
+            agreement=whole[name].agreement,
+            divergence_nats=whole[name].divergence_nats,
+            divergence_p99_nats=whole[name].divergence_p99_nats,
+            texts=texts,
+            worst_text=max(texts, key=lambda each: texts[each]),
+            **_judged(tokenizer, expected_calls, said[name], said[REFERENCE]),
         )
-        for name, score in scores.items()
-        for n_bytes in [specs[name].bytes_per_token if name in specs else own_bytes]
-    ]
-    advice = recommend(rows, TARGET_NATS)
-    noted = caveats(rows, TARGET_NATS)
-    if args.json:
-        print_json(
-            {
-                "model": args.model,
-                "reference": dtype,
-                "text": {**about_text, "tokens": len(ids), "predicted": scores[REFERENCE].n_tokens},
-                "window": args.window,
-                "stride": args.stride,
-                "needle_context": None if args.no_needle else args.context,
-                "template_takes_tools": with_tools,
-                "rows": [asdict(row) for row in rows],
-                "left_out": left_out,
-                "caveats": noted,
-                "recommended": advice[0],
-                "why": advice[1],
-            }
-        )
-        return 0
-    console().print(
-        f"{args.model} on {text_name}: {scores[REFERENCE].n_tokens:,} tokens predicted, in windows "
-        f"of {args.window:,} that advance by {args.stride:,}. Compared with {REFERENCE}, the "
-        f"model's own {dtype}. ±: standard error.\n"
-    )
-    _print_rows(rows)
-    for side, picture in pictures(specs[DEFAULT_BITS]).items() if DEFAULT_BITS in specs else ():
-        console().print(f"{DEFAULT_BITS}: bits of the {side} by layer: {picture}")
-    left = (f"{name}: left out, {reason}" for name, reason in left_out.items())
-    for line in (*left, *noted, "", advice[1]):
-        console().print(line)
-    return 0
+        rows.append(row)
+    return rows
 
 
 def _specs(
@@ -147,7 +256,7 @@ def _specs(
             continue
         args.kvpersist_kv_bits = name
         try:
-            spec = ModelCacheSpec.probe(model, precision_of(args))
+            spec = served(model, precision_of(args))
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue
@@ -174,52 +283,8 @@ def read_text(path: Path | None) -> tuple[str, str]:
     return str(path), content
 
 
-def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return the begin token (an empty list where there is none) and the text's ids without it."""
-    ids = list(tokenizer.encode(text, add_special_tokens=False))
-    bos = tokenizer.bos_token_id
-    begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]
-    return ([bos] if begins else []), ids
-
-
-def _replies(
-    model: Any,
-    tokenizer: Any,
-    makers: Mapping[str, MakeCache],
-    on_progress: OnProgress,
-    ids: list[int],
-    max_tokens: int,
-) -> dict[str, str]:
-    """Return the reply of each precision to a prompt."""
-    ends = set(tokenizer.eos_token_ids)
-    replies = {}
-    for name, make_cache in makers.items():
-        said = greedy(model, ids, make_cache(), max_tokens, ends)
-        replies[name] = tokenizer.decode(said)
-        on_progress()
-    return replies
-
-
-def _needles_of(needles: list[dict[str, str]], name: str) -> Needles | None:
-    if not needles:
-        return None
-    pairs = [(replies[name], replies[REFERENCE]) for replies in needles]
-    found = sum(SECRET in reply.replace(",", "") for reply, _ in pairs)
-    return Needles(len(pairs), found, sum(reply == reference for reply, reference in pairs))
-
-
-def _tool_call_of(tokenizer: Any, replies: dict[str, str], name: str) -> ToolCall | None:
-    if not replies:
-        return None
-    call, reference = (tool_call_in(tokenizer, replies[each]) for each in (name, REFERENCE))
-    neither = call is None and reference is None
-    same = replies[name] == replies[REFERENCE] if neither else call == reference
-    return ToolCall(call is not None, same)
-
-
-def _print_rows(rows: Sequence[Row]) -> None:
-    yes = {True: "yes", False: "no"}
-    table = [
+def _table(rows: Sequence[Row]) -> Table:
+    cells = [
         [
             row.precision,
             f"{row.bits_per_number:.2f}",
@@ -228,15 +293,17 @@ def _print_rows(rows: Sequence[Row]) -> None:
             f"{row.perplexity_rise.value:+.2%} ± {row.perplexity_rise.error:.2%}",
             f"{row.agreement.value:.1%} ± {row.agreement.error:.1%}",
             f"{row.divergence_nats.value:.4f} ± {row.divergence_nats.error:.4f}",
+            f"{row.divergence_p99_nats:.3f}",
+            f"{row.texts[row.worst_text]:.4f}, {row.worst_text}",
+            f"{row.replies.same} of {row.replies.tried}" if row.replies else "-",
             f"{row.needles.found} of {row.needles.tried}" if row.needles else "-",
-            f"{row.needles.same} of {row.needles.tried}" if row.needles else "-",
-            yes[row.tool_call.parses] if row.tool_call else "-",
-            yes[row.tool_call.same] if row.tool_call else "-",
+            f"{row.tool_calls.found} of {row.tool_calls.tried}" if row.tool_calls else "-",
+            f"{row.tool_calls.same} of {row.tool_calls.tried}" if row.tool_calls else "-",
         ]
         for row in rows
     ]
     columns = [
         *("bits", "a number", "a token", "perplexity", "change", "same next token", "KL nats"),
-        *("needle found", "same reply", "tool call parses", "same call"),
+        *("at 99%", "worst text", "same replies", "facts found", "right calls", "same calls"),
     ]
-    print_table(columns, table, right="perplexity change")
+    return table(columns, cells, right="perplexity change")

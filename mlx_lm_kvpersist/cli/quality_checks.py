@@ -1,39 +1,55 @@
-"""Measure what a KV precision costs in quality: next tokens of a text, a needle, a tool call.
+"""What a KV precision changes, as users see it: the next tokens of a text, replies, tool calls.
 
-Every precision runs through the same code, chunk by chunk, so that all but the newest tokens are
-read back from the cache, as they are while the server decodes.
+Every precision reads what the server reads: the same caches and attention, a block of the grid at a
+time.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.precision import Estimate
-
-OnProgress = Callable[[], None]
-"""Called when a piece of work is done."""
+from ..cache.geometry.precision import PrecisionChoice
+from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.live.attention import Strategy
+from ..cache.live.packed import GRID
+from ..cache.measuring.calibration import with_plans
+from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
+from ..host.patching.patch import PatchSet
+from ..host.patching.patches import PATCHES
 
 MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
-_TEXT_STEP = 128
-_PREFILL_STEP = 256
+FIRST_TOKENS = 16
+"""Of a reply: where they are the same, the replies say the same."""
 
-SECRET = "48213"
-NEEDLE = f" The number of the keeper's tin box is {SECRET}. "
-NEEDLE_QUESTION = "What is the number of the keeper's tin box? Answer with the number."
+Window = tuple[list[int], int]
+"""Ids, and how many of them are only read; those after them are predicted."""
+
+THINGS = {"tin box": "48213", "brass key": "70964", "green boat": "15387"}
+"""Facts to be hidden in a text: the number of each."""
+QUESTIONS = (
+    "What is this text about? Answer in one sentence.",
+    "Which names of people or things occur in it?",
+    "How does it begin?",
+    "How does it end?",
+    "Write a title for it.",
+)
+"""About any text."""
+LOCKS = ("Harrow Weir", "Upper Dunmere", "Saltmarsh Cut", "Old Mill Bend")
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_water_level",
-        "description": "Return the height of the water at a lock, in feet.",
+        "description": "Return the height of the water at a lock.",
         "parameters": {
             "type": "object",
             "properties": {
@@ -44,56 +60,29 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-TOOL_QUESTION = "How many metres high is the water at the lock of Harrow Weir? Use the tool."
 
 
-@dataclass(frozen=True)
-class Window:
-    """Token ids; the ones from `n_context` on are predicted."""
+@contextmanager
+def server_attention() -> Iterator[None]:
+    """Let caches bring an attention of their own, as in the server."""
+    patches = PatchSet()
+    patches.apply([patch for patch in PATCHES if patch.name == "attention"])
+    try:
+        yield
+    finally:
+        patches.undo()
 
-    ids: tuple[int, ...]
-    n_context: int
 
+def served(
+    model: Any, choice: PrecisionChoice, attention: Strategy | None = None
+) -> ModelCacheSpec:
+    """Return a model's spec as the server finds it, with its attention plans.
 
-@dataclass
-class TextScore:
-    """Sums over the `n_tokens` predicted tokens of a text; `sums` has a value and its square each.
-
-    They are the negative log-likelihood, how much it is above the reference's, and the
-    Kullback-Leibler divergence from the reference, in nats.
+    Without `attention` the quickest is measured. Raises ModelNotSupported where nothing is kept.
     """
-
-    n_tokens: int = 0
-    n_agreeing: int = 0
-    sums: tuple[float, ...] = (0.0,) * 6
-
-    def _mean(self, which: int) -> Estimate:
-        mean = self.sums[2 * which] / self.n_tokens
-        square = self.sums[2 * which + 1] / self.n_tokens
-        return Estimate(mean, math.sqrt(max(0.0, square - mean**2) / self.n_tokens))
-
-    @property
-    def perplexity(self) -> Estimate:
-        nll = self._mean(0)
-        value = math.exp(min(nll.value, 700.0))
-        return Estimate(value, value * nll.error)
-
-    @property
-    def perplexity_rise(self) -> Estimate:
-        """Share by which the perplexity is above the reference's."""
-        above = self._mean(1)
-        ratio = math.exp(min(above.value, 700.0))
-        return Estimate(ratio - 1, ratio * above.error)
-
-    @property
-    def agreement(self) -> Estimate:
-        """Share of the tokens for which the reference has the same likeliest token."""
-        share = self.n_agreeing / self.n_tokens
-        return Estimate(share, math.sqrt(share * (1 - share) / self.n_tokens))
-
-    @property
-    def divergence_nats(self) -> Estimate:
-        return self._mean(2)
+    nothing_persisted: Any = None
+    spec = ModelCacheSpec.probe(model, choice)
+    return with_plans(model, spec, nothing_persisted, attention or "auto")
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
@@ -107,70 +96,71 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
     done, start = 0 if begin else 1, 0
     while done < len(ids):
         stop = min(start + room, len(ids))
-        windows.append(Window((*begin, *ids[start:stop]), len(begin) + done - start))
+        windows.append(([*begin, *ids[start:stop]], len(begin) + done - start))
         done, start = stop, start + stride
     return windows
 
 
-def n_text_steps(windows: Sequence[Window]) -> int:
-    """Return how many times `score_text` calls `on_progress`."""
-    return sum(-(-(len(window.ids) - 1) // _TEXT_STEP) for window in windows)
+def n_chunks(ids: Sequence[int]) -> int:
+    """Return how many times `predicted` calls `on_progress`."""
+    return -(-(len(ids) - 1) // AT_ONCE)
 
 
-def score_text(
-    model: Any, windows: Sequence[Window], makers: Mapping[str, MakeCache], on_progress: OnProgress
-) -> dict[str, TextScore]:
-    """Return the score of each maker's caches; the reference is a run of its own.
+def predicted(
+    model: Any,
+    ids: Sequence[int],
+    makers: Mapping[str, MakeCache],
+    on_progress: Callable[[], None],
+) -> dict[str, Predictions]:
+    """Return what the model predicts of a text over the caches of each maker."""
+    read = {name: Predictions() for name in makers}
+    caches = {name: make_cache() for name, make_cache in makers.items()}
+    for part in compared(model, ids, make_prompt_cache(model), caches):
+        for name, predictions in part.items():
+            read[name].add(predictions)
+        mx.clear_cache()
+        on_progress()
+    return read
 
-    The row of the model's own precision therefore shows how well two equal runs agree.
+
+def replies(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    make_cache: MakeCache,
+    max_tokens: int,
+    ends: set[int],
+) -> list[list[int]]:
+    """Return the greedy reply to each prompt, up to one of `ends`, without it.
+
+    What all prompts begin with is computed once.
     """
-    scores = {name: TextScore() for name in makers}
-    for window in windows:
-        reference = make_prompt_cache(model)
-        caches = {name: make_cache() for name, make_cache in makers.items()}
-        for start in range(0, len(window.ids) - 1, _TEXT_STEP):
-            stop = min(start + _TEXT_STEP, len(window.ids) - 1)
-            inputs = mx.array([window.ids[start:stop]])
-            targets = mx.array(window.ids[start + 1 : stop + 1])
-            # Position i predicts token i + 1.
-            first = max(0, window.n_context - 1 - start)
-            expected = _log_probabilities(model, inputs, reference)
-            for name, score in scores.items():
-                found = _log_probabilities(model, inputs, caches[name])
-                if first < stop - start:
-                    _add(score, expected[first:], found[first:], targets[first:])
-            on_progress()
-    return scores
+    if not prompts:
+        return []
+    alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))
+    n_shared = len(list(alike))
+    shared = make_cache()
+    _feed(model, prompts[0][:n_shared], shared, 0)
+    said = []
+    for prompt in prompts:
+        caches = copy.deepcopy(shared)
+        _feed(model, prompt[:-1], caches, n_shared)
+        said.append(_continued(model, prompt[-1], caches, max_tokens, ends))
+    return said
 
 
-def _log_probabilities(model: Any, inputs: mx.array, caches: list[Any]) -> mx.array:
-    logits = model(inputs, cache=caches)[0].astype(mx.float32)
-    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return found
-
-
-def _add(score: TextScore, expected: mx.array, found: mx.array, targets: mx.array) -> None:
-    nll = -mx.take_along_axis(found, targets[:, None], axis=-1)[:, 0]
-    above = nll + mx.take_along_axis(expected, targets[:, None], axis=-1)[:, 0]
-    divergence = (mx.exp(expected) * (expected - found)).sum(axis=-1)
-    each = (nll, above, divergence)
-    sums: Any = mx.stack([total for x in each for total in (x.sum(), (x * x).sum())]).tolist()
-    score.n_tokens += len(targets)
-    agreeing: Any = (expected.argmax(axis=-1) == found.argmax(axis=-1)).sum().item()
-    score.n_agreeing += agreeing
-    score.sums = tuple(old + new for old, new in zip(score.sums, sums, strict=True))
-
-
-def greedy(
-    model: Any, ids: Sequence[int], caches: list[Any], max_tokens: int, ends: set[int]
-) -> list[int]:
-    """Return the greedy continuation of a prompt, up to one of `ends`, without it."""
-    for start in range(0, len(ids) - 1, _PREFILL_STEP):
-        stop = min(start + _PREFILL_STEP, len(ids) - 1)
-        model(mx.array([ids[start:stop]]), cache=caches)
+def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None:
+    """Compute ids from `start` on, up to the end of a block of the grid at a time."""
+    while start < len(ids):
+        stop = min(start - start % GRID + GRID, len(ids))
+        model(mx.array([list(ids[start:stop])]), cache=caches)
         mx.eval([cache.state for cache in caches])
+        start = stop
+
+
+def _continued(
+    model: Any, last: int, caches: list[Any], max_tokens: int, ends: set[int]
+) -> list[int]:
     said: list[int] = []
-    last = ids[-1]
     while len(said) < max_tokens:
         last = int(model(mx.array([[last]]), cache=caches)[0, -1].argmax().item())
         if last in ends:
@@ -179,25 +169,33 @@ def greedy(
     return said
 
 
-def needle_prompts(
-    tokenizer: Any, text: str, n_tokens: int, depths: Sequence[float]
-) -> Iterator[tuple[float, list[int]]]:
-    """Yield (depth, ids of about `n_tokens`): a text with a fact hidden at that share of it."""
+def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
+    """Return about `n_tokens` of a text, over and over where it is too short, with facts in it.
+
+    The number of each of `THINGS` is hidden, the first at a tenth of it, the last at nine tenths.
+    """
     paragraphs = [part for part in text.split("\n") if part.strip()]
-    n_wanted = max(16, n_tokens - len(prompt_of(tokenizer, NEEDLE + NEEDLE_QUESTION)))
     counts = [len(tokenizer.encode(part, add_special_tokens=False)) for part in paragraphs]
     filler: list[str] = []
     n_filled = 0
-    while n_filled < n_wanted:
+    while n_filled < n_tokens:
         n = len(filler) % len(paragraphs)
         filler.append(paragraphs[n])
         n_filled += counts[n] + 1
     joined = "\n".join(filler)
-    joined = joined[: _word_end(joined, len(joined) * n_wanted // n_filled)]
-    for depth in depths:
-        at = _word_end(joined, int(len(joined) * depth))
-        hidden = joined[:at] + NEEDLE + joined[at:].lstrip(" ")
-        yield depth, prompt_of(tokenizer, f"{hidden}\n\n{NEEDLE_QUESTION}")
+    joined = joined[: _word_end(joined, len(joined) * n_tokens // n_filled)]
+    document, start = "", 0
+    for place, (thing, number) in enumerate(THINGS.items()):
+        share = 0.1 + 0.8 * place / (len(THINGS) - 1)
+        stop = _word_end(joined, int(len(joined) * share))
+        document += f"{joined[start:stop]} The number of the keeper's {thing} is {number}. "
+        start = stop
+    return document + joined[start:].lstrip(" ")
+
+
+def fact_questions() -> list[str]:
+    """Return a question for each of `THINGS`."""
+    return [f"What is the number of the keeper's {thing}? Give the number." for thing in THINGS]
 
 
 def _word_end(text: str, at: int) -> int:
@@ -206,24 +204,43 @@ def _word_end(text: str, at: int) -> int:
     return at if blank < 0 else blank
 
 
-def prompt_of(tokenizer: Any, content: str, tools: list[dict[str, Any]] | None = None) -> list[int]:
+def prompt_of(tokenizer: Any, content: str) -> list[int]:
     """Return the ids of a user's message, in the chat template where the model has one."""
     if getattr(tokenizer, "has_chat_template", False):
-        messages = [{"role": "user", "content": content}]
-        return list(
-            tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
-        )
+        return _rendered(tokenizer, [{"role": "user", "content": content}], None)
     return list(tokenizer.encode(f"{content}\n"))
 
 
-def takes_tools(tokenizer: Any) -> bool:
-    """Say whether the chat template renders tools."""
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[int]:
+    return list(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True))
+
+
+def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
+    """Return a chain of calls: each prompt's ids, and the call that should follow.
+
+    Each prompt has the calls of those before it, and their results. None where the model's template
+    renders no tools; one where it renders no calls.
+    """
+    content = f"{text}\n\nHow many metres high is the water at each of these locks: "
+    content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    chain: list[tuple[list[int], Any]] = []
     if not getattr(tokenizer, "has_chat_template", False):
-        return False
-    try:
-        return prompt_of(tokenizer, TOOL_QUESTION, [TOOL]) != prompt_of(tokenizer, TOOL_QUESTION)
-    except Exception:
-        return False  # templates raise exceptions of many classes
+        return chain
+    for number, lock in enumerate(LOCKS):
+        call = {"name": "get_water_level", "arguments": {"lock": lock, "unit": "metres"}}
+        try:
+            prompt = _rendered(tokenizer, messages, [TOOL])
+            if prompt in (_rendered(tokenizer, messages, None), *(known for known, _ in chain)):
+                break
+        except Exception:
+            break  # templates raise exceptions of many classes
+        chain.append((prompt, call))
+        called = {"id": f"call{number:05}", "type": "function", "function": call}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [called]})
+        result = json.dumps({"lock": lock, "metres": 1.5 + number / 4})
+        messages.append({"role": "tool", "tool_call_id": called["id"], "content": result})
+    return chain
 
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:

@@ -1,35 +1,41 @@
-"""`quality` measures what it says, on a tiny model, and recommends what the rows bear."""
+"""`quality` measures what it says, on a tiny model."""
 
 from __future__ import annotations
 
 import json
-import math
-import random
 import re
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_lm_kvpersist.cache.geometry.precision import Estimate
+from mlx_lm_kvpersist.cache.measuring import calibration, texts
 from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
-from mlx_lm_kvpersist.cli.quality import encode
-from mlx_lm_kvpersist.cli.quality_advice import (
-    Needles,
-    Row,
-    ToolCall,
-    caveats,
-    recommend,
-)
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
 from tests.support import make_tiny_model, make_zoo_model
 
-SHORT = ("--window", "128", "--stride", "64", "--context", "160")
+from ..cache.conftest import tiny_llama
+
+PRECISIONS = ("default", "4", "6", "8", "k6v4", "16")
+SHORT = ("--window", "512", "--stride", "256", "--context", "400")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few texts and precisions, short replies, and attention plans measured as short as can be."""
+    context, *parts = texts.all_parts()
+    few = [context, parts[0], parts[-1]]
+    monkeypatch.setattr(texts, "all_parts", lambda: few)
+    monkeypatch.setattr(calibration, "_PHASE_S", 0.0)
+    monkeypatch.setattr(command, "_TOOL_TOKENS", 20)
+    monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in PRECISIONS})
 
 
 @pytest.fixture(scope="module")
@@ -53,46 +59,41 @@ def test_fewer_bits_are_further_away(
     assert report["text"]["name"] == str(text) and report["reference"] == "float32"
     assert report["text"]["predicted"] == report["text"]["tokens"] - 1
     rows = {row["precision"]: row for row in report["rows"]}
-    assert rows.keys() | report["left_out"].keys() == KV_BITS.keys()
+    assert list(rows) == ["16", *PRECISIONS[:-1]] and not report["left_out"]
     own, eight, four = rows["16"], rows["8"], rows["4"]
     nothing = {"value": 0.0, "error": 0.0}
     assert (own["divergence_nats"], own["perplexity_rise"]) == (nothing, nothing)
     assert own["agreement"] == {"value": 1.0, "error": 0.0}
+    assert own["replies"] == {"tried": 8, "found": None, "same": 8}
     assert own["needles"]["same"] == own["needles"]["tried"] == 3
-    assert own["tool_call"]["same"]
-    assert 1 > eight["agreement"]["value"] > four["agreement"]["value"] > 0.3
+    assert own["tool_calls"]["same"] == own["tool_calls"]["tried"] == 4
+    assert 1 >= eight["agreement"]["value"] > four["agreement"]["value"] > 0.3
     nats = {name: row["divergence_nats"]["value"] for name, row in rows.items()}
-    assert 0 < 10 * nats["8"] < nats["6"] * 2 < nats["5"] < nats["4"]
-    for mixed in {"k6v4", "k8v4"} & rows.keys():
+    assert 0 < 5 * nats["8"] < nats["6"] < nats["4"] / 3
+    for mixed in ("k6v4", "default"):
         assert nats["8"] < nats[mixed] < nats["4"]
+    for row in rows.values():
+        assert row["texts"].keys() == {str(text), "English", "far copy"}
+        assert row["texts"][row["worst_text"]] == max(row["texts"].values())
+        assert row["divergence_p99_nats"] >= row["divergence_nats"]["value"]
     assert abs(eight["perplexity_rise"]["value"]) < 0.05
     assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
     assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(9 / 32)
     assert (eight["bits_per_number"], own["bits_per_number"]) == (9, 32)
-    assert eight["layout"] == "8b64"
-    assert report["recommended"] in rows
+    assert eight["layout"] == "8b64,n256"
 
 
-def test_the_table_names_text_and_advice(
-    tiny_model_bos: Path, capsys: pytest.CaptureFixture[str], text: Path
+def test_the_table_names_the_texts(
+    tiny_model_bos: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert (
-        quality(
-            "--model",
-            tiny_model_bos,
-            "--text",
-            text,
-            *SHORT,
-            "--no-needle",
-            "--kvpersist-kv-rotate",
-            "off",
-        )
-        == 0
-    )
+    monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in ("default", "8")})
+    assert quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle") == 0
     out = capsys.readouterr().out
-    assert f"on {text}: " in out
-    assert "Recommended: " in out and "same next token" in out
-    assert "makes no tool call that can be read" in out
+    assert f"on {text}: " in out and "worst text" in out
+    assert re.search(r"\ndefault .* 0\.\d{4}, (English|far copy) ", out)
     assert re.search(r"default: bits of the keys by layer: 88\n", out)
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
@@ -105,8 +106,8 @@ def test_a_model_of_which_nothing_is_quantized(
     assert capsys.readouterr().out.startswith("Nothing of this model's cache is quantized")
     assert quality("--model", model, "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["rows"], report["recommended"]) == ([], "16")
-    assert report["left_out"].keys() == KV_BITS.keys() - {"16"}
+    assert report["rows"] == [] and report["why"].startswith("Nothing")
+    assert report["left_out"].keys() == set(PRECISIONS) - {"16"}
 
 
 def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,45 +163,71 @@ def test_bad_options(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFix
 def test_windows_predict_each_token_once(begin: list[int], n_ids: int) -> None:
     ids = list(range(n_ids))
     predicted: list[int] = []
-    for window in checks.windows_of(ids, begin, 16, 6):
-        assert list(window.ids[: len(begin)]) == begin and len(window.ids) <= 16
-        assert window.n_context >= 1
-        part = window.ids[len(begin) :]
-        assert list(part) == ids[part[0] : part[-1] + 1]
+    for seen, n_context in checks.windows_of(ids, begin, 16, 6):
+        assert seen[: len(begin)] == begin and len(seen) <= 16
+        assert n_context >= 1
+        part = seen[len(begin) :]
+        assert part == ids[part[0] : part[-1] + 1]
         if part[0]:
-            assert window.n_context - len(begin) >= 16 - len(begin) - 6
-        predicted += window.ids[window.n_context :]
+            assert n_context - len(begin) >= 16 - len(begin) - 6
+        predicted += seen[n_context:]
     assert predicted == ids[0 if begin else 1 :]
 
 
-def test_a_begin_token_is_used_where_the_tokenizer_has_one(
-    tiny_model: Path, tiny_model_bos: Path
-) -> None:
-    for path, expected in ((tiny_model, False), (tiny_model_bos, True)):
-        tokenizer = load(str(path))[1]
-        begin, ids = encode(tokenizer, "The lock")
-        assert bool(begin) == expected
-        assert tokenizer.decode(ids) == "The lock"
-
-
-def test_needles_lie_where_they_should(tiny_model: Path) -> None:
+@pytest.mark.parametrize("text", [None, "灯台は毎晩島を照らす。\n" * 40])
+def test_facts_lie_where_they_should(tiny_model: Path, text: str | None) -> None:
     tokenizer = load(str(tiny_model))[1]
-    text = OWN_TEXT.read_text(encoding="utf-8")
-    for depth, ids in checks.needle_prompts(tokenizer, text, 1200, (0.1, 0.9)):
-        prompt = tokenizer.decode(ids)
-        assert prompt.count(checks.SECRET) == 1
-        assert prompt.index(checks.SECRET) / len(prompt) == pytest.approx(depth, abs=0.1)
-        assert 1150 < len(ids) < 1250
-        assert prompt.index(checks.NEEDLE_QUESTION) > prompt.index(checks.SECRET)
+    text = text or OWN_TEXT.read_text(encoding="utf-8")
+    document = checks.document_with_facts(tokenizer, text, 1200)
+    for question, (thing, number), share in zip(
+        checks.fact_questions(), checks.THINGS.items(), (0.1, 0.5, 0.9), strict=True
+    ):
+        assert thing in question and document.count(number) == 1
+        assert document.index(number) / len(document) == pytest.approx(share, abs=0.15)
+    assert 1150 < len(tokenizer.encode(document)) < 1400
+    # Without the facts, it is the text.
+    for thing, number in checks.THINGS.items():
+        document = document.replace(f" The number of the keeper's {thing} is {number}. ", "")
+    assert "".join(document.split())[:300] == "".join(text.split())[:300]
 
 
-def test_needles_in_text_without_blanks(tiny_model: Path) -> None:
+@pytest.mark.parametrize("bits", [None, "default"])
+def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
+    model = tiny_llama(seed=5)
+    shared = [i * 7 % 61 + 2 for i in range(300)]
+    prompts = [
+        [*shared, *tail] for tail in ([3, 4], [9], [i * 5 % 53 + 3 for i in range(255)], [3, 4, 8])
+    ]
+    make_cache = checks.served(model, KV_BITS[bits]).make_cache if bits else None
+
+    def made() -> list[Any]:
+        return make_cache() if make_cache else make_prompt_cache(model)
+
+    with checks.server_attention():
+        said = checks.replies(model, prompts, made, 12, ends=set())
+        for prompt, its in zip(prompts, said, strict=True):
+            ids, caches = list(prompt), made()
+            logits = model(mx.array([ids]), cache=caches)
+            for token in its:
+                assert logits[0, -1, token].item() > logits[0, -1].max().item() - 1e-3
+                logits = model(mx.array([[token]]), cache=caches)
+        end = said[0][5]
+        cut = checks.replies(model, prompts[:1], made, 12, ends={end})
+    assert cut == [said[0][: said[0].index(end)]]
+    assert checks.replies(model, [], made, 12, set()) == []
+
+
+def test_a_chain_of_tool_calls(tiny_model: Path, tiny_model_bos: Path) -> None:
     tokenizer = load(str(tiny_model))[1]
-    text = "灯台は毎晩島を照らす。\n" * 40
-    for depth, ids in checks.needle_prompts(tokenizer, text, 1200, (0.1, 0.9)):
-        prompt = tokenizer.decode(ids)
-        assert prompt.index(checks.SECRET) / len(prompt) == pytest.approx(depth, abs=0.15)
-        assert 1100 < len(ids) < 1300
+    chain = checks.tool_prompts(tokenizer, "Once.")
+    assert [call["arguments"]["lock"] for _, call in chain] == list(checks.LOCKS)
+    rendered = [tokenizer.decode(ids) for ids, _ in chain]
+    for number, prompt in enumerate(rendered):
+        assert "Once." in prompt and "get_water_level" in prompt
+        for made in range(len(checks.LOCKS)):
+            assert (f"{1.5 + made / 4}" in prompt) == (made < number)
+    plain: Any = SimpleNamespace(has_chat_template=False)
+    assert checks.tool_prompts(plain, "Once.") == []
 
 
 def test_tool_calls_are_read() -> None:
@@ -220,93 +247,3 @@ def test_tool_calls_are_read() -> None:
     )
     assert checks.tool_call_in(own, "x<call>level(Harrow)</call>y") == {"name": "level"}
     assert checks.tool_call_in(own, "x<call>level(Har</call>") is None
-
-
-def row(precision: str, kv_bytes: float, **fields: Any) -> Row:
-    same: dict[str, Any] = {
-        "perplexity": 10.0,
-        "perplexity_rise": 0.0,
-        "agreement": 0.99,
-        "divergence_nats": 0.001,
-        "needles": Needles(3, 3, 3),
-        "tool_call": ToolCall(parses=True, same=True),
-    }
-    sure: dict[str, Any] = {
-        name: Estimate(value, 1e-5) if isinstance(value, float) else value
-        for name, value in {**same, **fields}.items()
-    }
-    return Row(precision, precision, kv_bytes / 4, kv_bytes, **sure)
-
-
-OWN = row("16", 100, agreement=1.0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected", "why"),
-    [
-        ([row("8", 53), row("4", 28)], "4", "It takes 28% of the memory"),
-        ([row("8", 53), row("4", 28, divergence_nats=0.02)], "8", "bits 8. It takes 53%"),
-        ([row("8", 53), row("auto", 35), row("4", 28, perplexity_rise=0.02)], "auto", "35%"),
-        ([row("8", 53), row("4", 28, needles=Needles(3, 2, 2))], "8", "loses nothing"),
-        ([row("8", 53), row("4", 28, tool_call=ToolCall(False, False))], "8", "bits 8"),
-        (
-            [
-                row("8", 53, perplexity_rise=0.5, divergence_nats=0.2),
-                row("4", 28, divergence_nats=0.4),
-            ],
-            "16",
-            "Even 8 raises the perplexity by 50.0% and diverges by 0.2 nats",
-        ),
-    ],
-)
-def test_the_smallest_that_loses_nothing_is_recommended(
-    rows: list[Row], expected: str, why: str
-) -> None:
-    precision, said = recommend([OWN, *rows], 0.01)
-    assert precision == expected
-    assert why in said
-
-
-def test_the_target_moves_the_limit() -> None:
-    rows = [OWN, row("8", 53), row("4", 28, divergence_nats=0.1)]
-    assert [recommend(rows, nats)[0] for nats in (0.01, 0.1)] == ["8", "4"]
-
-
-def test_what_cannot_be_decided_is_said() -> None:
-    assert caveats([OWN], 0.01) == []
-    poor = row("16", 100, needles=Needles(3, 0, 3), tool_call=ToolCall(False, True))
-    assert [line.split("precision ")[1] for line in caveats([poor], 0.01)] == [
-        "finds none of the hidden facts: none can be lost.",
-        "makes no tool call that can be read.",
-    ]
-    # And then it speaks against nobody.
-    assert recommend([poor, row("4", 28, needles=Needles(3, 0, 0))], 0.01)[0] == "4"
-
-
-def test_a_limit_within_the_error_is_said() -> None:
-    near = row(
-        "4", 28, perplexity_rise=Estimate(0.014, 0.002), divergence_nats=Estimate(0.013, 0.003)
-    )
-    far = row("8", 53, perplexity_rise=Estimate(0.012, 0.002))
-    said = caveats([OWN, near, far], 0.01)
-    assert [line.split(",")[0] for line in said] == [
-        "4 raises the perplexity by 1.4%",
-        "4 diverges by 0.013 nats",
-    ]
-
-
-def test_errors_are_those_of_a_mean() -> None:
-    rng = random.Random(3)
-    nll = [rng.gauss(2, 0.5) for _ in range(400)]
-    above = [rng.gauss(0.01, 0.1) for _ in range(400)]
-    each = (nll, above, above)
-    sums = tuple(total for x in each for total in (sum(x), sum(one * one for one in x)))
-    score = checks.TextScore(400, 300, sums)
-    mean, error = statistics.fmean(above), statistics.pstdev(above) / 20
-    assert score.divergence_nats.value == pytest.approx(mean)
-    assert score.divergence_nats.error == pytest.approx(error)
-    assert score.perplexity_rise.value == pytest.approx(math.exp(mean) - 1)
-    assert score.perplexity_rise.error == pytest.approx(math.exp(mean) * error)
-    assert score.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
-    assert score.agreement.value == 0.75
-    assert score.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))

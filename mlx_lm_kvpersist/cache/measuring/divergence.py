@@ -1,68 +1,147 @@
-"""How far a model's predictions move when its cache is quantized, in nats.
+"""How far a model's predictions of a text move when its cache is quantized, token by token.
 
-The Kullback-Leibler divergence from the model's own precision is taken for every next token of a
-text, so a few hundred tokens say as much as a perplexity over thousands.
+The Kullback-Leibler divergence from the model's own precision is taken for every next token, so a
+few hundred tokens say as much as a perplexity over thousands. In nats.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from ..geometry.precision import Estimate
+from ..live.packed import GRID
 
-_CHUNK = 256
-_MOST_BYTES = 256 << 20
-"""Of the reference's log-probabilities."""
-_MOST_CHUNK_BYTES = 32 << 20
-"""Of one float32 array of log-probabilities; some six exist at a time."""
+AT_ONCE = GRID // 2
+"""Tokens of a text that are computed together; a divisor of `GRID`, so all are of one block."""
+_MOST_BYTES = 32 << 20
+"""Of one float32 array of log-probabilities; some six exist at a time, beside the model's own."""
 _LEAST_LOGPROB = -1e4
-"""Masked tokens have -inf, and -inf - -inf is no number. float16 holds this."""
+"""Masked tokens have -inf, and -inf - -inf is no number."""
 
 
-class Reference:
-    """A model's own predictions of a text, and how far those over other caches are from them.
+@dataclass
+class Predictions:
+    """What was predicted after each token of a text; one number, in nats, or flag for each.
 
-    `own_caches` is a new prompt cache in the model's own precision. Evaluates MLX.
+    `nll` is the negative log-likelihood of the token that follows, `above` by how much the model's
+    own precision has less, `divergence` that of the prediction from the model's own, and `same`
+    says whether both have the same likeliest token.
     """
 
-    def __init__(self, model: Any, ids: Sequence[int], own_caches: list[Any]) -> None:
-        self._model = model
-        self._ids = mx.array([list(ids)])
-        self._expected: list[mx.array] = []
-        for logprobs in self._run(own_caches):
-            if logprobs.nbytes * len(ids) > _MOST_BYTES * logprobs.shape[0]:
-                # This moves a mean by less than 1e-4.
-                logprobs = logprobs.astype(mx.float16)
-            mx.eval(logprobs)
-            self._expected.append(logprobs)
+    nll: list[float] = field(default_factory=list)
+    above: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)
+    same: list[bool] = field(default_factory=list)
 
-    @staticmethod
-    def most_tokens(vocabulary: int) -> int:
-        """Return how many tokens' predictions may be held at once."""
-        return _MOST_BYTES // (mx.float16.size * vocabulary)
+    def add(self, other: Predictions, start: int = 0) -> None:
+        """Append the predictions of `other` from the one at `start` on."""
+        for name, values in vars(self).items():
+            values += getattr(other, name)[start:]
 
-    def divergence(self, caches: list[Any]) -> Estimate:
-        """Return the divergence of the model with these caches, which are empty."""
-        nats: list[float] = []
-        for expected, found in zip(self._expected, self._run(caches), strict=True):
-            expected = expected.astype(mx.float32)
-            each: Any = (mx.exp(expected) * (expected - found)).sum(axis=-1)
-            nats += each.tolist()
-        mean = sum(nats) / len(nats)
-        variance = sum((one - mean) ** 2 for one in nats) / max(1, len(nats) - 1)
-        return Estimate(mean, math.sqrt(variance / len(nats)))
+    @property
+    def own(self) -> Predictions:
+        """Those of the model's own precision."""
+        nll = [its - above for its, above in zip(self.nll, self.above, strict=True)]
+        return Predictions(nll, [0.0] * len(nll), [0.0] * len(nll), [True] * len(nll))
 
-    def _run(self, caches: list[Any]) -> Iterator[mx.array]:
-        """Yield log-probabilities [n, vocabulary] of the text, lazy, some rows at a time."""
-        for start in range(0, self._ids.shape[1], _CHUNK):
-            logits = self._model(self._ids[:, start : start + _CHUNK], cache=caches)[0]
-            mx.eval(logits)
-            n_rows = max(1, _MOST_CHUNK_BYTES // (mx.float32.size * logits.shape[-1]))
-            for row in range(0, logits.shape[0], n_rows):
-                some = logits[row : row + n_rows].astype(mx.float32)
-                logprobs = some - mx.logsumexp(some, axis=-1, keepdims=True)
-                yield mx.maximum(logprobs, _LEAST_LOGPROB)
+    @property
+    def perplexity(self) -> Estimate:
+        return _exponential(_mean(self.nll))
+
+    @property
+    def perplexity_rise(self) -> Estimate:
+        """Share by which the perplexity is above that of the model's own precision."""
+        ratio = _exponential(_mean(self.above))
+        return Estimate(ratio.value - 1, ratio.error)
+
+    @property
+    def agreement(self) -> Estimate:
+        """Share of the tokens for which both have the same likeliest token."""
+        return _mean(self.same)
+
+    @property
+    def divergence_nats(self) -> Estimate:
+        return _mean(self.divergence)
+
+    @property
+    def divergence_p99_nats(self) -> float:
+        """What 99 of 100 tokens stay below."""
+        return sorted(self.divergence)[math.ceil(0.99 * len(self.divergence)) - 1]
+
+
+def compared(
+    model: Any,
+    ids: Sequence[int],
+    own_caches: list[Any],
+    caches: Mapping[str, list[Any]],
+) -> Iterator[dict[str, Predictions]]:
+    """Yield what the model predicts over each of `caches`, `AT_ONCE` tokens of a text at a time.
+
+    The last token has none after it and is not fed. All caches are empty at the beginning;
+    `own_caches` are in the model's own precision, whose predictions are held for one chunk.
+    Evaluates MLX.
+    """
+    for start in range(0, len(ids) - 1, AT_ONCE):
+        inputs, targets = ids[start : start + AT_ONCE], ids[start + 1 : start + 1 + AT_ONCE]
+        fed, followed = mx.array([list(inputs[: len(targets)])]), mx.array(list(targets))
+        expected = list(_log_probabilities(model(fed, cache=own_caches)[0]))
+        found = {}
+        for name, its_caches in caches.items():
+            predictions = found[name] = Predictions()
+            at = 0
+            for own, its in zip(
+                expected, _log_probabilities(model(fed, cache=its_caches)[0]), strict=True
+            ):
+                predictions.add(_predictions(own, its, followed[at : (at := at + len(own))]))
+        yield found
+
+
+def _predictions(own: mx.array, its: mx.array, targets: mx.array) -> Predictions:
+    """Compare log-probabilities [n, vocabulary]; `targets` [n] are what followed."""
+    own_nll, nll = (-mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, its))
+    divergence = mx.maximum((mx.exp(own) * (own - its)).sum(axis=-1), 0)  # but for rounding
+    same = own.argmax(axis=-1) == its.argmax(axis=-1)
+    numbers: list[Any] = [x.tolist() for x in (nll, nll - own_nll, divergence, same)]
+    return Predictions(*numbers)
+
+
+def _log_probabilities(logits: mx.array) -> Iterator[mx.array]:
+    """Yield what logits [n, vocabulary] say in float32, some rows at a time, evaluated."""
+    mx.eval(logits)
+    n_rows = max(1, _MOST_BYTES // (mx.float32.size * logits.shape[-1]))
+    for row in range(0, logits.shape[0], n_rows):
+        some = logits[row : row + n_rows].astype(mx.float32)
+        some = mx.maximum(some - mx.logsumexp(some, axis=-1, keepdims=True), _LEAST_LOGPROB)
+        mx.eval(some)
+        yield some
+
+
+def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, float]:
+    """Return the mean divergence of each part of a text.
+
+    nats: of each position of the text; `places` has the positions of its parts. Positions without
+    a prediction, such as the last, do not count, nor do parts that have no others.
+    """
+    return {
+        name: _mean(nats[place.start : place.stop]).value
+        for name, place in places.items()
+        if place.start < len(nats)
+    }
+
+
+def _mean(values: Iterable[float]) -> Estimate:
+    """Return the mean and its standard error."""
+    numbers = list(values)
+    mean = math.fsum(numbers) / len(numbers)
+    variance = math.fsum((one - mean) ** 2 for one in numbers) / len(numbers)
+    return Estimate(mean, math.sqrt(variance / len(numbers)))
+
+
+def _exponential(estimate: Estimate) -> Estimate:
+    value = math.exp(min(estimate.value, 700.0))
+    return Estimate(value, value * estimate.error)

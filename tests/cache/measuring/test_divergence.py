@@ -1,9 +1,10 @@
-"""The divergence of a model's predictions over quantized caches, against its definition."""
+"""What a model predicts over quantized caches, against the definitions."""
 
 from __future__ import annotations
 
 import math
-from statistics import stdev
+import random
+import statistics
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.measuring import divergence as divergence_of
-from mlx_lm_kvpersist.cache.measuring.divergence import Reference
+from mlx_lm_kvpersist.cache.measuring.divergence import Predictions, compared, part_means
 
 from ..conftest import VOCAB, tiny_llama
 
@@ -34,29 +35,42 @@ def own(model: Any) -> ModelCacheSpec:
     return ModelCacheSpec.probe(model, PrecisionChoice(FULL_BITS, FULL_BITS), evaluate=False)
 
 
-def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
-    """Return the logits of a text that is computed block after block."""
-    chunks = (ids[start : start + 256] for start in range(0, len(ids), 256))
+def read(model: Any, own: list[Any], other: list[Any], ids: list[int] = IDS) -> Predictions:
+    whole = Predictions()
+    for part in compared(model, ids, own, {"other": other}):
+        whole.add(part["other"])
+    return whole
+
+
+def on_grid(model: Any, caches: list[Any]) -> mx.array:
+    """Return the logits of the text, computed block after block."""
+    chunks = (IDS[start : start + 256] for start in range(0, len(IDS), 256))
     logits = mx.concatenate([model(mx.array([c]), cache=caches)[0] for c in chunks], axis=0)
     mx.eval(logits)
     return logits
 
 
 def test_the_models_own_precision_does_not_diverge(model: Any, own: ModelCacheSpec) -> None:
-    reference = Reference(model, IDS, own.make_cache())
-    assert abs(reference.divergence(own.make_cache()).value) < 1e-6
+    found = read(model, own.make_cache(), own.make_cache())
+    assert max(map(abs, [*found.divergence, *found.above])) < 1e-6 and all(found.same)
+    assert vars(found.own) == {**vars(found), "divergence": [0.0] * 302, "above": [0.0] * 302}
 
 
-def test_divergence_is_that_of_the_definition(
+def test_predictions_are_those_of_the_definition(
     model: Any, spec: ModelCacheSpec, own: ModelCacheSpec
 ) -> None:
-    found = Reference(model, IDS, own.make_cache()).divergence(spec.make_cache())
-    logits = [on_grid(model, IDS, s.make_cache()) for s in (own, spec)]
-    p, q = (mx.softmax(each, axis=-1) for each in logits)
-    nats = (p * mx.log(p / q)).sum(axis=-1)
-    assert found.value == pytest.approx(float(nats.mean()), rel=0.02)
-    expected = float(mx.sqrt(nats.var(ddof=1) / len(IDS)))
-    assert found.error == pytest.approx(expected, rel=0.05)
+    found = read(model, own.make_cache(), spec.make_cache())
+    p, q = (mx.softmax(on_grid(model, s.make_cache())[:-1], axis=-1) for s in (own, spec))
+    expected = (p * mx.log(p / q)).sum(axis=-1)
+    assert mx.allclose(mx.array(found.divergence), expected, rtol=0.05, atol=1e-5)
+    targets = mx.array(IDS[1:])[:, None]
+    nll, own_nll = (-mx.log(mx.take_along_axis(x, targets, axis=-1)[:, 0]) for x in (q, p))
+    assert mx.allclose(mx.array(found.nll), nll, atol=1e-3)
+    assert mx.allclose(mx.array(found.above), nll - own_nll, atol=1e-3)
+    assert mx.allclose(mx.array(found.own.nll), own_nll, atol=1e-3)
+    assert found.same == (p.argmax(axis=-1) == q.argmax(axis=-1)).tolist()
+    # Only the second block sees something that is quantized.
+    assert max(found.divergence[:256]) < 1e-5 < 1e-4 < min(found.divergence[256:])
 
 
 def test_masked_logits_are_compared(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> None:
@@ -66,8 +80,8 @@ def test_masked_logits_are_compared(model: Any, spec: ModelCacheSpec, own: Model
         logits = model(ids, cache=cache)
         return mx.where(mx.arange(logits.shape[-1]) < 5, -math.inf, logits)
 
-    found = Reference(masked, IDS, own.make_cache()).divergence(spec.make_cache())
-    assert math.isfinite(found.value) and 0 < found.value
+    found = read(masked, own.make_cache(), spec.make_cache())
+    assert math.isfinite(found.divergence_nats.value) and 0 < found.divergence_nats.value
 
 
 def at_random(ids: mx.array, cache: Any) -> mx.array:
@@ -76,34 +90,30 @@ def at_random(ids: mx.array, cache: Any) -> mx.array:
 
 
 def test_a_large_vocabulary_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Reference(at_random, IDS, [1]).divergence([2])
-    monkeypatch.setattr(divergence_of, "_MOST_CHUNK_BYTES", 4 * 200 * 7)
-    some = Reference(at_random, IDS, [1])
-    n_rows = [each.shape[0] for each in some._expected]
-    assert max(n_rows) == 7 and sum(n_rows) == len(IDS)
-    assert some.divergence([2]).value == pytest.approx(whole.value, rel=1e-4)
-    assert some.divergence([2]).error == pytest.approx(whole.error, rel=1e-3)
-    assert Reference.most_tokens(262_144) == 512
+    ids = [i % 200 for i in range(300)]
+    whole = read(at_random, [1], [2], ids)
+    monkeypatch.setattr(divergence_of, "_MOST_BYTES", 4 * 200 * 7)
+    parts = read(at_random, [1], [2], ids)
+    assert len(whole.nll) == 299
+    for name, values in vars(whole).items():
+        assert getattr(parts, name) == pytest.approx(values, rel=1e-4)
 
 
-def test_predictions_that_need_too_much_memory_are_held_in_half_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = Reference(at_random, IDS, [1]).divergence([2])
-    monkeypatch.setattr(divergence_of, "_MOST_BYTES", 4 * 200 * len(IDS))
-    assert Reference(at_random, IDS, [1]).divergence([2]) == whole
-    monkeypatch.setattr(divergence_of, "_MOST_BYTES", 2 * 200 * len(IDS))
-    assert Reference.most_tokens(200) == len(IDS)
-    half = Reference(at_random, IDS, [1])
-    assert sum(each.nbytes for each in half._expected) <= 2 * 200 * len(IDS)
-    assert half.divergence([2]).value == pytest.approx(whole.value, abs=1e-4)
+def test_means_and_their_errors() -> None:
+    rng = random.Random(3)
+    nll, above, nats = ([rng.gauss(mean, 0.3) for _ in range(400)] for mean in (2, 0.01, 0.1))
+    read = Predictions(nll, above, nats, [True] * 300 + [False] * 100)
+    mean, error = statistics.fmean(above), statistics.pstdev(above) / 20
+    assert read.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
+    assert read.perplexity_rise.value == pytest.approx(math.exp(mean) - 1)
+    assert read.perplexity_rise.error == pytest.approx(math.exp(mean) * error)
+    assert read.divergence_nats.value == pytest.approx(statistics.fmean(nats))
+    assert read.divergence_nats.error == pytest.approx(statistics.pstdev(nats) / 20)
+    assert sum(one > read.divergence_p99_nats for one in nats) == 4
+    assert read.agreement.value == 0.75
+    assert read.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))
 
 
-def test_the_error_of_a_few_tokens(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> None:
-    one, two, three = (
-        Reference(model, IDS[:n], own.make_cache()).divergence(spec.make_cache()) for n in (1, 2, 3)
-    )
-    nats = [one.value, 2 * two.value - one.value, 3 * three.value - 2 * two.value]
-    assert one.error == 0
-    assert two.error == pytest.approx(stdev(nats[:2]) / math.sqrt(2), rel=1e-3)
-    assert three.error == pytest.approx(stdev(nats) / math.sqrt(3), rel=1e-3)
+def test_parts_beyond_what_was_predicted_do_not_count() -> None:
+    places = {"one": range(2, 4), "two": range(4, 6), "three": range(6, 9)}
+    assert part_means([9.0, 9.0, 1.0, 3.0, 5.0], places) == {"one": 2.0, "two": 5.0}
