@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.cli.quality_checks import (
     FIRST_TOKENS,
     predicted,
     prompt_of,
-    replies,
+    replies_to,
     served,
     server_attention,
 )
@@ -144,7 +144,7 @@ def asked(
     prompts = [prompt_of(tokenizer, f"{before}{question}") for question in questions]
     spec = served(model, rotated(DEFAULT_BITS), "dequantize")
     own, ours = (
-        replies(model, prompts, make, FIRST_TOKENS, set(tokenizer.eos_token_ids))
+        replies_to(model, prompts, make, FIRST_TOKENS, set(tokenizer.eos_token_ids))
         for make in (partial(make_prompt_cache, model), spec.make_cache)
     )
     same = [mine == its for mine, its in zip(own, ours, strict=True)]

@@ -33,7 +33,7 @@ from .quality_checks import (
     n_chunks,
     predicted,
     prompt_of,
-    replies,
+    replies_to,
     served,
     server_attention,
     tool_call_in,
@@ -216,9 +216,9 @@ def _measured(
     said: dict[str, _Said] = {}
     ends = set(tokenizer.eos_token_ids)
     for name, make_cache in everyone.items():
-        answers = replies(model, questions, make_cache, _REPLY_TOKENS, ends)
+        answers = replies_to(model, questions, make_cache, _REPLY_TOKENS, ends)
         one_more()
-        said[name] = answers, replies(model, prompts, make_cache, _TOOL_TOKENS, ends)
+        said[name] = answers, replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
         one_more()
     first = next(iter(specs.values()))
     own_bytes = sum(group.full_precision_bytes for group in first.full)

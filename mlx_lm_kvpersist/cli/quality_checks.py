@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -74,15 +74,14 @@ def server_attention() -> Iterator[None]:
 
 
 def served(
-    model: Any, choice: PrecisionChoice, attention: Strategy | None = None
+    model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
     """Return a model's spec as the server finds it, with its attention plans.
 
-    Without `attention` the quickest is measured. Raises ModelNotSupported where nothing is kept.
+    They are measured unless `attention` names a strategy. Raises ModelNotSupported where nothing of
+    the model is kept.
     """
-    nothing_persisted: Any = None
-    spec = ModelCacheSpec.probe(model, choice)
-    return with_plans(model, spec, nothing_persisted, attention or "auto")
+    return with_plans(model, ModelCacheSpec.probe(model, choice), None, attention)
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
@@ -123,7 +122,7 @@ def predicted(
     return read
 
 
-def replies(
+def replies_to(
     model: Any,
     prompts: Sequence[Sequence[int]],
     make_cache: MakeCache,
@@ -140,12 +139,19 @@ def replies(
     n_shared = len(list(alike))
     shared = make_cache()
     _feed(model, prompts[0][:n_shared], shared, 0)
-    said = []
+    replies = []
     for prompt in prompts:
         caches = copy.deepcopy(shared)
         _feed(model, prompt[:-1], caches, n_shared)
-        said.append(_continued(model, prompt[-1], caches, max_tokens, ends))
-    return said
+        last = prompt[-1]
+        said: list[int] = []
+        while len(said) < max_tokens:
+            last = int(model(mx.array([[last]]), cache=caches)[0, -1].argmax().item())
+            if last in ends:
+                break
+            said.append(last)
+        replies.append(said)
+    return replies
 
 
 def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None:
@@ -155,18 +161,6 @@ def _feed(model: Any, ids: Sequence[int], caches: list[Any], start: int) -> None
         model(mx.array([list(ids[start:stop])]), cache=caches)
         mx.eval([cache.state for cache in caches])
         start = stop
-
-
-def _continued(
-    model: Any, last: int, caches: list[Any], max_tokens: int, ends: set[int]
-) -> list[int]:
-    said: list[int] = []
-    while len(said) < max_tokens:
-        last = int(model(mx.array([[last]]), cache=caches)[0, -1].argmax().item())
-        if last in ends:
-            break
-        said.append(last)
-    return said
 
 
 def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:

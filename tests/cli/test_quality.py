@@ -204,7 +204,7 @@ def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
         return make_cache() if make_cache else make_prompt_cache(model)
 
     with checks.server_attention():
-        said = checks.replies(model, prompts, made, 12, ends=set())
+        said = checks.replies_to(model, prompts, made, 12, ends=set())
         for prompt, its in zip(prompts, said, strict=True):
             ids, caches = list(prompt), made()
             logits = model(mx.array([ids]), cache=caches)
@@ -212,9 +212,9 @@ def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
                 assert logits[0, -1, token].item() > logits[0, -1].max().item() - 1e-3
                 logits = model(mx.array([[token]]), cache=caches)
         end = said[0][5]
-        cut = checks.replies(model, prompts[:1], made, 12, ends={end})
+        cut = checks.replies_to(model, prompts[:1], made, 12, ends={end})
     assert cut == [said[0][: said[0].index(end)]]
-    assert checks.replies(model, [], made, 12, set()) == []
+    assert checks.replies_to(model, [], made, 12, set()) == []
 
 
 def test_a_chain_of_tool_calls(tiny_model: Path, tiny_model_bos: Path) -> None:

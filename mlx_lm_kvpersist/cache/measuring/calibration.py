@@ -88,7 +88,7 @@ _LADDERS: Mapping[str, tuple[_Work, ...]] = {
 def with_plans(
     model: Any,
     spec: ModelCacheSpec,
-    persisted: Persisted,
+    persisted: Persisted | None,
     choice: Strategy | Literal["auto"] = "auto",
 ) -> ModelCacheSpec:
     """Return the spec with a plan for every quantized group, measured on this device if necessary.
