@@ -57,7 +57,7 @@ class Rounded(KVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(6, 64, True)), (values, Quantization(4, 64, True)))
-        return super().update_and_fetch(*(pk.read(pk.hold(x, how)[0], how) for x, how in both))
+        return super().update_and_fetch(*(pk.read(pk.quantize(x, how), how) for x, how in both))
 
 
 def main() -> None:

@@ -79,9 +79,14 @@ class Newest(PaddedBatch):
         self._place([min(padding, n_left) for padding in self._padding], n_left)
         return n
 
+    def last(self, n: int) -> tuple[mx.array, mx.array]:
+        """Return the last `n` tokens of all rows, as lazy views."""
+        start, stop = self._idx - n, self._idx
+        return pk.view(self.keys, start, stop), pk.view(self.values, start, stop)
+
     def view(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values, as lazy views."""
-        return pk.view(self.keys, 0, self._idx), pk.view(self.values, 0, self._idx)
+        return self.last(self._idx)
 
     def is_own(self) -> mx.array | None:
         """Return which tokens of `view` are no padding [B, n]; None for all."""

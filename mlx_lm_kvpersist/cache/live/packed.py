@@ -91,25 +91,20 @@ def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
-    return _pack(prepared(x, quantization), quantization)
+    return pack(prepared(x, quantization), quantization)
 
 
-def _pack(x: mx.array, quantization: Quantization) -> Packed:
+def pack(x: mx.array, quantization: Quantization) -> Packed:
+    """Pack `x` [B, H, T, W], which is `prepared`."""
     weights, scales, biases = mx.quantize(
         x, group_size=quantization.group_size, bits=quantization.bits
     )
     return weights, scales, biases
 
 
-def hold(x: mx.array, quantization: Quantization) -> tuple[Packed | mx.array, mx.array]:
-    """Return `x` [B, H, T, D] as a cache holds it, and what is packed of it, [B, H, T, W].
-
-    Of numbers in full precision that is nothing: [B, H, T, 0].
-    """
-    if quantization.is_full_precision:
-        return x, x[..., :0]
-    x = prepared(x, quantization)
-    return _pack(x, quantization), x
+def packable(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return what a cache packs of `x` [B, H, T, D], `prepared`; in full precision nothing."""
+    return x[..., :0] if quantization.is_full_precision else prepared(x, quantization)
 
 
 def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:

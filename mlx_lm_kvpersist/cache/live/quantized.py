@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Any
 
 import mlx.core as mx
@@ -109,6 +110,30 @@ class PackedCache(Buffers):
     newest: Newest
     plan: AttentionPlan | None = None
     _right_padding: list[int] | None = None
+    _keys: Held = None
+    _values: Held = None
+    _n_waiting = 0
+    """How many of the newest tokens of all rows are not packed yet."""
+
+    @property
+    def keys(self) -> Held:
+        """The buffer of keys; whatever waits is packed first."""
+        self._pack()
+        return self._keys
+
+    @keys.setter
+    def keys(self, held: Held) -> None:
+        self._keys = held
+
+    @property
+    def values(self) -> Held:
+        """The buffer of values; whatever waits is packed first."""
+        self._pack()
+        return self._values
+
+    @values.setter
+    def values(self, held: Held) -> None:
+        self._values = held
 
     @property
     @abstractmethod
@@ -125,12 +150,17 @@ class PackedCache(Buffers):
         start, n_new = self.size(), keys.shape[2]
         n_own, n_held = [n % pk.GRID for n in self.lengths], self.newest.lengths
         precision = self.precision
-        packed_keys, new_keys = pk.hold(keys, precision.keys)
-        packed_values, new_values = pk.hold(values, precision.values)
-        self.keys = pk.append(self.keys, start, packed_keys)
-        self.values = pk.append(self.values, start, packed_values)
+        sides = precision.keys, precision.values
+        self._keys, self._values = (
+            pk.append(held, start, x) if side.is_full_precision else held
+            for held, x, side in zip((self._keys, self._values), (keys, values), sides, strict=True)
+        )
+        new_keys, new_values = map(pk.packable, (keys, values), sides)
         self.newest.append(new_keys, new_values)
         self._end_at(start + n_new)
+        self._n_waiting += n_new
+        if n_new > 1 or self._right_padding is not None or not self._has_room():
+            self._pack()
         if self.plan is None or not hasattr(self, "bits"):
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
@@ -140,7 +170,7 @@ class PackedCache(Buffers):
         is_pending = self._right_padding is not None
         by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1
         is_own = None if by_row else self.newest.is_own()
-        both = (self.keys, precision.keys), (self.values, precision.values)
+        both = (self._keys, precision.keys), (self._values, precision.values)
         fetched_keys, fetched_values = (
             PackedKV.of(
                 held,
@@ -171,12 +201,39 @@ class PackedCache(Buffers):
 
     def forget(self) -> None:
         """Forget how the tokens were computed that the next query sees quantized."""
-        if self._right_padding is None:  # else it is not known yet where rows end
-            self.newest.keep([n % pk.GRID for n in self.lengths])
+        if self._right_padding is not None:
+            return  # it is not known yet where rows end
+        n_own = [n % pk.GRID for n in self.lengths]
+        if any(map(gt, self.newest.lengths, n_own)):
+            self._pack()
+            self.newest.keep(n_own)
+
+    def _pack(self) -> None:
+        """Pack the tokens that wait, and make room for more.
+
+        A query sees the tokens of its own block as they were computed. So they are packed when it
+        is complete, or when somebody reads the buffers: one operation for many tokens.
+        """
+        n, self._n_waiting = self._n_waiting, 0
+        if not n:
+            return
+        start, sides = self.size() - n, (self.precision.keys, self.precision.values)
+        held, new = (self._keys, self._values), self.newest.last(n)
+        self._keys, self._values = (
+            x if side.is_full_precision else pk.append(x, start, pk.pack(own, side))
+            for x, own, side in zip(held, new, sides, strict=True)
+        )
+
+    def _has_room(self) -> bool:
+        """Return whether all tokens are within the buffers, packed or not."""
+        held = (self._keys, self._values)
+        return all(x is not None and pk.arrays_of(x)[0].shape[2] >= self.size() for x in held)
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
-        return self.newest.trim(super().trim(n))
+        n = super().trim(n)
+        self._n_waiting = max(0, self._n_waiting - n)
+        return self.newest.trim(n)
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +243,7 @@ class PackedCache(Buffers):
     @property
     def state(self) -> tuple[Any, ...]:
         """The arrays to evaluate, and the number of tokens."""
-        return *super().state, self.newest.keys, self.newest.values
+        return self._keys, self._values, self.size(), self.newest.keys, self.newest.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
@@ -194,7 +251,9 @@ class PackedCache(Buffers):
         Raises:
             ValueError: the cache is empty.
         """
-        keys, values = self.packed(0, self.size())
+        if self.empty():
+            raise ValueError("the cache is empty")
+        keys, values = (pk.view(x, 0, self.size()) for x in (self._keys, self._values))
         new_keys, new_values = self.newest.view() if self.newest.size() else (None, None)
         is_own = self.newest.is_own()
         return (

@@ -92,9 +92,9 @@ def probe_packed(
         with observed_attention() as calls:
             for tokens in _PROMPT:
                 logits = model(mx.array([tokens]), cache=caches)[:, -1]
-                found = {id(call.keys.buffers): call for call in calls}
+                found = {id(call.keys.buffers[0]): call for call in calls}
                 for i in tried:
-                    call = found.get(id(slots[i].keys))
+                    call = found.get(id(slots[i].keys[0]))
                     if call is None:
                         logger.debug("layer %d does not attend over its packed keys", i)
                         return refused
