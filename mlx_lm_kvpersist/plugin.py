@@ -36,6 +36,7 @@ from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenReque
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
+from .request.guard import QUIET_S, Guard
 from .request.loading import places, prepare
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
@@ -65,6 +66,7 @@ class KVPersistPlugin:
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
         self._roles = TemplateRoles()
+        self._guard: Guard | None = None
         self._refused: set[str] = set()
         self._log = RequestLog()
         self._metrics = Metrics(self._store_counts)
@@ -90,7 +92,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def shutdown(self) -> None:
-        self._serving = self._sessions = None
+        self._serving = self._sessions = self._guard = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -99,7 +101,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def model_loaded(self, provider: Any) -> ModelSupport | None:
-        self._serving, self._refusal = None, ""
+        self._serving, self._guard, self._refusal = None, None, ""
         self._roles = TemplateRoles.of(provider.tokenizer)
         store, asked = self._store, self._config
         if store is None:
@@ -118,11 +120,12 @@ class KVPersistPlugin:
             return None
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
-        self._serving = Serving(
+        self._serving = serving = Serving(
             store, model, self._record, canary=asked.canary, isolated=isolated, step_s=step_s
         )
+        self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
         return ModelSupport(
-            model.spec.make_cache,
+            lambda: serving.model.spec.make_cache(),  # the guard may replace it
             partial(batch_of, full_precision=True),
             model.spec.batching is not Batching.NONE,
             model.speed.limits(asked.max_stall_s),
@@ -152,6 +155,11 @@ class KVPersistPlugin:
             self._store.writer.set_gentle(serving)
 
     @hookimpl
+    def idle(self, seconds: float) -> None:
+        if self._guard is not None and seconds >= QUIET_S:
+            self._guard.step()
+
+    @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
         normalise(messages, tools, self._config.normalise)
         share_reasoning(messages)
@@ -167,8 +175,9 @@ class KVPersistPlugin:
 
     def _record(self, state: RequestState, outcome: Outcome) -> None:
         """Log the request's one line, and remember it for `why`."""
-        model = serving.model.name if (serving := self._serving) else ""
-        record = self._log.add(state, model, outcome)
+        model = serving.model if (serving := self._serving) else None
+        name, precision = (model.name, model.precision) if model else ("", None)
+        record = self._log.add(state, name, outcome, precision)
         state.outcome, state.id = outcome, record["id"]
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
         # Stock may reuse some of its own.
@@ -268,12 +277,16 @@ class KVPersistPlugin:
         return self._sessions
 
     @property
-    def _model_name(self) -> str | None:
-        return serving.model.name if (serving := self._serving) else None
+    def _model(self) -> dict[str, str | None]:
+        model = serving.model if (serving := self._serving) else None
+        return {
+            "model": model.name if model else None,
+            "precision": model.precision if model else None,
+        }
 
     def _describe_sessions(self) -> dict[str, Any]:
         sessions = self._stored_sessions().describe()
-        return {"model": self._model_name, "store": self._store_counts(), **sessions}
+        return {**self._model, "store": self._store_counts(), **sessions}
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
@@ -284,4 +297,4 @@ class KVPersistPlugin:
     def _stats(self) -> dict[str, Any]:
         speed = self._serving.model.speed if self._serving else Speed()
         counts = self._store_counts(all_files=True)
-        return {"model": self._model_name, **speed.describe(), "store": counts}
+        return {**self._model, **speed.describe(), "store": counts}

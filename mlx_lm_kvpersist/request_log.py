@@ -28,7 +28,9 @@ class RequestLog:
         self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
         self._lock = Lock()
 
-    def add(self, state: RequestState, model: str, outcome: Outcome) -> dict[str, Any]:
+    def add(
+        self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
+    ) -> dict[str, Any]:
         """Add a record and return it. Ids are unique and growing.
 
         `received` is in seconds since the epoch. A request that is not kept is not quoted.
@@ -40,6 +42,7 @@ class RequestLog:
             "session": state.session,
             "namespace": state.namespace,
             "model": model,
+            "precision": precision,
             "sentence": outcome.sentence(state.session, kept=state.is_kept),
             "kept": state.is_kept,
             "outcome": outcome.kind.value,

@@ -99,6 +99,7 @@ class _Tested:
         for kind in ("chat", "text"):
             self._request(kind, provider.model)
         self.ask("serving_changed", serving=False)
+        self.ask("idle", seconds=60.0)
         self.ask("shutdown")
 
     def ask(self, hook: str, refuses: tuple[type[Exception], ...] = (), **given: Any) -> Any:

@@ -46,6 +46,8 @@ def _explained(record: Record) -> Iterator[str]:
     """Yield what is known of a request, a line each."""
     yield f"{record['id']}, {local_time(record['received'])}: {_sentence(record)}"
     yield f"Model: {shown(record['model'], 200)}"
+    if precision := record.get("precision"):
+        yield f"Precision: {shown(precision, 400)}"
     if (first_token_s := record.get("first_token_s")) is not None:
         yield f"First token after {first_token_s:.2f} s"
     divergence = record["divergence"]

@@ -69,6 +69,11 @@ def serving_changed(serving: bool) -> None:
 
 
 @hookspec
+def idle(seconds: float) -> None:
+    """Nothing was served for so long: do a little work; a request would wait. Generation thread."""
+
+
+@hookspec
 def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
     """Change a request's messages and tools in place, before they are rendered. Any thread."""
 

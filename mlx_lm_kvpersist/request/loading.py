@@ -17,6 +17,7 @@ from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import with_plans
+from ..cache.measuring.guard import Verdict, is_guarded, known_verdict
 from ..cache.measuring.prefill_memory import measure_prefill
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
@@ -55,6 +56,10 @@ def prepare(
         Path(adapter_path) if adapter_path else None,
         lambda path: _content_hash(store, path),
     )
+    verdict = None
+    if is_guarded(choice):
+        verdict = known_verdict(store.view.state, fingerprint, choice)
+        choice = verdict.choice(choice) if verdict else choice
     spec = ModelCacheSpec.probe(provider.model, choice)
     spec = with_plans(provider.model, spec, store.view.state, attention)
     warm_up(provider.model, spec)
@@ -64,7 +69,7 @@ def prepare(
     text = TokenText.of(provider.tokenizer) if with_text else None
     if text is None and with_text:
         logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-    logger.info("kvpersist: %s: %s; %s", model_path, described(spec), places(store))
+    logger.info("kvpersist: %s: %s; %s", model_path, described(spec, verdict), places(store))
     for group in spec.full:
         if group.precision is None and not choice.is_full_precision:
             logger.warning(
@@ -73,7 +78,8 @@ def prepare(
                 group.why,
             )
     model = weakref.proxy(provider.model)
-    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, str(model_path), speed)
+    name = str(model_path)
+    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, name, speed, verdict)
 
 
 def places(store: BlockStore) -> str:
@@ -95,7 +101,7 @@ def _content_hash(store: BlockStore, path: Path) -> str:
     return found
 
 
-def described(spec: ModelCacheSpec) -> str:
+def described(spec: ModelCacheSpec, verdict: Verdict | None = None) -> str:
     """Return how full layers are stored, batched and attended, for the log."""
     plans = {
         f"prefill {p.prefill}, decode {p.decode}, batches {p.batch_decode}"
@@ -109,4 +115,5 @@ def described(spec: ModelCacheSpec) -> str:
             f" ({spec.bits_per_number:.1f} on average with scales), "
             f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
         )
-    return f"{found}; {_BATCHING[spec.batching]}, {attention}"
+    judged = f"; {verdict}" if verdict else ""
+    return f"{found}{judged}; {_BATCHING[spec.batching]}, {attention}"

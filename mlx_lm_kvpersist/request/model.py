@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from ..block import Root
+from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.measuring.guard import Verdict
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PrefillLimits
 from ..host.scheduling.pace import Pace
@@ -80,6 +82,14 @@ class LoadedModel:
     name: str = ""
     """What people call the model."""
     speed: Speed = field(default_factory=Speed, compare=False)
+    verdict: Verdict | None = field(default=None, compare=False)
+    """What the guard found, if it judged the default precision of this model."""
+
+    @property
+    def precision(self) -> str:
+        """The precision in words, and why, if the guard has judged it."""
+        verdict = f" ({self.verdict})" if self.verdict else ""
+        return layout_in_words(self.spec.layout) + verdict
 
     @cached_property
     def root(self) -> Root:
@@ -101,4 +111,5 @@ class LoadedModel:
     def describe(self) -> dict[str, Any]:
         """Return what `mlx-lm-kvpersist spec --json` says, and the layers' attention."""
         plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
-        return {"model": self.name, "kept": True, **self.spec.describe(), "attention": plans}
+        said = {"model": self.name, "kept": True, "precision": self.precision}
+        return {**said, **self.spec.describe(), "attention": plans}

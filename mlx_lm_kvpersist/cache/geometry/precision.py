@@ -173,6 +173,14 @@ class PrecisionChoice:
             for size in sizes
         ]
 
+    def __str__(self) -> str:
+        keys, values = (
+            f"{bits}{'r' if turned else ''}"
+            for bits, turned in zip((self.key_bits, self.value_bits), self.rotated, strict=True)
+        )
+        outer = f", outer keys {self.outer_key_bits}" if self.outer_key_bits else ""
+        return f"k{keys}v{values}{outer}, group {self.group_size or 'auto'}"
+
     def outer(self, precision: KVPrecision) -> KVPrecision:
         """Return the precision of the first and the last layer where others have `precision`."""
         bits = self.outer_key_bits or self.key_bits

@@ -85,6 +85,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
     _time_budget: Any
     _serving = False
+    _idle_since_s: float | None = None
+    """When a look for requests first found none, since one was served."""
     _model: Any = None
     """The model of the request that entered last; while sequences are served, theirs."""
     _entering: Waiting | None = None
@@ -115,13 +117,16 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         else:
             queued = super()._next_request(timeout)
             request = self._enter(Waiting.of(queued) if queued is not None else None)
+            if queued is None:
+                self._idle_since_s = self._idle_since_s or time.monotonic()
+                manager.ask("idle", seconds=time.monotonic() - self._idle_since_s)
         if request is not None:
             self._set_serving(True)
         return request
 
     def _set_serving(self, serving: bool) -> None:
         if serving != self._serving:
-            self._serving = serving
+            self._serving, self._idle_since_s = serving, None
             manager.ask("serving_changed", serving=serving)
 
     def _enter(self, waiting: Waiting | None) -> Any:

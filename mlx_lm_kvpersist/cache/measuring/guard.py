@@ -1,0 +1,172 @@
+"""Whether a model bears the default precision: judged once, in small steps, while nobody asks.
+
+A text of many kinds is predicted in full precision and in the default, chunk by chunk. Where its
+worst part loses more than `LIMIT_NATS`, precisions with more bits are tried in turn. The verdict is
+persisted, so every later start takes it at once. Generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..geometry.precision import FULL_BITS, PrecisionChoice
+from ..geometry.probe import position_limit
+from ..geometry.spec import ModelCacheSpec
+from ..live.packed import GRID
+from .divergence import compared, worst_part
+from .persisted import Persisted
+from .texts import placed
+
+LIMIT_NATS = 0.01
+"""Most that the mean divergence of a part's predictions may be."""
+_FALLBACKS = ((8, 4), (8, 8))
+"""Bits of keys and of values that are tried after the default; then comes full precision."""
+
+_KEY = "guard/1/"
+"""The number grows when texts or limits change: then models are judged anew."""
+_FEW_TOKENS, _MOST_TOKENS = 8, GRID // 2
+"""Of a chunk, which divides the grid. The few also show how quick the model is."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst part of the text, and its mean divergence in nats, of each precision that was tried.
+
+    The first is the default, and only the last may be within the limit. No part, and no divergence,
+    where the model's context ends before the first part.
+
+    Raises:
+        ValueError: other losses than these, as a damaged index may have them.
+    """
+
+    losses: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        *refused, last = (nats <= LIMIT_NATS for _, nats in self.losses)
+        n_left = len(_FALLBACKS) - len(refused)
+        is_sound = all(math.isfinite(nats) and isinstance(part, str) for part, nats in self.losses)
+        if not is_sound or any(refused) or n_left < 0 or (n_left and not last):
+            raise ValueError(f"no verdict of a precision: {self.losses!r:.200}")
+
+    @property
+    def n_refused(self) -> int:
+        """How many precisions are beyond the limit."""
+        return sum(nats > LIMIT_NATS for _, nats in self.losses)
+
+    def choice(self, default: PrecisionChoice) -> PrecisionChoice:
+        """Return the precision that the model gets where `default` is asked for."""
+        return _chain(default)[self.n_refused]
+
+    def __str__(self) -> str:
+        said = [f"{nats:.2g} nats ({part})" if part else "nothing" for part, nats in self.losses]
+        if not self.n_refused:
+            return f"checked: loses at most {said[0]}"
+        own = f"; this loses {said[-1]}" if self.n_refused < len(said) else ""
+        return f"the default loses {said[0]}, more than {LIMIT_NATS:g}{own}"
+
+
+def is_guarded(choice: PrecisionChoice) -> bool:
+    """Say whether a choice is the default; what is asked for by name is never replaced."""
+    return choice.outer_key_bits is not None
+
+
+def _chain(default: PrecisionChoice) -> list[PrecisionChoice]:
+    bits = (*_FALLBACKS, (FULL_BITS, FULL_BITS))
+    others = [
+        replace(default, key_bits=keys, value_bits=values, outer_key_bits=None)
+        for keys, values in bits
+    ]
+    return [default, *others]
+
+
+def known_verdict(
+    persisted: Persisted, fingerprint: str, default: PrecisionChoice
+) -> Verdict | None:
+    """Return what was found of a model before; None where that is nothing that can be read."""
+    kept = persisted.get(f"{_KEY}{fingerprint} {default}")
+    try:
+        return Verdict(tuple((part, float(nats)) for part, nats in kept)) if kept else None
+    except (TypeError, ValueError):
+        return None  # it is judged again
+
+
+def put_verdict(
+    persisted: Persisted, fingerprint: str, default: PrecisionChoice, verdict: Verdict
+) -> Verdict:
+    """Persist a verdict; return it, or that of another server which was quicker."""
+    theirs = known_verdict(persisted, fingerprint, default)
+    if theirs is None:
+        persisted.put(f"{_KEY}{fingerprint} {default}", verdict.losses)
+    return theirs or verdict
+
+
+def judge(
+    model: Any,
+    tokenizer: Any,
+    spec: ModelCacheSpec,
+    default: PrecisionChoice,
+    step_s: float,
+) -> Generator[None, None, Verdict]:
+    """Find the precision that a model bears; every step until a yield takes about `step_s`.
+
+    `spec` is the model's in the precision `default`. Raises ValueError where a divergence is no
+    number: then the model's predictions are none either.
+    """
+    ids, places = placed(tokenizer)
+    ids = ids[: position_limit(model)]
+    yield
+    n_at_once = yield from _n_at_once(model, spec, ids, step_s)
+    losses: list[tuple[str, float]] = []
+    for choice in _chain(default)[:-1]:
+        with own_caches(model):
+            own = make_prompt_cache(model)
+            its = spec if not losses else ModelCacheSpec.probe(model, choice, evaluate=False)
+        nats: list[float] = []
+        for found in compared(model, ids, own, {"": its.make_cache()}, n_at_once):
+            nats += found[""].divergence
+            yield
+        is_reached = any(place.start < len(nats) for place in places.values())
+        losses.append(worst_part(nats, places) if is_reached else ("", 0.0))
+        if not math.isfinite(losses[-1][1]):
+            raise ValueError("predictions that are no numbers")
+        if losses[-1][1] <= LIMIT_NATS:
+            break
+    return Verdict(tuple(losses))
+
+
+def _n_at_once(
+    model: Any, spec: ModelCacheSpec, ids: Sequence[int], step_s: float
+) -> Generator[None, None, int]:
+    """Return how many tokens of a text can be compared in one step."""
+    for _ in range(2):  # the first time, kernels may be compiled
+        with own_caches(model):
+            own = make_prompt_cache(model)
+        start_s = time.perf_counter()
+        list(compared(model, ids[: _FEW_TOKENS + 1], own, {"": spec.make_cache()}))
+        seconds = time.perf_counter() - start_s
+        yield
+    n_tokens = _FEW_TOKENS
+    while n_tokens < _MOST_TOKENS and 2 * n_tokens * seconds <= step_s * _FEW_TOKENS:
+        n_tokens *= 2
+    return n_tokens
+
+
+@contextmanager
+def own_caches(model: Any) -> Iterator[None]:
+    """Let a model make the caches of its class: a server has put the plugin's in their place."""
+    made = vars(model).pop("make_cache", None)
+    try:
+        yield
+    finally:
+        if made is not None:
+            model.make_cache = made

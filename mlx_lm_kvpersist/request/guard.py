@@ -1,0 +1,78 @@
+"""The guard: while nobody asks, it judges the loaded model's precision, and replaces a bad one.
+
+Generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import mlx.core as mx
+
+from ..cache.blocks.canary import warm_up
+from ..cache.geometry.precision import PrecisionChoice, layout_in_words
+from ..cache.geometry.spec import ModelCacheSpec
+from ..cache.live.attention import Strategy
+from ..cache.measuring.calibration import with_plans
+from ..cache.measuring.guard import is_guarded, judge, own_caches, put_verdict
+from .serving import Serving
+
+QUIET_S = 2.0
+"""How long nothing was served before the guard works: a client that goes on does not meet it."""
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Judges the default precision of a model that was not judged before, one step at a time.
+
+    A step takes about `step_s`; the few of a model that gets another precision take as long as the
+    same ones when a model is loaded. What is stored then begins in the new precision: no request
+    runs while there are steps.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        default: PrecisionChoice,
+        attention: Strategy | Literal["auto"],
+        step_s: float,
+    ) -> None:
+        self._serving, self._default, self._attention = serving, default, attention
+        model = serving.model
+        is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
+        self._steps = self._run(step_s) if is_needed else iter(())
+
+    def step(self) -> None:
+        """Do the next step, if there is one."""
+        try:
+            next(self._steps, None)
+        except Exception as error:
+            # It may lack memory. Nothing is persisted, so the next start tries again.
+            name = self._serving.model.name
+            logger.warning("kvpersist: the precision of %s could not be checked: %r", name, error)
+            mx.clear_cache()
+
+    def _run(self, step_s: float) -> Iterator[None]:
+        serving, loaded = self._serving, self._serving.model
+        model, state = loaded.model, serving.store.view.state
+        verdict = yield from judge(model, loaded.tokenizer, loaded.spec, self._default, step_s)
+        mx.clear_cache()
+        verdict = put_verdict(state, loaded.fingerprint, self._default, verdict)
+        if not verdict.n_refused:
+            logger.info("kvpersist: %s: %s", loaded.name, verdict)
+            serving.model = replace(loaded, verdict=verdict)
+            return
+        yield
+        with own_caches(model):
+            spec = ModelCacheSpec.probe(model, verdict.choice(self._default))
+        yield
+        spec = with_plans(model, spec, state, self._attention)
+        yield
+        warm_up(model, spec)
+        serving.model = replace(loaded, spec=spec, verdict=verdict)
+        words = layout_in_words(spec.layout)
+        logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)

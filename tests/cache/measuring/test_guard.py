@@ -1,0 +1,201 @@
+"""A model's default precision is judged by its worst part, and replaced until one is borne."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.measuring import guard
+from mlx_lm_kvpersist.cache.measuring.guard import (
+    Verdict,
+    is_guarded,
+    judge,
+    known_verdict,
+    put_verdict,
+)
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+
+from ..conftest import VOCAB, tiny_llama
+
+DEFAULT = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
+IDS = [(7 * i * i + 3 * i) % VOCAB for i in range(330)]
+PLACES = {"first": range(256, 290), "second": range(290, 330)}
+LIMIT = 0.05
+"""Random weights lose more than a trained model's."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    """Stock's attention cannot take keys and values of unlike precisions."""
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = PatchSet()
+    applied.apply([patch])
+    yield
+    applied.undo()
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "placed", lambda tokenizer: (list(IDS), PLACES))
+    monkeypatch.setattr(guard, "LIMIT_NATS", LIMIT)
+
+
+def made(output: float, layers: Sequence[int] = (), factor: float = 1.0) -> Any:
+    """Return a model in which attention counts `output` times.
+
+    One RoPE pair of each key head of some layers is larger by `factor`, its queries are smaller.
+    """
+    model = tiny_llama(seed=3, n_layers=4)
+    scales = mx.ones((64,))
+    scales[3] = scales[3 + 32] = factor
+    for number, layer in enumerate(model.layers):
+        attention = layer.self_attn
+        attention.o_proj.weight = output * attention.o_proj.weight
+        if number in layers:
+            for projection, scale in ((attention.k_proj, scales), (attention.q_proj, 1 / scales)):
+                weight = projection.weight
+                scaled = weight.reshape(-1, 64, weight.shape[1]) * scale[:, None]
+                projection.weight = scaled.reshape(weight.shape)
+    mx.eval(model.parameters())
+    return model
+
+
+def judged(model: Any, spec: ModelCacheSpec, step_s: float = 60.0) -> tuple[Verdict, int]:
+    """Return the verdict and the number of steps to it."""
+    steps, n_steps = judge(model, None, spec, DEFAULT, step_s), 0
+    try:
+        while True:
+            next(steps)
+            n_steps += 1
+    except StopIteration as ended:
+        verdict: Verdict = ended.value
+        return verdict, n_steps
+
+
+@pytest.mark.parametrize(
+    ("model", "n_tried", "bits"),
+    [
+        (made(0.2), 1, (6, 4, 8)),
+        (made(0.2, (1, 2), 400.0), 2, (8, 4, None)),
+        (made(1.0), 3, (8, 8, None)),
+        (made(0.2, range(4), 400.0), 3, (FULL_BITS, FULL_BITS, None)),
+    ],
+    ids=["default", "k8v4", "8", "its own"],
+)
+def test_the_first_precision_that_is_borne_is_taken(
+    model: Any, n_tried: int, bits: tuple[int, int, int | None]
+) -> None:
+    verdict, _ = judged(model, ModelCacheSpec.probe(model, DEFAULT))
+    assert len(verdict.losses) == n_tried
+    choice = verdict.choice(DEFAULT)
+    assert (choice.key_bits, choice.value_bits, choice.outer_key_bits) == bits
+    assert choice.rotated == DEFAULT.rotated
+
+
+def test_a_loss_is_the_mean_divergence_of_a_part() -> None:
+    """Whatever the chunks: those of a quick and of a slow device give the same."""
+    model = made(0.2)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    own = ModelCacheSpec.probe(model, PrecisionChoice(FULL_BITS, FULL_BITS))
+    logits = []
+    for caches in (own.make_cache(), spec.make_cache()):
+        chunks = (IDS[:256], IDS[256:-1])
+        logits.append(mx.concatenate([model(mx.array([x]), cache=caches) for x in chunks], axis=1))
+    p, q = (mx.softmax(each[0], axis=-1) for each in logits)
+    nats = (p * mx.log(p / q)).sum(axis=-1)
+    means = {name: float(nats[place.start : place.stop].mean()) for name, place in PLACES.items()}
+    worst = max(means, key=lambda name: means[name])
+    (quick, n_quick), (slow, n_slow) = (judged(model, spec, s) for s in (60.0, 1e-9))
+    assert n_slow > 4 * n_quick
+    for verdict in (quick, slow):
+        assert verdict.losses == ((worst, pytest.approx(means[worst], rel=0.02)),)
+
+
+def test_no_position_beyond_the_models_context_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(0.2)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    for limit, part in ((295, {"first", "second"}), (260, {"first"}), (256, {""}), (100, {""})):
+        monkeypatch.setattr(model.args, "max_position_embeddings", limit, raising=False)
+        verdict, _ = judged(model, spec)
+        assert {name for name, _ in verdict.losses} <= part
+        assert limit > 256 or verdict.losses == (("", 0.0),)
+
+
+def test_the_model_makes_its_own_caches_though_the_server_replaced_them() -> None:
+    model = made(0.2, (1, 2), 400.0)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    expected, _ = judged(model, spec)
+    model.make_cache = spec.make_cache
+    assert judged(model, spec)[0] == expected
+    assert model.make_cache == spec.make_cache
+
+
+def test_predictions_that_are_no_numbers_say_nothing() -> None:
+    model = made(0.2)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    model.lm_head.weight = model.lm_head.weight * mx.nan
+    with pytest.raises(ValueError, match="no numbers"):
+        judged(model, spec)
+
+
+class Kept(dict[str, Any]):
+    """JSON values by key."""
+
+    def put(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+def test_a_verdict_is_kept_for_a_model_and_what_was_asked_for() -> None:
+    kept = Kept()
+    verdict = Verdict((("far copy", 0.2), ("German", 0.01)))
+    assert put_verdict(kept, "model", DEFAULT, verdict) == verdict
+    assert known_verdict(kept, "model", DEFAULT) == verdict
+    assert known_verdict(kept, "another", DEFAULT) is None
+    for other in (replace(DEFAULT, group_size=32), replace(DEFAULT, rotated=(False, False))):
+        assert known_verdict(kept, "model", other) is None
+    # Another server was quicker: its conversations are found.
+    assert put_verdict(kept, "model", DEFAULT, Verdict((("far copy", 0.01),))) == verdict
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        "text",
+        [],
+        [["part"]],
+        [["part", "x"]],
+        [["part", float("nan")]],
+        [[3, 0.001]],
+        [["part", 0.2]],
+        [["part", 0.001], ["part", 0.2]],
+        [["part", 0.2]] * 4,
+    ],
+)
+def test_what_is_no_verdict_is_judged_again(value: Any) -> None:
+    kept = Kept()
+    put_verdict(kept, "model", DEFAULT, Verdict((("part", 0.001),)))
+    (key,) = kept
+    kept[key] = value
+    assert known_verdict(kept, "model", DEFAULT) is None
+
+
+def test_a_verdict_in_words() -> None:
+    assert str(Verdict((("German", 0.0123),))) == "checked: loses at most 0.012 nats (German)"
+    refused = Verdict((("far copy", 0.2), ("German", 0.01)))
+    said = "the default loses 0.2 nats (far copy), more than 0.05; this loses 0.01 nats (German)"
+    assert str(refused) == said
+    own = Verdict((("far copy", 0.4), ("Thai", 0.3), ("Thai", 0.1)))
+    assert str(own) == "the default loses 0.4 nats (far copy), more than 0.05"
+
+
+def test_what_is_asked_for_by_name_is_not_judged() -> None:
+    assert [name for name, choice in KV_BITS.items() if is_guarded(choice)] == [DEFAULT_BITS]

@@ -1,0 +1,175 @@
+"""While nobody asks, a loaded model's precision is judged, and a bad one replaced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm import load
+
+from mlx_lm_kvpersist.cache.measuring import guard as judging
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
+from mlx_lm_kvpersist.host.answers import ModelSupport
+from mlx_lm_kvpersist.host.patching.patch import PatchSet
+from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.request import loading
+from mlx_lm_kvpersist.request.guard import Guard
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.serving import Serving
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from tests.support import make_tiny_model
+
+DEFAULT = KV_BITS[DEFAULT_BITS]
+STEPS = 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    """Stock's attention cannot take keys and values of unlike precisions."""
+    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
+    applied = PatchSet()
+    applied.apply([patch])
+    yield
+    applied.undo()
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), n_layers=4)
+    loaded: Any = load(str(path))
+    key = (str(path), None, None)
+    return SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=key)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    made = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [7 * i * i % 300 for i in range(280)]
+    monkeypatch.setattr(judging, "placed", lambda tokenizer: (ids, {"end": range(256, 280)}))
+
+
+def prepare(provider: Any, store: BlockStore, bits: str = DEFAULT_BITS) -> LoadedModel:
+    choice = KV_BITS[bits]
+    return loading.prepare(provider, store, choice, "dequantize", 1 << 30, with_text=True)
+
+
+def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> Serving:
+    """Return what serves a model whose caches the server makes as the plugin says."""
+    model = prepare(provider, store)
+    made = Serving(store, model, lambda *_: None, canary=True, isolated=False, step_s=0.1)
+    support = ModelSupport(lambda: made.model.spec.make_cache())
+    monkeypatch.setattr(
+        provider.model, "make_cache", PluginCaches(provider.model, "p", support), raising=False
+    )
+    return made
+
+
+def work(guard: Guard) -> None:
+    for _ in range(STEPS):
+        guard.step()
+
+
+def test_a_precision_that_is_borne_stays(
+    provider: Any,
+    store: BlockStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(judging, "LIMIT_NATS", 1e6)
+    its = serving(provider, store, monkeypatch)
+    before = its.model
+    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    assert its.model.root == before.root and its.model.spec is before.spec
+    assert its.model.verdict is not None and not its.model.verdict.n_refused
+    assert its.model.precision.endswith("(end))")
+    assert caplog.text.count("checked: loses at most") == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "layout"), [((0.5, 0.002), "k8v4b64,n256"), ((0.5, 0.4, 0.3), "full")]
+)
+def test_what_is_found_is_what_later_starts_take(
+    provider: Any,
+    store: BlockStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    losses: tuple[float, ...],
+    layout: str,
+) -> None:
+    """The model goes on in the new precision, with the root and groups of a new start."""
+    found = iter(losses)
+    monkeypatch.setattr(judging, "worst_part", lambda *_: ("end", next(found)))
+    its = serving(provider, store, monkeypatch)
+    before = its.model
+    guard = Guard(its, DEFAULT, "dequantize", 60.0)
+    guard.step()
+    assert its.model is before
+    work(guard)
+    assert its.model.spec.layout == layout and its.model.root != before.root
+    assert its.model.speed is before.speed
+    assert caplog.text.count("from now on: the default loses 0.5 nats (end), more than 0.01") == 1
+    monkeypatch.undo()
+    again = prepare(provider, store)
+    assert (again.spec, again.root) == (its.model.spec, its.model.root)
+    assert again.verdict == its.model.verdict
+    # Nothing is left to judge, and what is asked for by name stays.
+    work(Guard(replace(its, model=again), DEFAULT, "dequantize", 60.0))
+    assert prepare(provider, store, "k6v4").spec.layout == "k6v4b64,n256"
+
+
+def test_what_ends_in_the_middle_is_judged_again(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = serving(provider, store, monkeypatch)
+    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    for _ in range(20):
+        guard.step()
+    del guard
+    monkeypatch.undo()
+    assert its.model.verdict is None and prepare(provider, store).verdict is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[metal::malloc] no memory"), MemoryError()])
+def test_a_failure_changes_nothing(
+    provider: Any,
+    store: BlockStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fails(*_: Any) -> Verdict:
+        raise error
+
+    monkeypatch.setattr(judging, "compared", fails)
+    its = serving(provider, store, monkeypatch)
+    before = its.model
+    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    assert its.model is before
+    assert caplog.text.count("could not be checked") == 1 and repr(error) in caplog.text
+    monkeypatch.undo()
+    assert prepare(provider, store).verdict is None
+
+
+def test_nothing_is_judged_that_was_asked_for_by_name(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = serving(provider, store, monkeypatch)
+    monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
+    for name in KV_BITS.keys() - {DEFAULT_BITS}:
+        work(Guard(its, KV_BITS[name], "dequantize", 60.0))
+    assert its.model.verdict is None
