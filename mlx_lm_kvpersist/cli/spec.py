@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.precision import FULL_BITS
+from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import Batching, ModelCacheSpec
+from ..cache.measuring.guard import (
+    Verdict,
+    is_guarded,
+    known_verdict,
+    precision_in_words,
+)
 from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported
 from ..host.scheduling.model_provider import check_model_name
+from ..store.folder import INDEX_FILES
 from ..units import show_bytes
+from .opening import folder_of, reading
 from .output import records, tell
 
 
@@ -41,14 +51,32 @@ def run(args: argparse.Namespace) -> int:
     Raises KVPersistError when the model cannot be loaded.
     """
     model, _ = load_named(args.model, args.adapter_path)
+    choice = precision_of(args)
+    verdict = _verdict(args, choice) if is_guarded(choice) else None
     try:
-        spec = ModelCacheSpec.probe(model, precision_of(args))
+        spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
     except ModelNotSupported as error:
         said = f"{args.model} is served as stock does, nothing is kept: {error}"
         tell(args, {"model": args.model, "kept": False, "why_not": str(error)}, said)
         return 1
-    tell(args, {"model": args.model, "kept": True, **spec.describe()}, *_explained(spec))
+    words = precision_in_words(spec.layout, verdict)
+    content = {"model": args.model, "kept": True, "precision": words, **spec.describe()}
+    tell(args, content, *_explained(spec), f"Precision: {words}.")
     return 0
+
+
+def _verdict(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | None:
+    """Return what a server's guard found, if its store has it and may be read."""
+    folder = folder_of(args)
+    try:
+        if not (folder / INDEX_FILES[0]).exists():
+            return None
+        adapter = Path(args.adapter_path) if args.adapter_path else None
+        fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
+        with reading(folder) as index:
+            return known_verdict(index.state, fingerprint, choice)
+    except PermissionError:
+        return None
 
 
 def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from ..block import Root
-from ..cache.geometry.precision import layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.guard import Verdict
+from ..cache.measuring.guard import Verdict, precision_in_words
 from ..cache.measuring.prefill_memory import PrefillMemory
 from ..host.answers import PrefillLimits
 from ..host.scheduling.pace import Pace
@@ -87,9 +86,8 @@ class LoadedModel:
 
     @property
     def precision(self) -> str:
-        """The precision in words, and why, if the guard has judged it."""
-        verdict = f" ({self.verdict})" if self.verdict else ""
-        return layout_in_words(self.spec.layout) + verdict
+        """The precision in words, and what the guard found."""
+        return precision_in_words(self.spec.layout, self.verdict)
 
     @cached_property
     def root(self) -> Root:

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
+from mlx_lm_kvpersist.cli.opening import changing
+from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from tests.support import make_tiny_model, make_zoo_model
 
 PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
@@ -78,3 +83,31 @@ def test_a_folder_that_does_not_exist_is_named(
     assert cli.main(["spec", f"--model={name}"]) == 1
     err = capsys.readouterr().err
     assert f"there is no model folder {name}; expected a folder" in err and err.count("\n") == 1
+
+
+def test_what_the_servers_guard_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, store = make_tiny_model(tmp_path / "model", n_layers=4), tmp_path / "store"
+    options = ("--model", str(model), "--kvpersist-dir", str(store))
+    assert cli.main(["spec", *options]) == 0
+    assert "Precision: keys 6 to 8 bits, values 4, rotated.\n" in capsys.readouterr().out
+    choice = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
+    fingerprint = model_fingerprint(model, None, content_hash)
+    with changing(store, create=True) as disk:
+        losses = ("far copy", 0.2), ("German", 0.002)
+        put_verdict(disk.index.state, fingerprint, choice, Verdict(losses))
+    assert cli.main(["spec", *options]) == 0
+    said = capsys.readouterr().out
+    assert "Bits of the keys by layer: 8888\n" in said
+    assert (
+        "rotated (the default loses 0.2 nats (far copy), more than 0.01; this loses 0.002" in said
+    )
+    asked = described(capsys, *options, "--kvpersist-kv-bits", "k6v4")
+    assert asked["precision"] == "keys 6 bits, values 4, rotated"
+
+    def refused(folder: Path) -> NoReturn:
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.spec.reading", refused)
+    assert described(capsys, *options)["precision"] == "keys 6 to 8 bits, values 4, rotated"

@@ -113,7 +113,7 @@ def test_what_is_found_is_what_later_starts_take(
 ) -> None:
     """The model goes on in the new precision, with the root and groups of a new start."""
     found = iter(losses)
-    monkeypatch.setattr(judging, "worst_part", lambda *_: ("end", next(found)))
+    monkeypatch.setattr(judging, "part_means", lambda *_: {"end": next(found)})
     its = serving(provider, store, monkeypatch)
     before = its.model
     guard = Guard(its, DEFAULT, "dequantize", 60.0)

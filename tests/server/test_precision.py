@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support import StartServer, make_tiny_model
+from tests.support import StartServer, make_tiny_model, wait_until
+from tests.support.synthetic.outliers import add_outliers
 
 MESSAGES = [
     {"role": "system", "content": "The lock keeper answers in short sentences. " * 20},
@@ -40,3 +42,30 @@ def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
         assert server.log.count("auto is now an old name of default") == 1
     else:
         assert reply.kvpersist["reason"] == "other-precision"
+
+
+def test_a_model_that_does_not_bear_the_default_gets_more_bits(
+    tmp_path: Path, start_server: StartServer
+) -> None:
+    """From when nobody asked on; a later start begins so, and finds what was stored since."""
+    plain = make_tiny_model(
+        tmp_path / "plain", n_layers=4, config={"max_position_embeddings": 1000}
+    )
+    model = add_outliers(plain, tmp_path / "outliers", factors=(100.0, 200.0))
+    server = start_server.with_plugin(model, *DEFAULT)
+    asked = {"role": "user", "content": "And then?"}
+    before = server.chat(MESSAGES, session="before")
+    wait_until(lambda: "from now on: the default loses" in server.log, "the guard to judge", 120)
+    said = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["precision"]
+    assert said.startswith(("keys 8 bits", "full precision"))
+    assert "the default loses" in said
+    messages = [*MESSAGES, {"role": "assistant", "content": before.text}, asked]
+    first = server.chat(messages, session="before")
+    assert (first.cached_tokens, first.kvpersist["reason"]) == (0, "other-precision")
+    messages += [{"role": "assistant", "content": first.text}, asked]
+    uninterrupted = server.chat(messages, session="before")
+    assert uninterrupted.cached_tokens > first.prompt_tokens
+    server.restart(kill=True)
+    assert server.log.count("from now on") == 1
+    reply = server.chat(messages, session="before")
+    assert reply.cached_tokens > first.prompt_tokens and reply.text == uninterrupted.text

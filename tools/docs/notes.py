@@ -26,6 +26,11 @@ NOTES: dict[str, str] = {
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
     "after a sampled reply. Nothing to do.",
+    "kvpersist: … gets … from now on: …": "The default loses too much with this model: see "
+    "[the guard](precision.md#the-guard). Conversations that were stored before are computed once "
+    "more.",
+    "kvpersist: the precision of … could not be checked: …": "The default is used. Often memory "
+    "was short: the next start tries again.",
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
     "else works. The end of the line says why.",
     "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",

@@ -79,15 +79,16 @@ def compared(
     ids: Sequence[int],
     own_caches: list[Any],
     caches: Mapping[str, list[Any]],
+    n_at_once: int = AT_ONCE,
 ) -> Iterator[dict[str, Predictions]]:
-    """Yield what the model predicts over each of `caches`, `AT_ONCE` tokens of a text at a time.
+    """Yield what the model predicts over each of `caches`, `n_at_once` tokens of a text at a time.
 
     The last token has none after it and is not fed. All caches are empty at the beginning;
     `own_caches` are in the model's own precision, whose predictions are held for one chunk.
-    Evaluates MLX.
+    n_at_once: a divisor of `GRID`. Evaluates MLX.
     """
-    for start in range(0, len(ids) - 1, AT_ONCE):
-        inputs, targets = ids[start : start + AT_ONCE], ids[start + 1 : start + 1 + AT_ONCE]
+    for start in range(0, len(ids) - 1, n_at_once):
+        inputs, targets = ids[start : start + n_at_once], ids[start + 1 : start + 1 + n_at_once]
         fed, followed = mx.array([list(inputs[: len(targets)])]), mx.array(list(targets))
         expected = list(_log_probabilities(model(fed, cache=own_caches)[0]))
         found = {}

@@ -17,11 +17,10 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..geometry.precision import FULL_BITS, PrecisionChoice
+from ..geometry.precision import FULL_BITS, PrecisionChoice, layout_in_words
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
-from ..live.packed import GRID
-from .divergence import compared, worst_part
+from .divergence import AT_ONCE, compared, part_means
 from .persisted import Persisted
 from .texts import placed
 
@@ -32,18 +31,18 @@ _FALLBACKS = ((8, 4), (8, 8))
 
 _KEY = "guard/1/"
 """The number grows when texts or limits change: then models are judged anew."""
-_FEW_TOKENS, _MOST_TOKENS = 8, GRID // 2
-"""Of a chunk, which divides the grid. The few also show how quick the model is."""
+_FEW_TOKENS = 8
+"""The least of a chunk. They also show how quick the model is."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst part of the text, and its mean divergence in nats, of each precision that was tried.
+    """The worst part of the text, and its mean divergence in nats, by precision.
 
-    The first is the default, and only the last may be within the limit. No part, and no divergence,
-    where the model's context ends before the first part.
+    The first is the default, and only the last may be within the limit. Where the model's context
+    ends before the first part, the part is "".
 
     Raises:
         ValueError: other losses than these, as a damaged index may have them.
@@ -73,6 +72,11 @@ class Verdict:
             return f"checked: loses at most {said[0]}"
         own = f"; this loses {said[-1]}" if self.n_refused < len(said) else ""
         return f"the default loses {said[0]}, more than {LIMIT_NATS:g}{own}"
+
+
+def precision_in_words(layout: str, verdict: Verdict | None) -> str:
+    """Return a layout for people, and what the guard found."""
+    return layout_in_words(layout) + (f" ({verdict})" if verdict else "")
 
 
 def is_guarded(choice: PrecisionChoice) -> bool:
@@ -135,11 +139,12 @@ def judge(
         for found in compared(model, ids, own, {"": its.make_cache()}, n_at_once):
             nats += found[""].divergence
             yield
-        is_reached = any(place.start < len(nats) for place in places.values())
-        losses.append(worst_part(nats, places) if is_reached else ("", 0.0))
-        if not math.isfinite(losses[-1][1]):
+        means = part_means(nats, places) or {"": 0.0}
+        if not all(map(math.isfinite, means.values())):
             raise ValueError("predictions that are no numbers")
-        if losses[-1][1] <= LIMIT_NATS:
+        worst = max(means, key=lambda part: means[part])
+        losses.append((worst, means[worst]))
+        if means[worst] <= LIMIT_NATS:
             break
     return Verdict(tuple(losses))
 
@@ -156,7 +161,7 @@ def _n_at_once(
         seconds = time.perf_counter() - start_s
         yield
     n_tokens = _FEW_TOKENS
-    while n_tokens < _MOST_TOKENS and 2 * n_tokens * seconds <= step_s * _FEW_TOKENS:
+    while n_tokens < AT_ONCE and 2 * n_tokens * seconds <= step_s * _FEW_TOKENS:
         n_tokens *= 2
     return n_tokens
 

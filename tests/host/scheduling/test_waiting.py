@@ -46,12 +46,17 @@ class Fetches:
         self.there: set[str] = set()
         self.begun: list[str] = []
         self.serving: list[bool] = []
+        self.idle_s: list[float] = []
         self.failing: BaseException | None = None
         self.n_prepared = 0
 
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
         self.serving.append(serving)
+
+    @hookimpl
+    def idle(self, seconds: float) -> None:
+        self.idle_s.append(seconds)
 
     @hookimpl
     def prepare_messages(self, messages: list[Any]) -> None:
@@ -131,6 +136,19 @@ def test_ready_requests_pass_those_that_wait(
     assert [take(generator) for _ in range(2)] == ["w1", None]
     assert fetches.begun == ["w1", "a", "w2", "b"]
     assert "prefetch failed" not in caplog.text
+
+
+def test_plugins_may_work_while_no_request_is_there(generator: Any, fetches: Fetches) -> None:
+    """A request that comes meanwhile is the next; the time begins anew when it has been served."""
+    put(generator, "served")
+    assert take(generator) == "served" and take(generator) is None
+    assert fetches.idle_s == []
+    assert [take(generator, IDLE) for _ in range(3)] == [None] * 3
+    assert fetches.idle_s[0] < IDLE <= fetches.idle_s[1] < fetches.idle_s[2]
+    put(generator, "next")
+    assert take(generator, IDLE) == "next" and len(fetches.idle_s) == 3
+    assert take(generator, IDLE) is None
+    assert len(fetches.idle_s) == 4 and fetches.idle_s[3] < IDLE
 
 
 class Works:
