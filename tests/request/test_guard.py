@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.measuring import guard as judging
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.host.answers import ModelSupport
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
@@ -130,6 +131,38 @@ def test_what_is_found_is_what_later_starts_take(
     # Nothing is left to judge, and what is asked for by name stays.
     work(Guard(replace(its, model=again), DEFAULT, "dequantize", 60.0))
     assert prepare(provider, store, "k6v4").spec.layout == "k6v4b64,n256"
+
+
+def test_requests_between_two_steps_change_nothing(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may come after any step; the guard goes on where it was."""
+    found = []
+    for is_disturbed in (False, True):
+        its = serving(provider, store, monkeypatch)
+        guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+        for number in range(STEPS):
+            guard.step()
+            if is_disturbed and number < 50:
+                caches = provider.model.make_cache()
+                mx.eval(provider.model(mx.array([[number, 5, 9]]), cache=caches))
+        assert its.model.verdict is not None
+        found.append(its.model.verdict)
+        monkeypatch.delattr(provider.model, "make_cache")
+        with store.index.database.transaction() as db:
+            db.execute("DELETE FROM state WHERE key LIKE 'guard/%'")
+    assert found[0] == found[1]
+
+
+def test_the_verdict_of_a_server_that_was_quicker_is_taken(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = serving(provider, store, monkeypatch)
+    theirs = Verdict((("far copy", 0.5), ("far copy", 0.001)))
+    put_verdict(store.view.state, its.model.fingerprint, DEFAULT, theirs)
+    monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
+    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    assert its.model.verdict == theirs and its.model.spec.layout == "k8v4b64,n256"
 
 
 def test_what_ends_in_the_middle_is_judged_again(
