@@ -8,7 +8,7 @@ cold     a prompt that no side has seen
 hot      the same prompt again
 extend   the conversation goes on: the reply, and 64 tokens more
 restart, disk    every server ended and started again, the kernel's page cache of the store dropped;
-                 the same prompt
+                 the last prompt of the conversation again, as it went on
 restart, cache   the same, page cache left as it is; stock keeps nothing on disk, and is not asked
 
 Sides take turns within each repeat, so that what slows the machine down slows all of them. CPU
@@ -49,6 +49,9 @@ class Sample:
 Samples = dict[tuple[int, str, str], list[Sample]]
 """By context, state and side, in the order of the repeats."""
 
+Talks = dict[tuple[int, int, str], list[Message]]
+"""The last prompt of each conversation, by context, repeat and side."""
+
 
 def main() -> None:
     options = parser(__doc__)
@@ -67,6 +70,7 @@ def measure(run: Run, contexts: Sequence[int], n_repeats: int) -> Result:
             {"new tokens of a turn": N_NEW, "max_tokens": MAX_TOKENS, "sides": fleet.flags},
         )
         samples: Samples = defaultdict(list)
+        talks: Talks = {}
         done: list[int] = []
         for context in contexts:
             # What is measured now is measured again after the restart.
@@ -76,15 +80,17 @@ def measure(run: Run, contexts: Sequence[int], n_repeats: int) -> Result:
                 result.leave_out(f"ttft at {context:,}")
                 continue
             for repeat in range(n_repeats):
-                _serve_new(run, fleet, context, repeat, samples)
+                _serve_new(run, fleet, context, repeat, samples, talks)
             done.append(context)
             result.add(*(_row(run, samples, context, state) for state in (COLD, HOT, EXTEND)))
         for state in (FROM_DISK, FROM_CACHE) if done else ():
-            _after_restart(run, fleet, done, n_repeats, state, samples, result)
+            _after_restart(run, fleet, done, n_repeats, state, samples, talks, result)
     return result
 
 
-def _serve_new(run: Run, fleet: Fleet, context: int, repeat: int, samples: Samples) -> None:
+def _serve_new(
+    run: Run, fleet: Fleet, context: int, repeat: int, samples: Samples, talks: Talks
+) -> None:
     messages = run.prompts.of_length(context, seed=1000 * context + repeat)
     for side in rotated(run.sides, repeat):
         first = _ask(fleet, side, messages, MAX_TOKENS)
@@ -93,8 +99,9 @@ def _serve_new(run: Run, fleet: Fleet, context: int, repeat: int, samples: Sampl
             raise RuntimeError(f"{side}: a cold prompt was not cold, {cold.cached_tokens} reused")
         # The writer's work belongs to no other side's time.
         fleet.settle(side)
-        hot = _ask(fleet, side, messages, 1)
-        extended = _ask(fleet, side, run.prompts.next_turn(messages, cold, N_NEW), 1)
+        longer = run.prompts.next_turn(messages, cold, N_NEW)
+        talks[context, repeat, side] = longer
+        hot, extended = (_ask(fleet, side, asked, 1) for asked in (messages, longer))
         fleet.settle(side)
         for state, sample in ((COLD, first), (HOT, hot), (EXTEND, extended)):
             samples[context, state, side].append(sample)
@@ -114,6 +121,7 @@ def _after_restart(
     n_repeats: int,
     state: str,
     samples: Samples,
+    talks: Talks,
     result: Result,
 ) -> None:
     sides = [side for side in run.sides if state == FROM_DISK or fleet.sides[side].keeps]
@@ -131,9 +139,9 @@ def _after_restart(
             result.leave_out(f"ttft at {context:,}, {state}")
             continue
         for repeat in range(n_repeats):
-            messages = run.prompts.of_length(context, seed=1000 * context + repeat)
             for side in rotated(sides, repeat):
-                samples[context, state, side].append(_ask(fleet, side, messages, 1))
+                asked = talks[context, repeat, side]
+                samples[context, state, side].append(_ask(fleet, side, asked, 1))
         result.add(_row(run, samples, context, state))
 
 

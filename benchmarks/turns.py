@@ -1,0 +1,131 @@
+"""Whether a killed server goes on as one that was never interrupted: greedy replies, turn by turn.
+
+    python -m tests.support.openblas python -m benchmarks.turns [--model FOLDER] [-- OPTIONS]
+
+Twelve turns of each conversation of turns.json, with SmolLM2-135M in float32 where no other model
+is named. One server runs all the time. The other is ended with SIGKILL when each conversation has
+had one more reply, and its writer has written it. Both get the same prompts: the conversations go
+on with the replies of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_lm_kvpersist.api.admin import STATS_PATH
+from tests.support import Message, ServerProcess
+from tests.support.synthetic.smollm2 import make_smollm2
+
+from .models import DEFAULT_MODELS_DIR
+from .report import Result
+
+CONVERSATIONS = Path(__file__).with_suffix(".json")
+MAX_TOKENS = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODELS_DIR / "smollm2-float32")
+    parser.add_argument("--out", type=Path, help="folder of the result")
+    parser.add_argument("options", nargs="*", help="further options of both servers")
+    args = parser.parse_args()
+    if not args.model.is_dir():
+        make_smollm2(args.model)
+    result = Result(
+        "turns-smollm2",
+        "Greedy replies of a server that is killed after each, and of one that is not.",
+        {"max_tokens": MAX_TOKENS, "options": " ".join(args.options) or "none"},
+        folder=args.out,
+    )
+    given = json.loads(CONVERSATIONS.read_text(encoding="utf-8"))["conversations"]
+    talks = [Talk(one["kind"], one["messages"]) for one in given]
+    with tempfile.TemporaryDirectory() as folder:
+        stays, dies = (
+            ServerProcess(
+                args.model, *plugin(Path(folder) / name, args.options), start_timeout_s=600
+            )
+            for name in ("stays", "dies")
+        )
+        with stays, dies:
+            for turn in range(len(talks[0].questions)):
+                for talk in talks:
+                    talk.ask(stays, dies, turn)
+                until_written(dies)
+                dies.restart(kill=True)
+                n_equal = sum(talk.n_equal for talk in talks)
+                print(f"{n_equal} of {(turn + 1) * len(talks)} replies are equal", flush=True)
+    result.add(*(talk.row for talk in talks))
+    total = {name: sum(row[name] for row in result.rows) for name in ("turns", "equal replies")}
+    result.add({"conversation": "all", **total})
+    result.show()
+
+
+def plugin(store: Path, options: Sequence[str]) -> list[str]:
+    return ["--plugin", "kvpersist", "--kvpersist-dir", str(store), *options]
+
+
+def until_written(server: ServerProcess) -> None:
+    """Return when the server's writer has nothing more to do."""
+    while json.loads(server.request("GET", STATS_PATH)[2])["store"]["queue"]["tasks"]:
+        time.sleep(0.05)
+
+
+@dataclass
+class Talk:
+    """A conversation, and how often both servers said the same in it."""
+
+    kind: str
+    questions: Sequence[str]
+    messages: list[Message] = field(default_factory=list)
+    n_equal: int = 0
+    n_prompt: int = 0
+    n_restored: int = 0
+    first_difference: int | None = None
+
+    def ask(self, stays: ServerProcess, dies: ServerProcess, turn: int) -> None:
+        """Ask both for the next reply, and go on with that of the first."""
+        self.messages.append({"role": "user", "content": self.questions[turn]})
+        expected, found = (
+            server.chat(
+                self.messages,
+                self.kind.replace(" ", "-"),
+                max_tokens=MAX_TOKENS,
+                temperature=0.0,
+                logprobs=True,
+            )
+            for server in (stays, dies)
+        )
+        if found.ids == expected.ids:
+            self.n_equal += 1
+        else:
+            self.first_difference = self.first_difference or turn + 1
+            print(f"{self.kind}, {turn + 1}: {expected.text!r}, killed: {found.text!r}", flush=True)
+        self.n_prompt += found.prompt_tokens
+        self.n_restored += int(found.kvpersist["restored"])
+        # A reply that is cut off can end within a character.
+        said = expected.text.rstrip("\ufffd")
+        self.messages.append({"role": "assistant", "content": said})
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {
+            "conversation": self.kind,
+            "turns": len(self.questions),
+            "equal replies": self.n_equal,
+            "first that differs": self.first_difference,
+            "prompt tokens": self.n_prompt,
+            "restored from disk": self.n_restored,
+        }
+
+
+if __name__ == "__main__":
+    main()
