@@ -12,7 +12,6 @@ import mlx.core as mx
 from ..geometry.kinds import slots_of
 from ..geometry.probe import position_limit
 from ..geometry.spec import LayerGroup, ModelCacheSpec
-from ..live.packed import GRID
 
 MIN_CHUNK = 32
 """Tokens that are computed at once however little memory there is."""
@@ -50,8 +49,7 @@ class PrefillMemory:
     key_bytes: float
     limit_bytes: int
     stops_every: int | None = None
-    """Chunks do not go beyond a multiple of this, None if they may: a checkpoint is made there, or
-    a block of the grid ends, and the model reads arrays, in which all queries see the same."""
+    """Chunks end at the multiples of this, where a checkpoint is made; None without checkpoints."""
 
     def peak_bytes(self, n_tokens: int, position: int) -> int:
         """Return the most bytes that a chunk after `position` cached tokens takes."""
@@ -95,8 +93,6 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
     if n_tokens < _MIN_MEASURED:
         score_bytes = _SCORE_BYTES
     stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
-    if spec.reads_arrays:
-        stops_every = GRID
     return PrefillMemory(token_bytes, score_bytes, key_bytes, limit_bytes, stops_every)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
-from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, BatchQuantizedKVCache
+from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.cache.measuring import prefill_memory
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
     CHECKPOINT_EVERY,
@@ -137,7 +136,7 @@ def test_what_is_told_is_what_was_measured(
     for n_tokens, position in ((1, 0), (700, 0), (700, 30_000), (2048, 100)):
         told = memory.peak_bytes(n_tokens, position)
         assert told == pytest.approx(device.bytes(n_tokens, position), rel=1e-6)
-    assert memory.limit_bytes == 64 * MIB and memory.stops_every == 256
+    assert memory.limit_bytes == 64 * MIB and memory.stops_every is None
 
 
 def test_a_slow_device_is_measured_on_little(
@@ -178,12 +177,9 @@ def test_the_largest_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure_prefill(None, spec, 64 * MIB).key_bytes == 4 * (128 + 64) * 4
 
 
-@pytest.mark.parametrize(("takes_packed", "stops_every"), [(True, CHECKPOINT_EVERY), (False, 256)])
-def test_chunks_stop_where_a_checkpoint_is_made_or_the_grid_has_a_line(
-    monkeypatch: pytest.MonkeyPatch, takes_packed: bool, stops_every: int
+def test_models_with_windows_stop_where_a_checkpoint_is_made(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Device(monkeypatch)
-    spec = ModelCacheSpec.probe(tiny_gemma3())
-    plans = {group.name: AttentionPlan(can_take_packed=takes_packed) for group in spec.quantized}
-    memory = measure_prefill(None, replace(spec, plans=plans), 64 * MIB)
-    assert memory.stops_every == stops_every
+    memory = measure_prefill(None, ModelCacheSpec.probe(tiny_gemma3()), 64 * MIB)
+    assert memory.stops_every == CHECKPOINT_EVERY
