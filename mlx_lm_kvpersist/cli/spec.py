@@ -13,6 +13,7 @@ from rich.table import Table
 from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import Batching, ModelCacheSpec
+from ..cache.live.packed import GRID
 from ..cache.measuring.guard import (
     Verdict,
     is_guarded,
@@ -98,10 +99,16 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
             f"A token takes {show_bytes(n_bytes)} live and on disk, {n_bytes / full_bytes:.2f} of "
             f"{show_bytes(full_bytes)} in full precision."
         )
+    if spec.quantized:
+        most = show_bytes((GRID - 1) * spec.newest_bytes)
+        yield f"The newest tokens, {GRID - 1} at most, are also kept as computed: up to {most}."
     for side, picture in pictures(spec).items():
         yield f"Bits of the {side} by layer: {picture}"
     if spec.any_prefix:
-        yield "Reusable: any beginning of a conversation, to the token."
+        any_place = (
+            f"up to any multiple of {GRID} tokens" if spec.quantized else "any beginning of it"
+        )
+        yield f"Reusable: a conversation to its end, or {any_place}."
     else:
         yield (
             "Reusable: up to the checkpoints at the ends of the system prompt, of the last turns "

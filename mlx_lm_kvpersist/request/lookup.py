@@ -16,7 +16,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root, pack_ids
 from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from ..cache.blocks.cut_join import Joiner, Piece
+from ..cache.blocks.cut_join import BLOCK_TOKENS, Joiner, Piece
 from ..cache.geometry.spec import arrays_fit
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
@@ -373,7 +373,7 @@ def _is_restored(
         if (tier := store.tier_of(block.key)) != RAM:
             n_bytes[tier] += size
     for tier in n_bytes:
-        n_bytes[tier] += spec.bytes_per_checkpoint
+        n_bytes[tier] += spec.bytes_per_checkpoint + n_tokens % BLOCK_TOKENS * spec.newest_bytes
     compute_s = speed.pace.seconds(start, n_tokens - start)
     restore_s = sum(n / speed.rates[tier] for tier, n in n_bytes.items() if tier in speed.rates)
     return compute_s is None or restore_s <= compute_s

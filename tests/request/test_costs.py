@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.match.tree import Match
 from mlx_lm_kvpersist.request.lookup import MIN_TOKENS, tokens_to_reuse
@@ -133,6 +135,16 @@ def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: 
     # Two blocks and a window of as many bytes: 300 ms.
     assert tokens_of_model(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
     assert tokens_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
+
+
+def test_the_newest_tokens_are_read_too(store: BlockStore) -> None:
+    eight = replace(FULL, precision=KVPrecision.of(8, 64))
+    quantized = ModelCacheSpec((eight,), [KVCache()])
+    assert quantized.newest_bytes == 2 * 64 * 4
+    # A block in 8 bits has 0.28 of BLOCK_BYTES, its first 100 tokens as computed have 0.39.
+    nodes = blocks(1, "a")
+    assert tokens_of_model(store, nodes, 100, 0.1, quantized) == (100, None)
+    assert tokens_of_model(store, nodes, 100, 0.2, quantized) == (0, Reason.NOT_WORTH_IT)
 
 
 def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:

@@ -164,6 +164,11 @@ class ModelCacheSpec:
         """Full groups whose newest tokens are read as they were computed, and others quantized."""
         return tuple(group for group in self.full if group.precision is not None)
 
+    @cached_property
+    def newest_bytes(self) -> int:
+        """Bytes of one token as it was computed, which the newest of a sequence take besides."""
+        return forms_bytes(newest_arrays(self.quantized, 1))
+
     @property
     def reads_arrays(self) -> bool:
         """Whether attention of quantized groups gets arrays, the same in all queries of a call."""
