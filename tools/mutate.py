@@ -71,6 +71,9 @@ TESTS = {
         "-k",
         "models or layers_of or observed",
     ],
+    "cache/live/newest": [
+        *("tests/cache/live/test_newest.py", "-k", "0-rotated and not tiles or buffer"),
+    ],
     "cache/live/packed": [
         *("tests/cache/live/test_quantized.py", "tests/cache/live/test_batch.py"),
         "tests/cache/geometry/test_precision.py",

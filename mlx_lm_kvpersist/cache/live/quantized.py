@@ -123,7 +123,7 @@ class PackedCache(Buffers):
 
     @keys.setter
     def keys(self, held: Held) -> None:
-        self._keys = held
+        self._keys, self._n_waiting = held, 0
 
     @property
     def values(self) -> Held:
@@ -133,7 +133,10 @@ class PackedCache(Buffers):
 
     @values.setter
     def values(self, held: Held) -> None:
-        self._values = held
+        self._values, self._n_waiting = held, 0
+
+    def empty(self) -> bool:
+        return self._keys is None
 
     @property
     @abstractmethod

@@ -48,7 +48,7 @@ PLANS: dict[str, AttentionPlan | None] = {
     "packed": forced_plan("packed", can_take_packed=True),
     "tiles of heads": AttentionPlan("tiled", "tiled", "tiled", can_take_packed=True),
     "tiles of keys": AttentionPlan(
-        "tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=7 * 4 * 96
+        "tiled", "tiled", "tiled", can_take_packed=True, tile_bytes=25 * 4 * 96
     ),
 }
 
@@ -148,7 +148,8 @@ class Streams:
         mask = cache.make_mask(n)
         fetched = cache.update_and_fetch(keys, values)
         found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
-        n_taken = self.rng.randint(0, n) if self.rng.random() < 0.15 else 0
+        # No draft is longer than a block.
+        n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
         cache.trim(n_taken)
         for i, reference in enumerate(references):
             row = slice(i, i + 1)
@@ -162,10 +163,12 @@ class Streams:
             act, n_rows = self.rng.random(), len(self.references)
             if act < 0.08 and n_rows < 4:
                 self.join()
-            elif act < 0.16 and n_rows > 1:
-                keep = sorted(self.rng.sample(range(n_rows), self.rng.randint(1, n_rows - 1)))
+            elif act < 0.16:
+                keep = sorted(self.rng.sample(range(n_rows), self.rng.randint(0, n_rows - 1)))
                 self.batch.filter(keep)
                 self.references = [self.references[i] for i in keep]
+                if not keep:
+                    self.join()
             elif act < 0.24:
                 rows = [self.batch.extract(i) for i in range(n_rows)]
                 self.batch = BatchQuantizedKVCache.merge(copy.deepcopy(rows))
@@ -193,6 +196,16 @@ HEADS = [(40, 40), (72, 72), (80, 80), (88, 96), (100, 100), (104, 80), (112, 11
 def test_heads_of_any_size_follow_the_rule(dims: tuple[int, int], plan: str) -> None:
     precision = PRECISIONS["rotated" if dims[0] % 3 else "4 bits"]
     assert Streams(1, precision, PLANS[plan], dims).run(12) < TOLERANCE
+
+
+def test_a_batch_that_all_rows_have_left_is_empty() -> None:
+    cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
+    for n in (5, 1):  # what is decoded is not packed at once
+        cache.update_and_fetch(*random_kv(n, n))
+    batch = BatchQuantizedKVCache.merge([cache])
+    batch.update_and_fetch(*random_kv(2, 1))
+    batch.filter([])
+    assert batch.empty() and batch.nbytes == 0
 
 
 def test_the_buffer_is_one_block_long() -> None:
@@ -224,7 +237,7 @@ def faults() -> dict[str, tuple[type, str, Any]]:
     }
 
 
-@pytest.mark.parametrize("plan", ["arrays", "packed", "tiles of keys"])
+@pytest.mark.parametrize("plan", ["arrays", "packed"])
 @pytest.mark.parametrize("fault", list(faults()))
 def test_a_fault_shows(fault: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*faults()[fault])
