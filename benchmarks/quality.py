@@ -22,7 +22,6 @@ from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice, Quantization
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.measuring.divergence import Predictions
 from mlx_lm_kvpersist.cache.measuring.texts import encode
@@ -57,7 +56,13 @@ class Rounded(KVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(6, 64, True)), (values, Quantization(4, 64, True)))
-        return super().update_and_fetch(*(pk.read(pk.quantize(x, how), how) for x, how in both))
+        read = (pk.read(pk.quantize(x, how), how, _none_of(x, how)) for x, how in both)
+        return super().update_and_fetch(*read)
+
+
+def _none_of(x: mx.array, how: Quantization) -> mx.array:
+    """Return no newest tokens; the rest is read in their dtype."""
+    return pk.packable(x[:, :, :0], how)
 
 
 def main() -> None:
@@ -122,7 +127,7 @@ def measured(
     specs = {name: served(model, rotated(name), "dequantize") for name in LAYOUTS}
     makers: dict[str, Any] = {name: spec.make_cache for name, spec in specs.items()}
     makers["before"] = lambda: [Rounded() for _ in model.layers]
-    bits = {name: f"{_bits(spec):.2f}" for name, spec in specs.items()}
+    bits = {name: f"{spec.bits_per_number:.2f}" for name, spec in specs.items()}
     yield {"text": "bits a number", **bits, "before": "5.50"}
     for path in texts:
         begin, ids = encode(tokenizer, path.read_text(encoding="utf-8"))
@@ -157,14 +162,6 @@ def asked(
 
 def rotated(name: str) -> PrecisionChoice:
     return replace(KV_BITS[name], rotated=(True, True))
-
-
-def _bits(spec: ModelCacheSpec) -> float:
-    """Return the bits of a number, with scales and biases counted as 16 bits."""
-    (group, *_) = spec.full
-    assert group.keys is not None and group.precision is not None
-    over = 2 * (8 * group.keys.mx_dtype.size - 16) / group.precision.group_size
-    return spec.bits_per_number - over
 
 
 def _cell(read: Predictions) -> str:

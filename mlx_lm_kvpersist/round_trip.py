@@ -169,7 +169,8 @@ def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
         return x
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
-    weights, scales, biases = mx.quantize(x, group_size=size, bits=bits)
+    weights, *others = mx.quantize(x, group_size=size, bits=bits)
+    scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in others)
     x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
     return mx.hadamard_transform(x) if quantization.rotated else x
 

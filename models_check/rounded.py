@@ -50,5 +50,7 @@ def _round(x: mx.array, quantization: Any) -> mx.array:
     if 0 in x.shape or quantization.is_full_precision:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
-    quantized = mx.quantize(prepared(x, quantization), **how)
-    return as_it_came(mx.dequantize(*quantized, **how), quantization).astype(x.dtype)
+    weights, scales, biases = mx.quantize(prepared(x, quantization), **how)
+    if x.dtype == mx.float32:
+        scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in (scales, biases))
+    return as_it_came(mx.dequantize(weights, scales, biases, **how), quantization)

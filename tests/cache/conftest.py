@@ -143,6 +143,14 @@ def random_kv(
     return keys, values
 
 
+def rounded(x: mx.array, group_size: int, bits: int) -> mx.array:
+    """Return what MLX makes of `x`; scales and biases have 16 bits."""
+    weights, scales, biases = mx.quantize(x, group_size=group_size, bits=bits)
+    if x.dtype == mx.float32:
+        scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in (scales, biases))
+    return mx.dequantize(weights, scales, biases, group_size=group_size, bits=bits)
+
+
 def same_bits(a: mx.array, b: mx.array) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(mx.array_equal(a, b))
 
@@ -154,4 +162,6 @@ def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
 def address(array: mx.array) -> int:
     """Where an evaluated array begins in memory."""
     mx.eval(array)
-    return int(np.asarray(array).__array_interface__["data"][0])
+    seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # numpy has no bfloat16
+    mx.eval(seen)
+    return int(np.asarray(seen).__array_interface__["data"][0])

@@ -28,8 +28,8 @@ def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["spec", "--model", str(tiny_model), *PLAIN]) == 0
     said = capsys.readouterr().out
     assert re.search("KVCache +full +2 x 64 float32 +2 x 64 float32 ", said)
-    # Per layer keys and values of 2 heads: 32 bytes of codes, 8 of scale and bias, for 64 numbers.
-    assert "A token takes 320 B live and on disk, 0.16 of 2.0 KiB" in said
+    # Per layer keys and values of 2 heads: 32 bytes of codes, 4 of scale and bias, for 64 numbers.
+    assert "A token takes 288 B live and on disk, 0.14 of 2.0 KiB" in said
     assert "The newest tokens, 255 at most, are also kept as computed: up to 510.0 KiB." in said
     assert "Reusable: a conversation to its end, or up to any multiple of 256 tokens." in said
 

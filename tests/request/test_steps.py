@@ -200,7 +200,7 @@ def test_the_buffers_are_not_all_made_in_one_step(
     made.append(0)
     while not lookup.advance(0.0) and sum(made) == made[-1]:
         made.append(0)
-    assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 4
+    assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 3
 
 
 def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None:
@@ -266,7 +266,7 @@ def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda name, x: x.astype(mx.float16) if x.dtype == mx.float32 else x,
+        lambda name, x: x.astype(mx.float16) if x.dtype == mx.bfloat16 else x,
         lambda name, x: x[:, :, :-1],
     ],
     ids=["dtype", "tokens"],

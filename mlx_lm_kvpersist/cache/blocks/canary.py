@@ -78,7 +78,9 @@ def canary_difference(
         new = _stacked(group, slots, start, stop)
         for side, *both in zip(group.sides.values(), old, new, strict=True):
             was, now = (
-                (fields[0] if side is None else pk.dequantize(fields, side)).astype(mx.float32)
+                fields[0].astype(mx.float32)
+                if side is None
+                else pk.dequantize(fields, side, mx.float32)
                 for fields in both
             )
             error = mx.square(now - was).sum(axis=(1, 3))

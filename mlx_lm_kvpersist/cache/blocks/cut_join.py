@@ -2,9 +2,9 @@
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
-[L, H, T, W / group size] in the model's dtype, and the same for "0.v"; W is the number of numbers a
-head, D, and their padding. Keys, or values, in full precision are one array, "0.k" or "0.v"
-[L, H, T, D]. A window holds a block's last tokens of the
+[L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of
+numbers a head, D, and their padding. Keys, or values, in full precision are one array, "0.k" or
+"0.v" [L, H, T, D]. A window holds a block's last tokens of the
 sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
 end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized groups
 as they were computed, rotated and padded as they are packed, are "0.k" and "0.v" [L, H, T, W].

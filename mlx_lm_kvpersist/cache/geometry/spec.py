@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..live.packed import GRID
+from ..live.packed import GRID, scale_dtype
 from ..live.quantized import AttentionPlan
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice, Quantization
@@ -199,8 +199,8 @@ class ModelCacheSpec:
         """One word for how this model's KV is stored; different layouts have different words.
 
         It lists the precisions of layers in order, with their number if they differ:
-        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,n256". "n256" says that queries see
-        their own block of the grid as it was computed.
+        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,n256". "n256" says that queries see their own block of
+        the grid as it was computed, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
@@ -264,7 +264,7 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
             width = shape.dim + quantization.padding
             yield name, (*lead, width * quantization.bits // 32), mx.uint32
             for other in others:
-                yield other, (*lead, width // quantization.group_size), dtype
+                yield other, (*lead, width // quantization.group_size), scale_dtype(dtype)
 
 
 def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:

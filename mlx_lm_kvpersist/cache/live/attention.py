@@ -149,17 +149,14 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         return spans
 
     def dequantized(
-        self, rows: slice, heads: slice, tokens: slice, after: mx.array | None
+        self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
     ) -> mx.array:
-        """Dequantize a part in the dtype of the scales, but not before `after` is computed.
-
-        If rotated, it stays so.
-        """
+        """Dequantize a part, `prepared` as it is, but not before `after` is computed."""
         weights, *others = (x[rows, heads, tokens] for x in self)
         if after is not None:
             # Without this MLX may dequantize all tiles first and then use them.
             (weights,) = mx.depends([weights], [after])
-        return pk.dequantize((weights, *others), self.quantization)
+        return pk.dequantize((weights, *others), self.quantization, dtype)
 
     def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
         """Return tokens [first, last) as they were computed."""
@@ -200,18 +197,18 @@ def _fused(
     spans, every = keys.spans(queries.shape[2], mask), slice(None)
     both = []
     for x in (keys, values):
-        array = x.dequantized(*where, every, after)
+        array = x.dequantized(*where, every, after, queries.dtype)
         if (first := spans[0].first) < (last := x.n_tokens):
             own = x.computed(*where, first, last)
             pk.write_over(array, slice(first, last), own, x.is_own(where[0], first, last))
-        both.append(array.astype(queries.dtype))
+        both.append(array)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
         if done is not None:
             both = mx.depends(both, out[-1:])
             for array, x in zip(both, (keys, values), strict=True):
-                old = x.dequantized(*where, slice(done.first, done.last), out[-1])
-                array[:, :, done.first : done.last] = old.astype(array.dtype)
+                at = slice(done.first, done.last)
+                array[:, :, at] = x.dequantized(*where, at, out[-1], array.dtype)
         seen = mask
         if len(spans) > 1 and isinstance(mask, mx.array):
             seen = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
@@ -249,8 +246,10 @@ def packed_attention(
     capacity = keys.buffers[0].shape[2]
     if (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity:
         all_keys, all_values = keys.buffers, values.buffers
-    # This copies only arrays that are slices.
-    all_keys, all_values = pk.each(mx.contiguous, all_keys), pk.each(mx.contiguous, all_values)
+    # This copies only arrays that are slices. Each product would convert the scales by itself.
+    all_keys, all_values = (
+        pk.with_scales(pk.each(mx.contiguous, x), queries.dtype) for x in (all_keys, all_values)
+    )
     capacity = all_keys[0].shape[2]
     scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
@@ -356,7 +355,7 @@ def _one_head(
     blocks = list(_span_slices(keys.spans(n_queries, mask), n_block))
     running: list[_Running | None] = [None] * len(blocks)
     for tokens in _slices(n_keys, n_tile):
-        tile = [x.dequantized(*where, tokens, after) for x in (keys, values)]
+        tile = [x.dequantized(*where, tokens, after, dtype) for x in (keys, values)]
         for i, (span, at) in enumerate(blocks):
             n, first, last = (
                 tokens.start,
@@ -369,7 +368,7 @@ def _one_head(
                 seen = [copy.copy(x) for x in tile]
                 for array, x in zip(seen, (keys, values), strict=True):
                     pk.write_over(array, own, x.computed(*where, first, last), is_own)
-            tile_keys, tile_values = (x.astype(dtype)[:, :, None] for x in seen)
+            tile_keys, tile_values = (x[:, :, None] for x in seen)
             block = scaled[:, :, :, at]
             if after is not None:
                 block = mx.depends([block], [after])[0]

@@ -2,8 +2,8 @@
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32
 [B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
-dtype. Zeros in all three stand for zeros, so zeroed buffers are finite padding. W is the number of
-numbers a head, D, and the padding that makes groups whole.
+dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros, so zeroed buffers are
+finite padding. W is the number of numbers a head, D, and the padding that makes groups whole.
 Keys or values in full precision are one array. `hold` makes one of the two forms; the other
 functions take both.
 """
@@ -89,17 +89,31 @@ def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
     return x[..., :-padding] if padding else x
 
 
+def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """Return the dtype of the scales and biases of numbers of `dtype`: 16 bits.
+
+    bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, keys 6 bits, values
+    4, has the same divergence with it (0.00068 nats), and a copy with keys 24 to 32 times as large
+    0.0066 with both.
+    """
+    return mx.bfloat16 if dtype == mx.float32 else dtype
+
+
+def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
+    """Return `packed` with scales and biases of `dtype`, the one that is computed in."""
+    weights, scales, biases = packed
+    return weights, scales.astype(dtype), biases.astype(dtype)
+
+
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
-    """Pack `x` [B, H, T, D]; scales and biases keep its dtype."""
+    """Pack `x` [B, H, T, D]."""
     return pack(prepared(x, quantization), quantization)
 
 
 def pack(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, W], which is `prepared`."""
-    weights, scales, biases = mx.quantize(
-        x, group_size=quantization.group_size, bits=quantization.bits
-    )
-    return weights, scales, biases
+    packed = mx.quantize(x, group_size=quantization.group_size, bits=quantization.bits)
+    return with_scales(packed, scale_dtype(x.dtype))
 
 
 def packable(x: mx.array, quantization: Quantization) -> mx.array:
@@ -120,11 +134,12 @@ def held_of(arrays: tuple[mx.array, ...]) -> Packed | mx.array:
     return weights, scales, biases
 
 
-def dequantize(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
-    """Return all tokens [B, H, T, W] in the dtype of the scales, as they were `prepared`."""
-    weights, scales, biases = packed
+def dequantize(
+    packed: tuple[mx.array, ...], quantization: Quantization, dtype: mx.Dtype
+) -> mx.array:
+    """Return all tokens [B, H, T, W] in `dtype`, as they were `prepared`."""
     return mx.dequantize(
-        weights, scales, biases, group_size=quantization.group_size, bits=quantization.bits
+        *with_scales(packed, dtype), group_size=quantization.group_size, bits=quantization.bits
     )
 
 
@@ -134,13 +149,14 @@ def read(
     newest: mx.array | None = None,
     is_own: mx.array | None = None,
 ) -> mx.array:
-    """Return all tokens [B, H, T, D] as they came, in the dtype of the scales.
+    """Return all tokens [B, H, T, D] as they came, rounded.
 
-    They are rounded, but for the `newest` [B, H, n, W], which are as `hold` returned them.
+    The `newest` [B, H, n, W] are as `packable` returned them, and give the dtype; else the scales
+    do.
     """
     if isinstance(held, mx.array):
         return held
-    x = dequantize(held, quantization)
+    x = dequantize(held, quantization, held[1].dtype if newest is None else newest.dtype)
     if newest is not None:
         write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
     return as_it_came(x, quantization)

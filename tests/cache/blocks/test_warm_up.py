@@ -78,7 +78,7 @@ def test_the_canary_is_warm_for_short_and_for_long_prompts(
 
 @pytest.mark.parametrize(
     ("max_bytes", "n_positions", "n_tokens"),
-    [(1 << 20, None, 3072), (1 << 30, 1024, 1024), (1 << 10, None, None), (1 << 30, 100, None)],
+    [(1 << 20, None, 3584), (1 << 30, 1024, 1024), (1 << 10, None, None), (1 << 30, 100, None)],
 )
 def test_a_long_warm_up_is_bounded_by_memory_and_by_positions(
     llama_model: Any,
@@ -88,7 +88,7 @@ def test_a_long_warm_up_is_bounded_by_memory_and_by_positions(
     n_positions: int | None,
     n_tokens: int | None,
 ) -> None:
-    assert llama_spec.bytes_per_token == 320
+    assert llama_spec.bytes_per_token == 288
     monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.canary._LONG_BYTES", max_bytes)
     model = Recording(llama_model)
     model.args = SimpleNamespace(n_positions=n_positions)

@@ -40,15 +40,29 @@ def test_reads_like_a_name() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
-    shape = TensorShape(2, 256, "float32")
+    shape = TensorShape(2, 256, "float16")
     precision = KVPrecision.of(bits, group_size)
     group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
-    packed = mx.quantize(mx.ones((2, 2, 5, 256)), group_size=group_size, bits=bits)
+    packed = mx.quantize(mx.ones((2, 2, 5, 256), mx.float16), group_size=group_size, bits=bits)
     assert [form[1:] for form in token_arrays([group], 5)] == [
         (x.shape, x.dtype) for x in packed
     ] * 2
     assert group.bytes_per_token == 2 * sum(x.nbytes for x in packed) // 5
-    assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 4
+    assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 2
+
+
+def test_scales_have_16_bits_whatever_the_model_computes_in() -> None:
+    """bfloat16 for float32: no number that a model computes with is too large for it."""
+    x = mx.random.normal((1, 2, 5, 64), key=mx.random.key(1))
+    for dtype, scales in ((mx.float32, mx.bfloat16), (mx.float16, mx.float16)):
+        packed = quantize(x.astype(dtype), Quantization(8, 32))
+        assert [array.dtype for array in packed] == [mx.uint32, scales, scales]
+    for factor in (1e30, 1e-3):
+        found = read(
+            quantize(factor * x, Quantization(8, 32)), Quantization(8, 32), newest=x[:, :, :1]
+        )
+        error = mx.linalg.norm((found / factor - x)[:, :, :-1])
+        assert error < 0.01 * mx.linalg.norm(x)
 
 
 def test_what_a_cache_holds_is_arrays_and_back() -> None:

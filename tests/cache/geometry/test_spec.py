@@ -94,7 +94,7 @@ def test_llama_is_one_group() -> None:
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
     )
     assert spec.layout == "4b64,n256" and spec.any_prefix and spec.batching is Batching.REPLIES
-    assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 4)
+    assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 2)
 
 
 def test_the_dtype_is_that_of_the_weights() -> None:
@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
     assert arrays_fit(token_arrays(spec.full, 10), extra) == "unknown array 1.k.weights"
     half = {**arrays, "0.v.scales": arrays["0.v.scales"].astype(mx.float16)}
     assert (
-        arrays_fit(token_arrays(spec.full, 10), half) == "0.v.scales is float16, expected float32"
+        arrays_fit(token_arrays(spec.full, 10), half) == "0.v.scales is float16, expected bfloat16"
     )
     del arrays["0.v.biases"]
     assert arrays_fit(token_arrays(spec.full, 10), arrays) == "no array 0.v.biases"

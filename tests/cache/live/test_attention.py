@@ -118,7 +118,7 @@ def written_out(
     n_repeats = queries.shape[1] // keys[0].shape[1]
     plain = []
     for x in (keys, values):
-        held = pk.read(x, x.quantization).astype(mx.float32)
+        held = pk.as_it_came(pk.dequantize(x, x.quantization, mx.float32), x.quantization)
         plain.append(mx.repeat(held, n_repeats, axis=1))
     scores = (queries.astype(mx.float32) @ plain[0].swapaxes(-1, -2)) * scale
     n, s = scores.shape[-2:]

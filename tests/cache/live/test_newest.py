@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 
-from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv
+from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded
 
 TOLERANCE = 1e-4
 SCALE = K_DIM**-0.5
@@ -67,20 +67,18 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pk, "GRID", GRID)
 
 
-def rounded(x: mx.array, quantization: Quantization) -> mx.array:
+def packed_and_back(x: mx.array, quantization: Quantization) -> mx.array:
     """Return what MLX makes of `x` with zeros behind each head's numbers, to the next whole group.
 
     Rotated, it is multiplied by a Hadamard matrix before, and by its transpose after.
     """
     if quantization.bits == FULL_BITS:
         return x
-    size, bits, dim = quantization.group_size, quantization.bits, x.shape[-1]
+    size, dim = quantization.group_size, x.shape[-1]
     x = mx.pad(x, [(0, 0)] * 3 + [(0, -dim % size)])
     matrix = mx.eye(x.shape[-1])
     matrix = mx.hadamard_transform(matrix) if quantization.rotated else matrix
-    weights, scales, biases = mx.quantize(x @ matrix, group_size=size, bits=bits)
-    x = mx.dequantize(weights, scales, biases, group_size=size, bits=bits)
-    return (x @ matrix.T)[..., :dim]
+    return (rounded(x @ matrix, size, quantization.bits) @ matrix.T)[..., :dim]
 
 
 class Reference:
@@ -93,7 +91,8 @@ class Reference:
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         precise = self.computed.update_and_fetch(keys, values)
         coarse = self.quantized.update_and_fetch(
-            rounded(keys, self.precision.keys), rounded(values, self.precision.values)
+            packed_and_back(keys, self.precision.keys),
+            packed_and_back(values, self.precision.values),
         )
         n_keys, n = self.computed.offset, keys.shape[2]
         at, seen = mx.arange(n_keys - n, n_keys)[:, None], mx.arange(n_keys)
