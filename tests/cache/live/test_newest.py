@@ -149,7 +149,7 @@ class Streams:
         found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
         # No draft is longer than a block.
         n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
-        cache.trim(n_taken)
+        assert cache.trim(n_taken) == n_taken
         for i, reference in enumerate(references):
             row = slice(i, i + 1)
             expected = reference.attend(queries[row], keys[row], values[row])
