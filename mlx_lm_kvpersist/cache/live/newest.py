@@ -66,11 +66,11 @@ class Newest(PaddedBatch):
         kept = list(map(min, n_tokens, self.lengths))
         if kept == self.lengths:
             return
-        width = max(kept, default=0)
+        width = max(kept)
         first, stop = self._idx - width, self._idx
         self._place([width - n for n in kept], width)
         self.keys, self.values = (
-            _with_room([x[:, :, first:stop]]) for x in (self.keys, self.values)
+            _with_room([x[:, :, first:stop]]) if width else None for x in (self.keys, self.values)
         )
 
     def trim(self, n: int) -> int:

@@ -241,7 +241,7 @@ class PackedCache(Buffers):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, padding and spare room included; 0 when empty."""
-        return super().nbytes + self.newest.nbytes
+        return pk.n_bytes(self._keys) + pk.n_bytes(self._values) + self.newest.nbytes
 
     @property
     def state(self) -> tuple[Any, ...]:

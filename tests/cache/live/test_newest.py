@@ -149,7 +149,8 @@ class Streams:
         found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
         # No draft is longer than a block.
         n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
-        assert cache.trim(n_taken) == n_taken
+        if n_taken:
+            assert cache.trim(n_taken) == n_taken
         for i, reference in enumerate(references):
             row = slice(i, i + 1)
             expected = reference.attend(queries[row], keys[row], values[row])
@@ -205,6 +206,35 @@ def test_a_batch_that_all_rows_have_left_is_empty() -> None:
     batch.update_and_fetch(*random_kv(2, 1))
     batch.filter([])
     assert batch.empty() and batch.nbytes == 0
+
+
+def test_a_row_at_the_end_of_its_block_leaves_without_newest_tokens() -> None:
+    caches = [SequenceQuantizedKVCache(COARSE, PLANS["packed"]) for _ in range(2)]
+    for cache, n in zip(caches, (GRID, 5), strict=True):
+        cache.update_and_fetch(*random_kv(n, n))
+    batch = BatchQuantizedKVCache.merge(caches)
+    rows = [batch.extract(i) for i in range(2)]
+    assert [row.newest.size() for row in rows] == [0, 5]
+
+
+def test_what_is_taken_back_beyond_a_block_leaves_nothing_as_computed() -> None:
+    cache = SequenceQuantizedKVCache(COARSE)
+    cache.update_and_fetch(*random_kv(1, GRID + 4))
+    cache.forget()
+    assert cache.trim(6) == 6
+    assert cache.newest.size() == 0
+
+
+def test_a_row_keeps_its_padding_out_however_long_the_rows_get() -> None:
+    rows = [Newest(1) for _ in range(2)]
+    for row, n in zip(rows, (3, 1), strict=True):
+        row.append(*random_kv(n, n))
+    newest = Newest.merge(rows)
+    for n_more in (1, 1, GRID, 1):
+        newest.append(*random_kv(n_more, n_more, 2))
+        is_own = newest.is_own()
+        assert is_own is not None and is_own.shape == (2, newest.size())
+        assert is_own.sum(axis=1).tolist() == newest.lengths
 
 
 def test_the_buffer_is_one_block_long() -> None:
