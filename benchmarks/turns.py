@@ -42,7 +42,7 @@ def main() -> None:
         make_smollm2(args.model)
     result = Result(
         "turns-smollm2",
-        "Greedy replies of a server that is killed after each, and of one that is not.",
+        "Greedy replies of a server that is killed after each turn, and of one that is not.",
         {"max_tokens": MAX_TOKENS, "options": " ".join(args.options) or "none"},
         folder=args.out,
     )
