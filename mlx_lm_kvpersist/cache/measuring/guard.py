@@ -32,7 +32,8 @@ _FALLBACKS = ((8, 4), (8, 8))
 _KEY = "guard/1/"
 """The number grows when texts or limits change: then models are judged anew."""
 _FEW_TOKENS = 8
-"""The least of a chunk. They also show how quick the model is."""
+"""The least of a chunk: a request waits as if its prompt had 16 tokens more. They also show how
+quick the model is."""
 
 logger = logging.getLogger(__name__)
 
