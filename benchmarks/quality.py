@@ -24,6 +24,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.measuring.divergence import Predictions
+from mlx_lm_kvpersist.cache.measuring.guard import judge
 from mlx_lm_kvpersist.cache.measuring.texts import encode
 from mlx_lm_kvpersist.cli.quality_checks import (
     FIRST_TOKENS,
@@ -47,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "24 to 32 times": {"factors": (24.0, 32.0)},
     "64 to 128 times, first and last layer": {"factors": (64.0, 128.0), "layers": (0, -1)},
 }
-LAYOUTS = (DEFAULT_BITS, "8", "k5v4", "4")
+LAYOUTS = (DEFAULT_BITS, "8", "k8v4", "k5v4", "4")
 QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path, metavar="FILE", help="UTF-8")
     parser.add_argument("--models-dir", type=Path, default=DEFAULT_MODELS_DIR)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--tokens", type=int, default=1050, help="of each text")
     parser.add_argument("--questions", type=int, default=50, help="of questions.txt; 0 for none")
     parser.add_argument("--out", type=Path, help="folder of the result")
@@ -83,9 +85,10 @@ def main() -> None:
     with server_attention():
         for name in args.variants:
             model, tokenizer = loaded_variant(args.models_dir, name)
-            for row in measured(model, tokenizer, args.texts, args.tokens):
+            for row in measured(model, tokenizer, args.layouts, args.texts, args.tokens):
                 result.add({"model": name, **row})
                 print(result.rows[-1], flush=True)
+            result.add({"model": name, "text": "the guard", **verdict(model, tokenizer)})
             for text in (None, args.texts[0]) if args.questions else ():
                 row = asked(model, tokenizer, text, args.tokens, args.questions)
                 result.add({"model": name, **row})
@@ -121,10 +124,10 @@ def round_weights(model: Any) -> None:
 
 
 def measured(
-    model: Any, tokenizer: Any, texts: Sequence[Path], n_tokens: int
+    model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the bits of each layout, then what it costs on each text."""
-    specs = {name: served(model, rotated(name), "dequantize") for name in LAYOUTS}
+    specs = {name: served(model, rotated(name), "dequantize") for name in layouts}
     makers: dict[str, Any] = {name: spec.make_cache for name, spec in specs.items()}
     makers["before"] = lambda: [Rounded() for _ in model.layers]
     bits = {name: f"{spec.bits_per_number:.2f}" for name, spec in specs.items()}
@@ -135,6 +138,17 @@ def measured(
             raise SystemExit(f"{path} has only {len(ids):,} tokens")
         read = predicted(model, [*begin, *ids[:n_tokens]], makers, lambda: None)
         yield {"text": path.stem, **{name: _cell(its) for name, its in read.items()}}
+
+
+def verdict(model: Any, tokenizer: Any) -> dict[str, str]:
+    """Return what the server's guard finds of the default."""
+    choice = rotated(DEFAULT_BITS)
+    steps = judge(model, tokenizer, served(model, choice, "dequantize"), choice, step_s=1.0)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return {DEFAULT_BITS: str(ended.value)}
 
 
 def asked(
