@@ -98,6 +98,8 @@ def test_a_live_cache_that_is_wrong_everywhere_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def coarser(x: mx.array, precision: Any) -> mx.array:
+        if 0 in x.shape:  # no older block
+            return x
         return mx.dequantize(*mx.quantize(x, group_size=32, bits=3), group_size=32, bits=3)
 
     monkeypatch.setattr("models_check.rounded._round", coarser)
