@@ -191,9 +191,7 @@ class Layers:
     def over_packed(
         self, attention: Callable[..., mx.array], queries: mx.array, layer: int
     ) -> mx.array:
-        queries = pk.prepared(queries, self.precision.keys)
-        out = attention(queries, *self.held[layer], self.scale, self.mask)
-        return pk.as_it_came(out, self.precision.values)
+        return attention(queries, *self.held[layer], self.scale, self.mask)
 
     def stock(self, queries: mx.array, layer: int) -> mx.array:
         """mlx-lm's own; on CUDA it takes no slices, so copies are a part of its time."""

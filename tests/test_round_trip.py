@@ -158,7 +158,7 @@ BATCH = BatchQuantizedKVCache
 QUANTIZED: dict[str, Fault] = {
     "merge swaps keys and values": after(BATCH, "merge", swap_sides),
     "merge reverses rows": after(BATCH, "merge", lambda result, *_: swap_rows(None, result, None)),
-    "biases dropped": after(packed, "pack", without_biases),
+    "biases dropped": after(packed, "quantize", without_biases),
     "filter takes wrong rows": after(BATCH, "filter", swap_rows),
     "filter moves padding": after(BATCH, "filter", less_padding),
     "extend swaps rows": after(BATCH, "extend", swap_rows),

@@ -7,7 +7,7 @@ numbers a head, D, and their padding. Keys, or values, in full precision are one
 "0.v" [L, H, T, D]. A window holds a block's last tokens of the
 sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
 end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized groups
-as they were computed, rotated and padded as they are packed, are "0.k" and "0.v" [L, H, T, W].
+as they were computed are "0.k" and "0.v" [L, H, T, D].
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
 whole: the number of operations then depends on the number of layers, and no longer on the number

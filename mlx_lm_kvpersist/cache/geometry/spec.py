@@ -268,16 +268,13 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
 
 
 def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, W].
-
-    They are rotated and padded as those that are packed.
-    """
+    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, D]."""
     for group in groups:
         for (part, side), shape in zip(
             group.sides.items(), (group.keys, group.values), strict=True
         ):
             if side is not None and shape is not None:
-                form = len(group.slots), shape.n_heads, n_tokens, shape.dim + side.padding
+                form = len(group.slots), shape.n_heads, n_tokens, shape.dim
                 yield f"{group.name}.{part}", form, shape.mx_dtype
 
 

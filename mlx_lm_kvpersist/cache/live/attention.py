@@ -13,6 +13,10 @@ the mask is None.
 
 A query sees the keys and values of its own block of the grid as they were computed (`Computed`). So
 queries are attended in spans that do not go beyond a block.
+
+Queries, what was computed and results are as the model has them. Rotated keys meet rotated queries,
+and what rotated values add up to is rotated back: the products of rows do not change if both are
+multiplied by one orthonormal matrix, or padded.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
@@ -40,9 +44,8 @@ NEAR_BYTES = 16 << 20
 """Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
 
 
-@dataclass(frozen=True)
-class Computed:
-    """The last tokens [B, H, n, W] of keys, or values, before they were packed, `prepared`.
+class Computed(NamedTuple):
+    """The last tokens [B, H, n, D] of keys, or values, as they were computed.
 
     Of each row, `n_own` tokens before the queries are in the first query's block of the grid, and
     the last `n_held` are here. With one query a row, `is_own` [B, n] says which tokens are a row's,
@@ -115,11 +118,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         )
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
-        """Return the attention of `queries` over these keys and `values`.
-
-        Rotated keys meet rotated queries, and what rotated values add up to is rotated back. The
-        products of rows do not change if both are multiplied by one orthonormal matrix, or padded.
-        """
+        """Return the attention of `queries` over these keys and `values`."""
         if self.newest is not None and self.newest.by_row:
             rows = (
                 self.row(i).attend(queries[i : i + 1], values.row(i), scale, seen)
@@ -127,13 +126,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
                 for seen in [_part_of(mask, slice(i, i + 1), slice(None))]
             )
             return mx.concatenate(list(rows), axis=0)
-        queries = pk.prepared(queries, self.quantization)
         if self.strategy == "tiled":
-            out = tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
-        else:
-            attention = packed_attention if self.strategy == "packed" else dequantized_attention
-            out = attention(queries, self, values, scale, mask)
-        return pk.as_it_came(out, values.quantization)
+            return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
+        attention = packed_attention if self.strategy == "packed" else dequantized_attention
+        return attention(queries, self, values, scale, mask)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Cut the queries where the grid does."""
@@ -164,6 +160,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         before = self.n_tokens - self.newest.array.shape[2]
         return self.newest.array[rows, heads, first - before : last - before]
 
+    def prepared(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
+        """Return the same tokens in the form that is packed."""
+        return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
+
     def is_own(self, rows: slice, first: int, last: int) -> mx.array | None:
         """Return which of tokens [first, last) are their row's to see so [B, n]; None for all."""
         if self.newest is None or self.newest.is_own is None:
@@ -176,8 +176,9 @@ def dequantized_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
 ) -> mx.array:
     """Dequantize everything and run the fused kernel, as mlx-lm does with full precision."""
-    every = slice(None)
-    return _fused(queries, keys, values, (every, every), scale, mask, None)
+    every, queries = slice(None), pk.prepared(queries, keys.quantization)
+    out = _fused(queries, keys, values, (every, every), scale, mask, None)
+    return pk.as_it_came(out, values.quantization)
 
 
 def _fused(
@@ -191,6 +192,7 @@ def _fused(
 ) -> mx.array:
     """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
 
+    Queries are, and the result is, in the form that is packed.
     The tokens of all spans are made precise first; those of a span that is done are then written
     over by their quantized form, in place.
     """
@@ -199,7 +201,7 @@ def _fused(
     for x in (keys, values):
         array = x.dequantized(*where, every, after, queries.dtype)
         if (first := spans[0].first) < (last := x.n_tokens):
-            own = x.computed(*where, first, last)
+            own = x.prepared(*where, first, last)
             pk.write_over(array, slice(first, last), own, x.is_own(where[0], first, last))
         both.append(array)
     out: list[mx.array] = []
@@ -236,7 +238,7 @@ def packed_attention(
     The query heads of one key head are rows of one product, so nothing is broadcast. Queries are
     cut into blocks whose scores take at most `max_score_bytes`.
     """
-    n_rows, n_heads, n_queries, k_dim = queries.shape
+    n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
     every = slice(None)
     # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
@@ -251,17 +253,21 @@ def packed_attention(
         pk.with_scales(pk.each(mx.contiguous, x), queries.dtype) for x in (all_keys, all_values)
     )
     capacity = all_keys[0].shape[2]
-    scaled = (queries * scale).reshape(n_rows, n_kv_heads, -1, n_queries, k_dim)
+    queries = queries * scale
+    prepared = pk.prepared(queries, keys.quantization)
+    scaled, prepared = (
+        x.reshape(n_rows, n_kv_heads, -1, n_queries, x.shape[3]) for x in (queries, prepared)
+    )
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
     parts: list[mx.array] = []
     for span, at in _span_slices(keys.spans(n_queries, mask), step):
-        block = scaled[:, :, :, at]
+        both = [scaled[:, :, :, at], prepared[:, :, :, at]]
         if parts:
-            block = mx.depends([block], [parts[-1]])[0]
-        n_repeats, n = block.shape[2:4]
-        block = block.reshape(n_rows, n_kv_heads, n_repeats * n, k_dim)
+            both = mx.depends(both, parts[-1:])
+        n_repeats, n = both[0].shape[2:4]
+        block, packable = (x.reshape(n_rows, n_kv_heads, n_repeats * n, -1) for x in both)
         scores = mx.quantized_matmul(
-            block,
+            packable,
             *all_keys,
             transpose=True,
             group_size=keys.quantization.group_size,
@@ -292,6 +298,7 @@ def packed_attention(
             group_size=values.quantization.group_size,
             bits=values.quantization.bits,
         )
+        out = pk.as_it_came(out, values.quantization)
         if first < last:
             out += own @ values.computed(every, every, first, last)
         parts.append(out.reshape(n_rows, n_heads, n, -1))
@@ -317,6 +324,7 @@ def tiled_attention(
     n_repeats = n_heads // n_kv_heads
     head_bytes = n_keys * _token_bytes(keys, values, queries.dtype)
     n_at_once = tile_bytes // max(head_bytes, 1)
+    queries = pk.prepared(queries, keys.quantization)
     last: mx.array | None = None
     rows_out: list[mx.array] = []
     for rows in _slices(n_rows, max(1, n_at_once // n_kv_heads)):
@@ -329,7 +337,7 @@ def tiled_attention(
             last = attend(block, keys, values, (rows, heads), scale, seen, last)
             heads_out.append(last)
         rows_out.append(mx.concatenate(heads_out, axis=1))
-    return mx.concatenate(rows_out, axis=0)
+    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
 
 
 def _one_head(
@@ -343,7 +351,7 @@ def _one_head(
     *,
     tile_bytes: int,
 ) -> mx.array:
-    """Attend over the key head of the row `where`, a tile of keys at a time.
+    """Attend over the key head of the row `where`, a tile of keys at a time, in the packed form.
 
     Queries are cut too, so that the scores of a tile, in float32, take at most `tile_bytes`.
     """
@@ -367,7 +375,7 @@ def _one_head(
                 own, is_own = slice(first - n, last - n), keys.is_own(where[0], first, last)
                 seen = [copy.copy(x) for x in tile]
                 for array, x in zip(seen, (keys, values), strict=True):
-                    pk.write_over(array, own, x.computed(*where, first, last), is_own)
+                    pk.write_over(array, own, x.prepared(*where, first, last), is_own)
             tile_keys, tile_values = (x[:, :, None] for x in seen)
             block = scaled[:, :, :, at]
             if after is not None:

@@ -16,9 +16,9 @@ from .batch import PaddedBatch
 
 
 class Newest(PaddedBatch):
-    """Keys and values of the last tokens of B rows, [B, H, S, W], before they were packed.
+    """Keys and values of the last tokens of B rows, [B, H, S, D].
 
-    Rotated and padded as the packed numbers are; of a side in full precision W is 0.
+    Of a side in full precision D is 0.
     """
 
     _is_own: mx.array | None

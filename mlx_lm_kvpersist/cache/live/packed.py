@@ -107,18 +107,8 @@ def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]."""
-    return pack(prepared(x, quantization), quantization)
-
-
-def pack(x: mx.array, quantization: Quantization) -> Packed:
-    """Pack `x` [B, H, T, W], which is `prepared`."""
-    packed = mx.quantize(x, group_size=quantization.group_size, bits=quantization.bits)
-    return with_scales(packed, scale_dtype(x.dtype))
-
-
-def packable(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return what a cache packs of `x` [B, H, T, D], `prepared`; in full precision nothing."""
-    return x[..., :0] if quantization.is_full_precision else prepared(x, quantization)
+    how = {"group_size": quantization.group_size, "bits": quantization.bits}
+    return with_scales(mx.quantize(prepared(x, quantization), **how), scale_dtype(x.dtype))
 
 
 def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
@@ -151,15 +141,15 @@ def read(
 ) -> mx.array:
     """Return all tokens [B, H, T, D] as they came, rounded.
 
-    The `newest` [B, H, n, W] are as `packable` returned them, and give the dtype; else the scales
-    do.
+    The `newest` [B, H, n, D] are exact, and give the dtype; else the scales do.
     """
     if isinstance(held, mx.array):
         return held
-    x = dequantize(held, quantization, held[1].dtype if newest is None else newest.dtype)
+    dtype = held[1].dtype if newest is None else newest.dtype
+    x = as_it_came(dequantize(held, quantization, dtype), quantization)
     if newest is not None:
         write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
-    return as_it_came(x, quantization)
+    return x
 
 
 def write_over(x: mx.array, at: slice, new: mx.array, is_own: mx.array | None) -> None:

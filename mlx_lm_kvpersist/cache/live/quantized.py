@@ -158,7 +158,11 @@ class PackedCache(Buffers):
             pk.append(held, start, x) if side.is_full_precision else held
             for held, x, side in zip((self._keys, self._values), (keys, values), sides, strict=True)
         )
-        new_keys, new_values = map(pk.packable, (keys, values), sides)
+        # What is in full precision is not kept twice.
+        new_keys, new_values = (
+            x[..., :0] if side.is_full_precision else x
+            for x, side in zip((keys, values), sides, strict=True)
+        )
         self.newest.append(new_keys, new_values)
         self._end_at(start + n_new)
         self._n_waiting += n_new
@@ -167,8 +171,9 @@ class PackedCache(Buffers):
         if self.plan is None or not hasattr(self, "bits"):
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        n_rows, n_heads, _, width = new_keys.shape
-        token_bytes = n_heads * (width + new_values.shape[3]) * keys.dtype.size
+        n_rows, n_heads, _, k_dim = keys.shape
+        width = k_dim + sides[0].padding + values.shape[3] + sides[1].padding
+        token_bytes = n_heads * width * keys.dtype.size
         strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
         is_pending = self._right_padding is not None
         by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1
@@ -223,7 +228,7 @@ class PackedCache(Buffers):
         start, sides = self.size() - n, (self.precision.keys, self.precision.values)
         held, new = (self._keys, self._values), self.newest.last(n)
         self._keys, self._values = (
-            x if side.is_full_precision else pk.append(x, start, pk.pack(own, side))
+            x if side.is_full_precision else pk.append(x, start, pk.quantize(own, side))
             for x, own, side in zip(held, new, sides, strict=True)
         )
 

@@ -142,7 +142,7 @@ def test_keys_and_values_are_padded_each_for_itself() -> None:
         "0.v.scales": (1, 2, 10, 2),
         "0.v.biases": (1, 2, 10, 2),
     }
-    assert [shape for _, shape, _ in newest_arrays([group], 3)] == [(1, 2, 3, 96), (1, 2, 3, 64)]
+    assert [shape for _, shape, _ in newest_arrays([group], 3)] == [(1, 2, 3, 80), (1, 2, 3, 64)]
 
 
 def test_a_group_size_can_be_asked_for() -> None:

@@ -526,17 +526,19 @@ def test_bits_show_where_fetches_are_packed() -> None:
 @pytest.mark.parametrize("bits", [(16, 4), (4, 16)])
 @pytest.mark.parametrize("way", ["packed", "tiled", "dequantize"])
 def test_a_plain_side_is_read_as_arrays(bits: tuple[int, int], way: Strategy) -> None:
-    """Whatever the plan says; a rotated side is rotated back, the other one is as it came."""
+    """Whatever the plan says; an older block is rotated back, the rest is as it came."""
     precision = KVPrecision.of(bits[0], 32, bits[1], rotated=(True, True))
     cache = SequenceQuantizedKVCache(precision, forced_plan(way, can_take_packed=True))
-    given = random_kv(1, 5)
-    found = cache.update_and_fetch(*given)
+    older, own = random_kv(1, pk.GRID), random_kv(2, 5)
+    cache.update_and_fetch(*older)
+    found = cache.update_and_fetch(*own)
     assert not hasattr(cache, "bits")
-    for x, came, n_bits in zip(found, given, bits, strict=True):
+    for x, before, came, n_bits in zip(found, older, own, bits, strict=True):
+        assert same_bits(x[:, :, pk.GRID :], came)
         if n_bits == 16:
-            assert same_bits(x, came)
+            assert same_bits(x[:, :, : pk.GRID], before)
         else:
-            assert 0 < mx.abs(x - came).max() < 0.6
+            assert 0 < mx.abs(x[:, :, : pk.GRID] - before).max() < 0.8
 
 
 def test_a_plan_goes_where_its_tokens_go() -> None:
