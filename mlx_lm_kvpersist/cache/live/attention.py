@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -59,8 +58,7 @@ class Computed(NamedTuple):
     by_row: bool = False
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """Queries [start, stop), and the keys [first, last) that they see as they were computed.
 
     They see the keys before `first` quantized, and none from `last` on.
