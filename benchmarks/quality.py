@@ -57,13 +57,9 @@ class Rounded(KVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(6, 64, True)), (values, Quantization(4, 64, True)))
-        read = (pk.read(pk.quantize(x, how), how, _none_of(x, how)) for x, how in both)
+        # No newest tokens; the rest is read in their dtype.
+        read = (pk.read(pk.quantize(x, how), how, x[:, :, :0]) for x, how in both)
         return super().update_and_fetch(*read)
-
-
-def _none_of(x: mx.array, how: Quantization) -> mx.array:
-    """Return no newest tokens; the rest is read in their dtype."""
-    return pk.packable(x[:, :, :0], how)
 
 
 def main() -> None:

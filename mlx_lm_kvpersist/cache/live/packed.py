@@ -107,8 +107,10 @@ def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
 
 def quantize(x: mx.array, quantization: Quantization) -> Packed:
     """Pack `x` [B, H, T, D]."""
-    how = {"group_size": quantization.group_size, "bits": quantization.bits}
-    return with_scales(mx.quantize(prepared(x, quantization), **how), scale_dtype(x.dtype))
+    packed = mx.quantize(
+        prepared(x, quantization), group_size=quantization.group_size, bits=quantization.bits
+    )
+    return with_scales(packed, scale_dtype(x.dtype))
 
 
 def arrays_of(held: Packed | mx.array) -> tuple[mx.array, ...]:
