@@ -101,13 +101,11 @@ def run_steps(model: str, is_random: bool, folder: Path, n_chars: int) -> list[S
             say(f"    {question}\n    > {shown(reply.text, 200)}")
 
     store = folder / "store"
-    plugin, start = ["--plugin", "kvpersist", "--kvpersist-dir", str(store)], "  start"
+    plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(store)]
     if is_random:
         plugin += ["--kvpersist-kv-bits", "8"]
-    else:
-        start += "; the model is measured once, for at most a minute, to choose its bits"
     say(f"mlx_lm.server --model {model} {' '.join(plugin)}")
-    with ongoing(start):
+    with ongoing("  start"):
         server = StartedServer(model, *plugin, log_path=folder / "plugin.log")
     with server:
         ask(server, "kvpersist", "first request")

@@ -20,7 +20,7 @@ from .asking import answer, ask
 
 _HOST = "127.0.0.1"
 _START_S = 300.0
-"""Loading a model, and measuring it for a minute."""
+"""Loading a model, and measuring its attention."""
 _REPLY_S = 300.0
 _LEAST_TOKENS = 16
 _QUIET_S, _MOST_ASKED = 0.5, 200

@@ -13,6 +13,7 @@ from typing import Literal
 import mlx.core as mx
 
 from ..cache.blocks.canary import warm_up
+from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -64,18 +65,26 @@ class Guard:
         if verdict is None:
             verdict = yield from judge(model, loaded.tokenizer, loaded.spec, self._default, step_s)
             mx.clear_cache()
-        verdict = put_verdict(state, loaded.fingerprint, self._default, verdict)
+        spec = loaded.spec
+        if verdict.n_refused:
+            yield
+            with own_caches(model):
+                spec = ModelCacheSpec.probe(model, verdict.choice(self._default))
+            yield
+            spec = with_plans(model, spec, state, self._attention)
+            yield
+            warm_up(model, spec)
+            if spec.reads_arrays:
+                end_on_grid(model)
+        # Last: a model that cannot be served in other bits is not refused at the next start.
+        kept = loaded.fingerprint, self._default, verdict
+        serving.store.change_index(
+            "keep what the guard found", lambda index: put_verdict(index.state, *kept)
+        )
         if not verdict.n_refused:
             logger.info("kvpersist: %s: %s", loaded.name, verdict)
             serving.model = replace(loaded, verdict=verdict)
             return
-        yield
-        with own_caches(model):
-            spec = ModelCacheSpec.probe(model, verdict.choice(self._default))
-        yield
-        spec = with_plans(model, spec, state, self._attention)
-        yield
-        warm_up(model, spec)
         serving.model = replace(loaded, spec=spec, verdict=verdict)
         words = layout_in_words(spec.layout)
         logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)

@@ -101,10 +101,13 @@ class Saver:
 
     saves_every = BLOCK_TOKENS
     """Tokens of a prompt after which it is saved while the rest is computed."""
-    granule = BLOCK_TOKENS
-    """Fewer tokens than a multiple of this may be computed again, though nothing is missing."""
     missing = Reason.EVICTED
     """Why fewer tokens are restored than match."""
+
+    @property
+    def granule(self) -> int:
+        """Fewer tokens than a multiple of this may be computed again, though nothing is missing."""
+        return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
         self,

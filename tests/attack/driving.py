@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import load
 
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
@@ -35,6 +36,7 @@ def load_model(folder: Path, *, seed: int = 0, fingerprint: str = "fingerprint")
         folder, seed=seed, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, vocab_size=600
     )
     model, tokenizer = load(str(folder))
+    end_on_grid(model)  # without a plan its attention reads arrays
     return LoadedModel(
         model, tokenizer, ModelCacheSpec.probe(model), fingerprint, TokenText.of(tokenizer)
     )

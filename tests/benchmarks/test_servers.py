@@ -24,8 +24,8 @@ def test_first_tokens(run: Run) -> None:
     assert max(reused["cold"]) < 8, "no more than the template's first tokens"
     assert reused["hot"] == (299, 299)
     assert reused["extend"][0] > 300, "ours goes on behind the reply"
-    assert reused["restart, disk"][0] == 299 and reused["restart, disk"][1] < 8
-    assert reused["restart, cache"] == (299, None)
+    assert reused["restart, disk"][0] > 300 and reused["restart, disk"][1] < 8
+    assert reused["restart, cache"][0] > 300 and reused["restart, cache"][1] is None
     assert rows["restart, disk"]["outcome"] == "EXACT"
     assert all(row["ours s"] > 0 for row in result.rows)
     kept = json.loads(result.path.read_text(encoding="utf-8"))
@@ -53,8 +53,8 @@ def test_the_code_of_another_checkout_runs_beside_ours(run: Run, tmp_path: Path)
 def test_decoding(run: Run) -> None:
     (row,) = decode.measure(run, (200,), (2,), 1, 12).rows
     assert row["ours tokens/s"] > 0 and row["stock tokens/s"] > 0
-    # float32: 4 bits, a scale and a bias in 64 numbers, of 32 bits each.
-    assert row["ours KV MB by shape"] / row["stock KV MB by shape"] == pytest.approx(6 / 32)
+    # Of 32 bits: keys 6, values 4, and a scale and a bias in 64 numbers, of 16 bits each.
+    assert row["ours KV MB by shape"] / row["stock KV MB by shape"] == pytest.approx(5.5 / 32)
     for side in ("ours", "stock"):
         assert row[f"{side} RSS MB"] > row[f"{side} peak MB"] > 1
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from tests.support.host import patched_attention
 
 from .replayer import Replayer
 
@@ -17,11 +16,8 @@ MakeReplayer = Callable[..., Replayer]
 
 @pytest.fixture(autouse=True, scope="package")
 def patched() -> Iterator[None]:
-    """mlx-lm's attention takes packed keys, as in the server."""
-    applied = PatchSet()
-    applied.apply([patch for patch in PATCHES if patch.name == "attention"])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.fixture

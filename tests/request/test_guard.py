@@ -14,12 +14,13 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.measuring import guard as judging
-from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, known_verdict, put_verdict
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.host.answers import ModelSupport
 from mlx_lm_kvpersist.host.patching.patch import PatchSet
 from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.request import guard as guarding
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.guard import Guard
 from mlx_lm_kvpersist.request.model import LoadedModel
@@ -163,6 +164,21 @@ def test_the_verdict_of_a_server_that_was_quicker_is_taken(
     monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
     work(Guard(its, DEFAULT, "dequantize", 60.0))
     assert its.model.verdict == theirs and its.model.spec.layout == "k8v4b64,n256"
+
+
+def test_bits_that_a_model_cannot_be_served_in_are_not_kept(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = serving(provider, store, monkeypatch)
+    before = its.model
+    refused = Verdict((("far copy", 0.5), ("far copy", 0.001)))
+    with monkeypatch.context() as broken:
+        broken.setattr(guarding, "known_verdict", lambda *_: refused)
+        broken.setattr(guarding, "with_plans", lambda *_: 1 / 0)
+        work(Guard(its, DEFAULT, "dequantize", 60.0))
+    store.drain()
+    assert its.model is before
+    assert known_verdict(store.view.state, its.model.fingerprint, DEFAULT) is None
 
 
 def test_what_ends_in_the_middle_is_judged_again(

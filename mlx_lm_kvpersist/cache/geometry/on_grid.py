@@ -19,7 +19,7 @@ from .kinds import slots_of
 
 def end_on_grid(model: Any) -> None:
     """Have `model` compute a prompt of one row up to the end of a block of the grid at a time."""
-    own: Any = type(model)
+    own: Any = model.__class__  # of what a proxy stands for
 
     class OnGrid(own):  # type: ignore[misc]
         def __call__(self, inputs: mx.array, cache: Any = None, **others: Any) -> Any:

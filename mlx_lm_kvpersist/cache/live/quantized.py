@@ -257,10 +257,11 @@ class PackedCache(Buffers):
         """Return all keys and values dequantized, padding included; models read them here too.
 
         Raises:
-            ValueError: the cache is empty.
+            ValueError: the cache is empty; or its fetches are packed, and a model that reads both
+                would see other keys here than there.
         """
-        if self.empty():
-            raise ValueError("the cache is empty")
+        if self.empty() or hasattr(self, "bits"):
+            raise ValueError("the cache is empty, or its fetches are packed")
         keys, values = (pk.view(x, 0, self.size()) for x in (self._keys, self._values))
         new_keys, new_values = self.newest.view() if self.newest.size() else (None, None)
         is_own = self.newest.is_own()

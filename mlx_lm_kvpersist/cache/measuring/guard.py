@@ -107,12 +107,10 @@ def known_verdict(
 
 def put_verdict(
     persisted: Persisted, fingerprint: str, default: PrecisionChoice, verdict: Verdict
-) -> Verdict:
-    """Persist a verdict; return it, or that of another server which was quicker."""
-    theirs = known_verdict(persisted, fingerprint, default)
-    if theirs is None:
+) -> None:
+    """Persist a verdict, unless another server was quicker."""
+    if known_verdict(persisted, fingerprint, default) is None:
         persisted.put(f"{_KEY}{fingerprint} {default}", verdict.losses)
-    return theirs or verdict
 
 
 def judge(

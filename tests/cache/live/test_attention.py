@@ -521,6 +521,9 @@ def test_bits_show_where_fetches_are_packed() -> None:
     assert isinstance(keys, PackedKV) and isinstance(values, PackedKV)
     assert (cache.bits, cache.group_size) == (8, 32)
     assert (keys.quantization.bits, values.quantization.bits) == (8, 4)
+    # A layer that reads arrays of this cache besides (afm7) would see other keys in one call.
+    with pytest.raises(ValueError, match="packed"):
+        cache.keys_and_values()
 
 
 @pytest.mark.parametrize("bits", [(16, 4), (4, 16)])
