@@ -126,6 +126,7 @@ def test_what_is_found_is_what_later_starts_take(
     assert its.model.speed is before.speed
     assert caplog.text.count("from now on: the default loses 0.5 nats (end), more than 0.01") == 1
     monkeypatch.undo()
+    store.drain()
     again = prepare(provider, store)
     assert (again.spec, again.root) == (its.model.spec, its.model.root)
     assert again.verdict == its.model.verdict
@@ -150,6 +151,7 @@ def test_requests_between_two_steps_change_nothing(
         assert its.model.verdict is not None
         found.append(its.model.verdict)
         monkeypatch.delattr(provider.model, "make_cache")
+        store.drain()
         with store.index.database.transaction() as db:
             db.execute("DELETE FROM state WHERE key LIKE 'guard/%'")
     assert found[0] == found[1]

@@ -174,7 +174,7 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
 
 def test_what_was_evicted(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(
-        tiny_model, "--kvpersist-disk", "1400K", "--kvpersist-ram", "0"
+        tiny_model, "--kvpersist-disk", "1000K", "--kvpersist-ram", "0"
     )
     talks = [[{"role": "user", "content": synthetic_text(2400, seed=n)}] for n in range(4)]
     for talk in talks:
