@@ -16,10 +16,9 @@ from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import SelfTestFailed
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.request import saver
 from mlx_lm_kvpersist.round_trip import check_round_trip
+from tests.support.host import patched_attention
 
 PRECISIONS = dict(KV_BITS)
 PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 64, 128)}
@@ -38,11 +37,8 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True, scope="module")
 def patched() -> Iterator[None]:
     """mlx-lm's attention takes packed keys, as in the server that runs the check."""
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))

@@ -17,8 +17,6 @@ from mlx_lm_kvpersist.cache.measuring import guard as judging
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, known_verdict, put_verdict
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.host.answers import ModelSupport
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.request import guard as guarding
 from mlx_lm_kvpersist.request import loading
@@ -28,6 +26,7 @@ from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
+from tests.support.host import patched_attention
 
 DEFAULT = KV_BITS[DEFAULT_BITS]
 STEPS = 400
@@ -36,11 +35,8 @@ STEPS = 400
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
+from tests.support.host import patched_attention
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +37,8 @@ def store(tmp_path: Path) -> Iterator[BlockStore]:
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.mark.parametrize(

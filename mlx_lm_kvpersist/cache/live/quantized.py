@@ -123,7 +123,8 @@ class PackedCache(Buffers):
 
     @keys.setter
     def keys(self, held: Held) -> None:
-        self._keys, self._n_waiting = held, 0
+        self._pack()  # the other side keeps what it has
+        self._keys = held
 
     @property
     def values(self) -> Held:
@@ -133,7 +134,8 @@ class PackedCache(Buffers):
 
     @values.setter
     def values(self, held: Held) -> None:
-        self._values, self._n_waiting = held, 0
+        self._pack()
+        self._values = held
 
     def empty(self) -> bool:
         return self._keys is None

@@ -99,6 +99,7 @@ def compared(
                 expected, _log_probabilities(model(fed, cache=its_caches)[0]), strict=True
             ):
                 predictions.add(_predictions(own, its, followed[at : (at := at + len(own))]))
+        del expected, own, its  # who waits here holds none of a vocabulary's numbers
         yield found
 
 

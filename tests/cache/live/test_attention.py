@@ -40,8 +40,7 @@ from mlx_lm_kvpersist.cache.measuring.observe import (
     observed_attention,
     probe_packed,
 )
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from tests.support.host import patched_attention
 
 from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
 
@@ -560,11 +559,8 @@ def test_a_plan_goes_where_its_tokens_go() -> None:
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])

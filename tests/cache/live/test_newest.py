@@ -27,8 +27,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     SequenceQuantizedKVCache,
     forced_plan,
 )
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from tests.support.host import patched_attention
 
 from ..conftest import K_DIM, N_HEADS, V_DIM, random_kv, rounded
 
@@ -55,11 +54,8 @@ PLANS: dict[str, AttentionPlan | None] = {
 
 @pytest.fixture(autouse=True)
 def patched() -> Iterator[None]:
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,7 @@ from mlx_lm_kvpersist.cache.live.quantized import (
     forced_plan,
 )
 from mlx_lm_kvpersist.cache.measuring.observe import observed_attention
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from tests.support.host import patched_attention
 
 from ..conftest import ARCHITECTURES, VOCAB, tiny_gemma3
 
@@ -179,11 +178,8 @@ def test_sequences_in_a_batch_give_what_they_give_alone(setup: Setup, n_schedule
 
 @pytest.fixture
 def patched() -> Iterator[None]:
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 PLANS = {

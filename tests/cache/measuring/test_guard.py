@@ -20,8 +20,7 @@ from mlx_lm_kvpersist.cache.measuring.guard import (
     put_verdict,
 )
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
-from mlx_lm_kvpersist.host.patching.patch import PatchSet
-from mlx_lm_kvpersist.host.patching.patches import PATCHES
+from tests.support.host import patched_attention
 
 from ..conftest import VOCAB, tiny_llama
 
@@ -35,11 +34,8 @@ LIMIT = 0.05
 @pytest.fixture(scope="module", autouse=True)
 def patched() -> Iterator[None]:
     """Stock's attention cannot take keys and values of unlike precisions."""
-    (patch,) = (patch for patch in PATCHES if patch.name == "attention")
-    applied = PatchSet()
-    applied.apply([patch])
-    yield
-    applied.undo()
+    with patched_attention():
+        yield
 
 
 @pytest.fixture(autouse=True)
