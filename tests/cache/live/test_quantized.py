@@ -122,6 +122,21 @@ def test_appends_in_place() -> None:
     assert [address(x) for x in cache.keys] == before
 
 
+def test_what_was_taken_back_waits_no_longer() -> None:
+    """Tokens that came one by one, right behind a block, are taken back before they are packed."""
+    n = pk.GRID + 3
+    (keys, values), (others, other_values) = random_kv(1, n), random_kv(2, 1)
+    cache, straight = (SequenceQuantizedKVCache(PRECISION) for _ in range(2))
+    for start, stop in ((0, pk.GRID), *((i, i + 1) for i in range(pk.GRID, n))):
+        cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+    assert cache.trim(3) == 3
+    straight.update_and_fetch(keys[:, :, : pk.GRID], values[:, :, : pk.GRID])
+    for one in (cache, straight):
+        one.update_and_fetch(others, other_values)
+    packed = [one.packed(0, pk.GRID + 1) for one in (cache, straight)]
+    assert all(same_packed(a, b) for a, b in zip(*packed, strict=True))
+
+
 def test_trim_forgets_and_is_written_over() -> None:
     cache = filled(40)
     assert cache.trim(15) == 15
