@@ -74,8 +74,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
     key_bits, value_bits = BITS[args.bits]
-    rotated = (args.rotated, args.rotated)
-    precision = KVPrecision.of(key_bits, 64, value_bits, rotated=rotated)
+    precision = KVPrecision.of(key_bits, 64, value_bits, rotated=args.rotated)
     phases = [Phase("decode", 1, 1), Phase("decode", 8, 1), Phase("decode, padded", 8, 1, True)]
     if not args.no_prefill:
         phases += [Phase("prefill", 1, args.chunk), Phase("prefill, padded", 1, args.chunk, True)]

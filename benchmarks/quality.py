@@ -171,7 +171,7 @@ def asked(
 
 
 def rotated(name: str) -> PrecisionChoice:
-    return replace(KV_BITS[name], rotated=(True, True))
+    return replace(KV_BITS[name], rotated=True)
 
 
 def _cell(read: Predictions) -> str:

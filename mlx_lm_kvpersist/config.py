@@ -305,8 +305,8 @@ def precision_of(args: Namespace) -> PrecisionChoice:
             f"--kv-group-size {group_size} cannot be kept; choose one of "
             f"{', '.join(map(str, sorted(GROUP_SIZES)))}"
         )
-    turned = args.kvpersist_kv_rotate != "off"
-    return replace(KV_BITS[bits], group_size=group_size, rotated=(turned, turned))
+    rotated = args.kvpersist_kv_rotate != "off"
+    return replace(KV_BITS[bits], group_size=group_size, rotated=rotated)
 
 
 def _warm(args: Namespace) -> tuple[Path, ...]:

@@ -165,8 +165,6 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
 
 def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
     """Return what MLX makes of `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
-    if quantization.is_full_precision:
-        return x
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
     weights, *others = mx.quantize(x, group_size=size, bits=bits)
@@ -193,14 +191,7 @@ class _Batch:
 
     def __init__(self, loaded: LoadedModel, live: type) -> None:
         self.loaded, self.live = loaded, live
-        precision = loaded.spec.full[0].precision
-        # Arrays are read up to the end of a block of the grid.
-        n_at_once = 2048 if precision is None or precision.is_packed else GRID
-        self.generator = BatchGenerator(
-            loaded.model,
-            prefill_step_size=n_at_once,
-            stream=mx.default_stream(mx.default_device()),
-        )
+        self.generator = BatchGenerator(loaded.model, stream=mx.default_stream(mx.default_device()))
         self.running: dict[int, _Sequence] = {}
 
     def add(self, sequence: _Sequence, n_new: int, caches: list[Any] | None = None) -> int:

@@ -47,7 +47,7 @@ def _round_older(cache: Any, precision: Any) -> None:
 
 
 def _round(x: mx.array, quantization: Any) -> mx.array:
-    if 0 in x.shape or quantization.is_full_precision:
+    if 0 in x.shape:
         return x
     how = {"group_size": quantization.group_size, "bits": quantization.bits}
     weights, scales, biases = mx.quantize(prepared(x, quantization), **how)

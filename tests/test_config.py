@@ -55,8 +55,7 @@ def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice
     return config.from_args(parsed("--kvpersist-dir", str(folder), *arguments, **stock)).precision
 
 
-ROTATED = (True, True)
-DEFAULT = PrecisionChoice(6, 4, None, ROTATED, 8)
+DEFAULT = PrecisionChoice(6, 4, None, True, 8)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +64,16 @@ DEFAULT = PrecisionChoice(6, 4, None, ROTATED, 8)
         ((), DEFAULT),
         (("--kvpersist-kv-bits", "default"), DEFAULT),
         (("--kvpersist-kv-bits", "auto"), DEFAULT),
-        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None, ROTATED)),
-        (("--kvpersist-kv-bits", "5"), PrecisionChoice(5, 5, None, ROTATED)),
-        (("--kvpersist-kv-bits", "6"), PrecisionChoice(6, 6, None, ROTATED)),
-        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, ROTATED)),
-        (("--kvpersist-kv-bits", "k5v4"), PrecisionChoice(5, 4, None, ROTATED)),
-        (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, ROTATED)),
-        (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None, ROTATED)),
-        (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, ROTATED)),
-        (("--kvpersist-kv-group-size", "128"), PrecisionChoice(6, 4, 128, ROTATED, 8)),
-        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(6, 4, None, (False, False), 8)),
+        (("--kvpersist-kv-bits", "4"), PrecisionChoice(4, 4, None, True)),
+        (("--kvpersist-kv-bits", "5"), PrecisionChoice(5, 5, None, True)),
+        (("--kvpersist-kv-bits", "6"), PrecisionChoice(6, 6, None, True)),
+        (("--kvpersist-kv-bits", "8"), PrecisionChoice(8, 8, None, True)),
+        (("--kvpersist-kv-bits", "k5v4"), PrecisionChoice(5, 4, None, True)),
+        (("--kvpersist-kv-bits", "k6v4"), PrecisionChoice(6, 4, None, True)),
+        (("--kvpersist-kv-bits", "k8v4"), PrecisionChoice(8, 4, None, True)),
+        (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, True)),
+        (("--kvpersist-kv-group-size", "128"), PrecisionChoice(6, 4, 128, True, 8)),
+        (("--kvpersist-kv-rotate", "off"), PrecisionChoice(6, 4, None, False, 8)),
         (("--kvpersist-kv-rotate", "auto"), DEFAULT),
     ],
 )
@@ -97,12 +96,12 @@ def test_the_old_name_of_the_default_is_told(
 def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
     """Stock's own way of quantizing would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
-    assert config.from_args(args).precision == PrecisionChoice(8, 8, 32, ROTATED)
+    assert config.from_args(args).precision == PrecisionChoice(8, 8, 32, True)
     assert args.kv_bits is None
     stock = {"kv_bits": 8, "kv_group_size": 64}
-    assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None, ROTATED)
+    assert precision(tmp_path, **stock) == PrecisionChoice(8, 8, None, True)
     k8v4 = precision(tmp_path, "--kvpersist-kv-bits", "k8v4", **stock)
-    assert k8v4 == PrecisionChoice(8, 4, None, ROTATED)
+    assert k8v4 == PrecisionChoice(8, 4, None, True)
     assert precision(tmp_path, "--kvpersist-kv-group-size", "128", **stock).group_size == 128
     with pytest.raises(ConfigError, match="choose 4, 5, 6 or 8"):
         precision(tmp_path, kv_bits=3, kv_group_size=64)

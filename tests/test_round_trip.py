@@ -22,15 +22,8 @@ from tests.support.host import patched_attention
 
 PRECISIONS = dict(KV_BITS)
 PRECISIONS |= {f"4, group size {n}": PrecisionChoice(4, 4, n) for n in (32, 64, 128)}
-PRECISIONS |= {
-    f"4, rotated {rotated}": PrecisionChoice(4, 4, None, rotated)
-    for rotated in ((True, False), (False, True), (True, True))
-}
-PRECISIONS["default, rotated"] = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
-PRECISIONS |= {
-    "keys plain": PrecisionChoice(16, 4, None, (True, True)),
-    "values plain": PrecisionChoice(4, 16),
-}
+PRECISIONS["4, rotated"] = PrecisionChoice(4, 4, rotated=True)
+PRECISIONS["default, rotated"] = replace(KV_BITS[DEFAULT_BITS], rotated=True)
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -183,10 +176,6 @@ OWN: dict[str, Fault] = {
     "layers swapped in blocks": after(saver, "split", layers_swapped),
 }
 FAULTS = [("4", name) for name in QUANTIZED] + [("16", name) for name in OWN]
-FAULTS += [
-    ("keys plain", name)
-    for name in ("filter takes wrong rows", "extract is one off", "restore is one off", "mask")
-]
 
 
 @pytest.mark.parametrize(("precision", "name"), FAULTS)

@@ -13,10 +13,9 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 from rich.table import Table
 
-from ..cache.geometry.precision import Estimate
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.divergence import Predictions, part_means
+from ..cache.measuring.divergence import Estimate, Predictions, part_means
 from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported

@@ -11,6 +11,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models import deepseek_v2, gemma3_text, llama, qwen3
 
+from mlx_lm_kvpersist.cache.geometry.kinds import kind_of
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import Packed, arrays_of
 
@@ -157,6 +158,11 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
 
 def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
     return all(same_bits(x, y) for x, y in zip(arrays_of(a), arrays_of(b), strict=True))
+
+
+def packed_tokens(cache: Any, start: int, stop: int) -> tuple[Any, Any]:
+    """Keys and values of tokens [start, stop) as a quantized cache of one sequence holds them."""
+    return kind_of(cache).tokens(cache, start, stop)
 
 
 def address(array: mx.array) -> int:

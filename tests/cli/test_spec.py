@@ -93,7 +93,7 @@ def test_what_the_servers_guard_found(
     options = ("--model", str(model), "--kvpersist-dir", str(store))
     assert cli.main(["spec", *options]) == 0
     assert "Precision: keys 6 to 8 bits, values 4, rotated.\n" in capsys.readouterr().out
-    choice = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
+    choice = replace(KV_BITS[DEFAULT_BITS], rotated=True)
     fingerprint = model_fingerprint(model, None, content_hash)
     with changing(store, create=True) as disk:
         losses = ("far copy", 0.2), ("German", 0.002)

@@ -76,7 +76,8 @@ def canary_difference(
     differences = []
     for group, old in zip(spec.groups, stored, strict=True):
         new = _stacked(group, slots, start, stop)
-        for side, *both in zip(group.sides.values(), old, new, strict=True):
+        sides = group.precision.sides if group.precision else (None, None)
+        for side, *both in zip(sides, old, new, strict=True):
             was, now = (
                 fields[0].astype(mx.float32)
                 if side is None

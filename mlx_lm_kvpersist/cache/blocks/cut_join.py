@@ -3,7 +3,7 @@
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
 [L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of
-numbers a head, D, and their padding. Keys, or values, in full precision are one array, "0.k" or
+numbers a head, D, and their padding. A group in full precision is two arrays, "0.k" and
 "0.v" [L, H, T, D]. A window holds a block's last tokens of the
 sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
 end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized groups
@@ -113,10 +113,9 @@ def copy_newest(spec: ModelCacheSpec, caches: Sequence[Any], n_tokens: int) -> d
             first = cache.offset - cache.newest.size()
             if not first <= start < n_tokens <= cache.offset:
                 return {}
-            for (part, side), kept in zip(group.sides.items(), cache.newest.view(), strict=True):
-                if side is not None:
-                    own = kept[:, :, start - first : n_tokens - first]
-                    newest.setdefault(f"{group.name}.{part}", []).append(own)
+            for part, kept in zip(group.shapes, cache.newest.view(), strict=True):
+                own = kept[:, :, start - first : n_tokens - first]
+                newest.setdefault(f"{group.name}.{part}", []).append(own)
     stacked = {name: concatenated(arrays, axis=0) for name, arrays in newest.items()}
     mx.eval(stacked)
     return stacked
@@ -280,10 +279,8 @@ class Joiner:
                     cache = slots[slot]
                     kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
         for group in self._spec.quantized if self._newest else ():
-            sides = [self._newest.get(f"{group.name}.{part}") for part in group.sides]
-            nothing = next(mx.zeros((*x.shape[:3], 0)) for x in sides if x is not None)
+            both = [self._newest[f"{group.name}.{part}"] for part in group.shapes]
             for place, slot in enumerate(group.slots):
-                both = (nothing if x is None else x for x in sides)
                 slots[slot].newest.append(*(x[place : place + 1] for x in both))
                 mx.eval(slots[slot].state)
         for group in self._spec.recurrent if self._state else ():

@@ -13,7 +13,7 @@ GROUP_SIZES = (64, 32, 128)
 """The group sizes that MLX has kernels for, in the order in which they are tried."""
 
 FULL_BITS = 16
-"""Stands for full precision: the dtype that the model computes in."""
+"""Asks for full precision: the dtype that the model computes in."""
 
 _BITS = (2, 3, 4, 5, 6, 8)
 
@@ -27,12 +27,10 @@ class Quantization:
 
     `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
     before, because a channel far larger than the others would leave these few of the steps. So
-    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16. `FULL_BITS`
-    leaves the numbers as they are.
+    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16.
 
     Raises:
-        ValueError: MLX has no kernel for these bits or this group size, or numbers in full
-            precision would be rotated or padded.
+        ValueError: MLX has no kernel for these bits or this group size.
     """
 
     bits: int = 4
@@ -41,19 +39,12 @@ class Quantization:
     padding: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in (*_BITS, FULL_BITS):
+        if self.bits not in _BITS:
             raise ValueError(f"bits is {self.bits}; MLX quantizes to {_BITS}")
-        if self.is_full_precision and (self.rotated or self.padding):
-            raise ValueError("full precision is not rotated, and not padded")
         if self.group_size not in GROUP_SIZES:
             raise ValueError(
                 f"group size is {self.group_size}; MLX quantizes in groups of {sorted(GROUP_SIZES)}"
             )
-
-    @cached_property  # asked at every step of every layer
-    def is_full_precision(self) -> bool:
-        """Whether numbers stay in full precision: one array instead of three."""
-        return self.bits == FULL_BITS
 
     def __str__(self) -> str:
         padding = f"p{self.padding}" if self.padding else ""
@@ -66,17 +57,17 @@ class Quantization:
         with their scales, and are 672. But what is stored is what is computed on, and kernels over
         packed keys take each head by itself.
         """
-        return self if self.is_full_precision else replace(self, padding=-dim % self.group_size)
+        return replace(self, padding=-dim % self.group_size)
 
 
 @dataclass(frozen=True)
 class KVPrecision:
-    """How the keys and the values of a layer are quantized; both in groups of the same size.
+    """How the keys and the values of a layer are quantized: in groups of one size, rotated or not.
 
-    One of them may stay in full precision. A layer that is not quantized has no KVPrecision.
+    A layer that is not quantized has no KVPrecision.
 
     Raises:
-        ValueError: the group sizes differ, or both are in full precision.
+        ValueError: keys and values differ in more than bits and padding.
     """
 
     keys: Quantization = Quantization()
@@ -85,8 +76,8 @@ class KVPrecision:
     def __post_init__(self) -> None:
         if self.keys.group_size != self.values.group_size:
             raise ValueError("keys and values have different group sizes")
-        if self.keys.is_full_precision and self.values.is_full_precision:
-            raise ValueError("neither keys nor values are quantized")
+        if self.keys.rotated != self.values.rotated:
+            raise ValueError("keys and values are rotated together, or not at all")
 
     @classmethod
     def of(
@@ -95,30 +86,24 @@ class KVPrecision:
         group_size: int = 64,
         value_bits: int | None = None,
         *,
-        rotated: tuple[bool, bool] = (False, False),
+        rotated: bool = False,
     ) -> KVPrecision:
-        """Return a precision; without `value_bits` values have the bits of keys.
-
-        `rotated` is for keys and for values; full precision is never rotated.
-        """
-        keys, values = (
-            Quantization(bits, group_size, turned and bits != FULL_BITS)
-            for bits, turned in zip((key_bits, value_bits or key_bits), rotated, strict=True)
-        )
-        return cls(keys, values)
+        """Return a precision; without `value_bits` values have the bits of keys."""
+        keys = Quantization(key_bits, group_size, rotated)
+        return cls(keys, replace(keys, bits=value_bits or key_bits))
 
     def fitted(self, k_dim: int, v_dim: int) -> KVPrecision:
         """Return this for keys and values with so many numbers a head (`Quantization.fitted`)."""
         return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
 
+    @cached_property  # asked at every step of every layer
+    def sides(self) -> tuple[Quantization, Quantization]:
+        """Those of keys and of values."""
+        return self.keys, self.values
+
     @cached_property
     def group_size(self) -> int:
         return self.keys.group_size
-
-    @cached_property
-    def is_packed(self) -> bool:
-        """Whether both keys and values are quantized."""
-        return not (self.keys.is_full_precision or self.values.is_full_precision)
 
     def __str__(self) -> str:
         bits = str(self.keys)
@@ -145,22 +130,22 @@ def parse_precision(name: str) -> KVPrecision | None:
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The requested bits of keys and of values; `FULL_BITS` requests full precision.
+    """The requested bits of keys and of values; `FULL_BITS` for both requests full precision.
 
     `outer_key_bits` are those of the keys in the first and the last layer that is quantized; None:
     as in the others. Without a group size, each layer group takes the one of `GROUP_SIZES` with the
-    least padding. `rotated` says whether keys, and whether values, are rotated.
+    least padding.
     """
 
     key_bits: int = 4
     value_bits: int = 4
     group_size: int | None = None
-    rotated: tuple[bool, bool] = (False, False)
+    rotated: bool = False
     outer_key_bits: int | None = None
 
     @property
     def is_full_precision(self) -> bool:
-        """Whether full precision is requested of both."""
+        """Whether full precision is requested."""
         return self.key_bits == self.value_bits == FULL_BITS
 
     def candidates(self) -> list[KVPrecision]:
@@ -174,25 +159,15 @@ class PrecisionChoice:
         ]
 
     def __str__(self) -> str:
-        keys, values = (
-            f"{bits}{'r' if turned else ''}"
-            for bits, turned in zip((self.key_bits, self.value_bits), self.rotated, strict=True)
-        )
+        turned = "r" if self.rotated else ""
         outer = f", outer keys {self.outer_key_bits}" if self.outer_key_bits else ""
-        return f"k{keys}v{values}{outer}, group {self.group_size or 'auto'}"
+        bits = f"k{self.key_bits}{turned}v{self.value_bits}{turned}"
+        return f"{bits}{outer}, group {self.group_size or 'auto'}"
 
     def outer(self, precision: KVPrecision) -> KVPrecision:
         """Return the precision of the first and the last layer where others have `precision`."""
         bits = self.outer_key_bits or self.key_bits
         return replace(precision, keys=replace(precision.keys, bits=bits))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over the tokens of a text, and its standard error."""
-
-    value: float
-    error: float
 
 
 def layout_in_words(layout: str) -> str:
@@ -206,21 +181,14 @@ def layout_in_words(layout: str) -> str:
     quantized = [one for one in precisions if one is not None]
     if not quantized:
         return "full precision" if precisions else "windows and states alone"
-    words, unit = [], " bits"
-    for side, quantizations in (
-        ("keys", [one.keys for one in quantized]),
-        ("values", [one.values for one in quantized]),
-    ):
-        bits = sorted({one.bits for one in quantizations if not one.is_full_precision})
-        forms = [" to ".join(map(str, dict.fromkeys((bits[0], bits[-1])))) + unit] if bits else []
-        unit = "" if bits else unit
-        if any(one.is_full_precision for one in quantizations):
-            forms.append("in full precision")
-        words.append(f"{side} {' or '.join(forms)}")
-    sides = [side for one in quantized for side in (one.keys, one.values)]
-    turned = {side.rotated for side in sides if not side.is_full_precision}
-    if True in turned:
-        words.append("partly rotated" if False in turned else "rotated")
+    key_bits = _range([one.keys.bits for one in quantized])
+    words = [f"keys {key_bits} bits", f"values {_range([one.values.bits for one in quantized])}"]
+    if any(one.keys.rotated for one in quantized):
+        words.append("rotated")
     if None in precisions:
         words.append("some layers in full precision")
     return ", ".join(words)
+
+
+def _range(numbers: list[int]) -> str:
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))

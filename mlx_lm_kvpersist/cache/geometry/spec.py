@@ -20,7 +20,7 @@ import mlx.core as mx
 from ..live.packed import GRID, scale_dtype
 from ..live.quantized import AttentionPlan
 from .kinds import GroupKind
-from .precision import KVPrecision, PrecisionChoice, Quantization
+from .precision import KVPrecision, PrecisionChoice
 
 _FIELDS = ("weights", "scales", "biases")
 """The arrays of quantized keys or values; in full precision they are one array."""
@@ -82,19 +82,14 @@ class LayerGroup:
     @cached_property
     def array_names(self) -> dict[str, list[str]]:
         """The names of the arrays of the keys ("k") and values ("v") of this group."""
-        names = {}
-        for part, side in self.sides.items():
-            fields = [f".{field}" for field in _FIELDS] if side else [""]
-            names[part] = [f"{self.name}.{part}{field}" for field in fields]
-        return names
+        fields = [f".{field}" for field in _FIELDS] if self.precision else [""]
+        return {part: [f"{self.name}.{part}{field}" for field in fields] for part in self.shapes}
 
     @cached_property
-    def sides(self) -> dict[str, Quantization | None]:
-        """How keys ("k") and values ("v") are quantized; None for full precision."""
-        if self.precision is None:
-            return {"k": None, "v": None}
-        both = {"k": self.precision.keys, "v": self.precision.values}
-        return {part: None if side.is_full_precision else side for part, side in both.items()}
+    def shapes(self) -> dict[str, TensorShape]:
+        """The shapes of keys ("k") and values ("v"); empty for a recurrent group."""
+        both = {"k": self.keys, "v": self.values}
+        return {part: shape for part, shape in both.items() if shape is not None}
 
     def describe(self) -> dict[str, Any]:
         """Return the group as JSON values."""
@@ -251,11 +246,8 @@ class ModelCacheSpec:
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
     """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
     for group in groups:
-        for (part, quantization), shape in zip(
-            group.sides.items(), (group.keys, group.values), strict=True
-        ):
-            if shape is None:
-                continue
+        sides = group.precision.sides if group.precision else (None, None)
+        for (part, shape), quantization in zip(group.shapes.items(), sides, strict=False):
             name, *others = group.array_names[part]
             lead, dtype = (len(group.slots), shape.n_heads, n_tokens), shape.mx_dtype
             if quantization is None:
@@ -270,12 +262,9 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
 def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
     """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, D]."""
     for group in groups:
-        for (part, side), shape in zip(
-            group.sides.items(), (group.keys, group.values), strict=True
-        ):
-            if side is not None and shape is not None:
-                form = len(group.slots), shape.n_heads, n_tokens, shape.dim
-                yield f"{group.name}.{part}", form, shape.mx_dtype
+        for part, shape in group.shapes.items():
+            form = len(group.slots), shape.n_heads, n_tokens, shape.dim
+            yield f"{group.name}.{part}", form, shape.mx_dtype
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:

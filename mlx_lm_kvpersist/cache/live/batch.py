@@ -35,6 +35,11 @@ class Buffers(_BaseCache, ABC):  # type: ignore[misc]
     def size(self) -> int:
         """Return how many tokens from the beginning of the buffers count as cached."""
 
+    @property
+    @abstractmethod
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row."""
+
     @abstractmethod
     def _end_at(self, n_tokens: int) -> None:
         """Count `n_tokens` from the beginning of the buffers as cached."""
@@ -182,6 +187,10 @@ class PaddedBatch(Buffers):
         row, at = slice(idx, idx + 1), slice(padding, self._idx)
         keys, values = (pk.each(lambda x: x[row, :, at], held) for held in (self.keys, self.values))
         return keys, values
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self._idx - n for n in self._padding]
 
     def size(self) -> int:
         """Return the number of tokens of the longest row, padding included."""

@@ -16,20 +16,12 @@ from .batch import PaddedBatch
 
 
 class Newest(PaddedBatch):
-    """Keys and values of the last tokens of B rows, [B, H, S, D].
-
-    Of a side in full precision D is 0.
-    """
+    """Keys and values of the last tokens of B rows, [B, H, S, D]."""
 
     _is_own: mx.array | None
 
     def __init__(self, n_rows: int) -> None:
         self._place([0] * n_rows, 0)
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many tokens of each row are here."""
-        return [self._idx - n for n in self._padding]
 
     @classmethod
     def merge(cls, rows: Sequence[Newest]) -> Newest:

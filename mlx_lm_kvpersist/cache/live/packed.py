@@ -4,8 +4,7 @@ A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint
 [B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size] in the array's own
 dtype, or in bfloat16 if that is float32. Zeros in all three stand for zeros, so zeroed buffers are
 finite padding. W is the number of numbers a head, D, and the padding that makes groups whole.
-Keys or values in full precision are one array. `hold` makes one of the two forms; the other
-functions take both.
+In full precision keys, and values, are one array; `each` and what is built on it take both forms.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def dequantize(
 
 
 def read(
-    held: Packed | mx.array,
+    packed: Packed,
     quantization: Quantization,
     newest: mx.array | None = None,
     is_own: mx.array | None = None,
@@ -145,10 +144,8 @@ def read(
 
     The `newest` [B, H, n, D] are exact, and give the dtype; else the scales do.
     """
-    if isinstance(held, mx.array):
-        return held
-    dtype = held[1].dtype if newest is None else newest.dtype
-    x = as_it_came(dequantize(held, quantization, dtype), quantization)
+    dtype = packed[1].dtype if newest is None else newest.dtype
+    x = as_it_came(dequantize(packed, quantization, dtype), quantization)
     if newest is not None:
         write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
     return x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import gt
@@ -16,9 +15,6 @@ from . import packed as pk
 from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, Computed, PackedKV, Strategy
 from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
 from .newest import Newest
-
-Held = Any
-"""`Packed`, or an array in full precision."""
 
 PHASES = ("prefill", "decode", "batch_decode")
 _FEW_ROWS = 2
@@ -98,9 +94,8 @@ class PackedCache(Buffers):
     """Packed keys and values, and the newest as they were computed; a plan says how they are read.
 
     mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
-    `group_size` exist only where fetches are packed. Without a plan they are arrays, and always if
-    keys or values are in full precision. All queries see the same arrays, so they should all be of
-    one block of the grid.
+    `group_size` exist only where fetches are packed. Without a plan they are arrays. All queries
+    see the same ones, so they should all be of one block of the grid.
 
     What a query no longer sees as computed is forgotten before the next fetch: until then a draft's
     tokens can be taken back.
@@ -110,40 +105,35 @@ class PackedCache(Buffers):
     newest: Newest
     plan: AttentionPlan | None = None
     _right_padding: list[int] | None = None
-    _keys: Held = None
-    _values: Held = None
+    _keys: Any = None  # `Packed`, or None in an empty cache
+    _values: Any = None
     _n_waiting = 0
     """How many of the newest tokens of all rows are not packed yet."""
 
     @property
-    def keys(self) -> Held:
+    def keys(self) -> Any:
         """The buffer of keys; whatever waits is packed first."""
         self._pack()
         return self._keys
 
     @keys.setter
-    def keys(self, held: Held) -> None:
+    def keys(self, held: Any) -> None:
         self._pack()  # the other side keeps what it has
         self._keys = held
 
     @property
-    def values(self) -> Held:
+    def values(self) -> Any:
         """The buffer of values; whatever waits is packed first."""
         self._pack()
         return self._values
 
     @values.setter
-    def values(self, held: Held) -> None:
+    def values(self, held: Any) -> None:
         self._pack()
         self._values = held
 
     def empty(self) -> bool:
         return self._keys is None
-
-    @property
-    @abstractmethod
-    def lengths(self) -> list[int]:
-        """The number of tokens of each row."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
@@ -151,46 +141,36 @@ class PackedCache(Buffers):
         By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
         a batch have their padding in front.
         """
-        self.forget()
-        start, n_new = self.size(), keys.shape[2]
-        n_own, n_held = [n % pk.GRID for n in self.lengths], self.newest.lengths
-        precision = self.precision
-        sides = precision.keys, precision.values
-        self._keys, self._values = (
-            pk.append(held, start, x) if side.is_full_precision else held
-            for held, x, side in zip((self._keys, self._values), (keys, values), sides, strict=True)
-        )
-        # What is in full precision is not kept twice.
-        new_keys, new_values = (
-            x[..., :0] if side.is_full_precision else x
-            for x, side in zip((keys, values), sides, strict=True)
-        )
-        self.newest.append(new_keys, new_values)
-        self._end_at(start + n_new)
+        n_own = self.forget()
+        n_held, n_new = self.newest.lengths, keys.shape[2]
+        self.newest.append(keys, values)
+        self._end_at(self.size() + n_new)
         self._n_waiting += n_new
         if n_new > 1 or self._right_padding is not None or not self._has_room():
             self._pack()
-        if self.plan is None or not hasattr(self, "bits"):
+        plan = self.plan
+        if plan is None or not plan.can_take_packed:
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        n_rows, n_heads, _, k_dim = keys.shape
-        width = k_dim + sides[0].padding + values.shape[3] + sides[1].padding
-        token_bytes = n_heads * width * keys.dtype.size
-        strategy = self.plan.choose(n_new, start + n_new, n_rows, token_bytes)
+        sides = self.precision.sides
+        width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
+        token_bytes = keys.shape[1] * width * keys.dtype.size
+        strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
         is_pending = self._right_padding is not None
         by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1
         is_own = None if by_row else self.newest.is_own()
-        both = (self._keys, precision.keys), (self._values, precision.values)
         fetched_keys, fetched_values = (
             PackedKV.of(
-                held,
+                packed,
                 quantization,
-                start + n_new,
+                self.size(),
                 strategy,
-                self.plan.tile_bytes,
+                plan.tile_bytes,
                 Computed(newest, n_own, n_held, is_own, by_row),
             )
-            for (held, quantization), newest in zip(both, self.newest.view(), strict=True)
+            for packed, quantization, newest in zip(
+                (self._keys, self._values), sides, self.newest.view(), strict=True
+            )
         )
         if n_new > pk.GRID:
             self.forget()
@@ -199,7 +179,7 @@ class PackedCache(Buffers):
     @property
     def bits(self) -> int:
         """Bits of the keys; no attribute where fetches are arrays."""
-        if self.plan is None or not (self.plan.can_take_packed and self.precision.is_packed):
+        if self.plan is None or not self.plan.can_take_packed:
             raise AttributeError("bits")
         return self.precision.keys.bits
 
@@ -209,14 +189,17 @@ class PackedCache(Buffers):
             raise AttributeError("group_size")
         return self.precision.group_size
 
-    def forget(self) -> None:
-        """Forget how the tokens were computed that the next query sees quantized."""
-        if self._right_padding is not None:
-            return  # it is not known yet where rows end
+    def forget(self) -> list[int]:
+        """Forget how the tokens were computed that the next query sees quantized.
+
+        Return how many tokens each row has in the block of the grid where it goes on.
+        """
         n_own = [n % pk.GRID for n in self.lengths]
-        if any(map(gt, self.newest.lengths, n_own)):
+        # While rows are padded on the right, it is not known where they end.
+        if self._right_padding is None and any(map(gt, self.newest.lengths, n_own)):
             self._pack()
             self.newest.keep(n_own)
+        return n_own
 
     def _pack(self) -> None:
         """Pack the tokens that wait, and make room for more.
@@ -227,17 +210,17 @@ class PackedCache(Buffers):
         n, self._n_waiting = self._n_waiting, 0
         if not n:
             return
-        start, sides = self.size() - n, (self.precision.keys, self.precision.values)
-        held, new = (self._keys, self._values), self.newest.last(n)
         self._keys, self._values = (
-            x if side.is_full_precision else pk.append(x, start, pk.quantize(own, side))
-            for x, own, side in zip(held, new, sides, strict=True)
+            pk.append(packed, self.size() - n, pk.quantize(own, quantization))
+            for packed, own, quantization in zip(
+                (self._keys, self._values), self.newest.last(n), self.precision.sides, strict=True
+            )
         )
 
     def _has_room(self) -> bool:
         """Return whether all tokens are within the buffers, packed or not."""
         held = (self._keys, self._values)
-        return all(x is not None and pk.arrays_of(x)[0].shape[2] >= self.size() for x in held)
+        return all(x is not None and x[0].shape[2] >= self.size() for x in held)
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
@@ -264,35 +247,22 @@ class PackedCache(Buffers):
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
-        keys, values = (pk.view(x, 0, self.size()) for x in (self._keys, self._values))
         new_keys, new_values = self.newest.view() if self.newest.size() else (None, None)
         is_own = self.newest.is_own()
-        return (
-            pk.read(keys, self.precision.keys, new_keys, is_own),
-            pk.read(values, self.precision.values, new_values, is_own),
+        keys, values = (
+            pk.read(pk.view(packed, 0, self.size()), quantization, new, is_own)
+            for packed, quantization, new in zip(
+                (self.keys, self.values), self.precision.sides, (new_keys, new_values), strict=True
+            )
         )
-
-    def packed(self, start: int, stop: int) -> tuple[Held, Held]:
-        """Return keys and values of tokens [start, stop) as lazy views of the buffers.
-
-        Each is `Packed`, or an array in full precision. Drop them before the next update: a live
-        view makes it copy the whole buffer.
-
-        Raises:
-            ValueError: the cache is empty or does not hold these tokens.
-        """
-        if self.empty():
-            raise ValueError("the cache is empty")
-        if not 0 <= start <= stop <= self.size():
-            raise ValueError(f"tokens {start} to {stop} of a cache of {self.size()}")
-        return pk.view(self.keys, start, stop), pk.view(self.values, start, stop)
+        return keys, values
 
 
 class SequenceQuantizedKVCache(PackedCache):
     """Keys and values of one layer and one sequence, `offset` tokens long.
 
-    `keys` and `values` are None or buffers [1, H, S, ...], S >= `offset` (see `packed.Packed`); an
-    array where the precision leaves one of them as it is. Owned by the thread that runs the model.
+    `keys` and `values` are None or buffers [1, H, S, ...], S >= `offset` (see `packed.Packed`).
+    Owned by the thread that runs the model.
     """
 
     def __init__(self, precision: KVPrecision, plan: AttentionPlan | None = None) -> None:
@@ -345,10 +315,6 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.plan = plan
         self._place(ints(left_padding), 0)
         self.newest = Newest(len(self._padding))
-
-    @property
-    def lengths(self) -> list[int]:
-        return [self._idx - n for n in self._padding]
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:

@@ -150,8 +150,6 @@ def calibrate(
 
 def packed_is_right(shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype) -> bool:
     """Say whether packed attention gives what dequantizing gives in this dtype on this device."""
-    if not precision.is_packed:
-        return False
     layers = _Layers(shape, precision, dtype, _Work(1, 1, 512))
     return layers.agree(packed_attention)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..geometry.precision import Estimate
 from ..live.packed import GRID
 
 AT_ONCE = GRID // 2
@@ -22,6 +21,14 @@ _MOST_BYTES = 32 << 20
 """Of one float32 array of log-probabilities; some six exist at a time, beside the model's own."""
 _LEAST_LOGPROB = -1e4
 """Masked tokens have -inf, and -inf - -inf is no number."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over the tokens of a text, and its standard error."""
+
+    value: float
+    error: float
 
 
 @dataclass

@@ -17,13 +17,14 @@ from mlx_lm_kvpersist.cache.live.packed import arrays_of
 from mlx_lm_kvpersist.round_trip import tiny_model
 from tests.support.joined import Pieces, join
 
+from ..conftest import packed_tokens
+
 IDS = [(i * 37 + i // 5) % 60 + 2 for i in range(300)]
 
 
 CHOICES = {
     "4": PrecisionChoice(),
-    "keys plain": PrecisionChoice(16, 4, None, (True, True)),
-    "values plain": PrecisionChoice(6, 16),
+    "8, rotated": PrecisionChoice(8, 8, rotated=True),
 }
 
 
@@ -62,7 +63,7 @@ def test_quiet_over_what_the_model_computed(n_tokens: int, choice: str) -> None:
     caches = join(spec, replace(pieces, blocks=noisy), 64)
 
     def held() -> list[mx.array]:
-        sides = [side for cache in caches for side in cache.packed(0, n_tokens)]
+        sides = [side for cache in caches for side in packed_tokens(cache, 0, n_tokens)]
         newest = [x for cache in caches if n_tokens % 256 for x in cache.newest.view()]
         return [*newest, *(x for side in sides for x in arrays_of(side))]
 
@@ -93,9 +94,7 @@ def test_loud_over_another_models_blocks() -> None:
 def test_loud_where_one_layer_is_wrong(choice: str) -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS, CHOICES[choice])
-    for name in {"4": ("k.scales", "v.scales"), "keys plain": ("k", "v.scales")}.get(
-        choice, ("k.scales", "v")
-    ):
+    for name in ("k.scales", "v.scales"):
         wrong = f"0.{name}"
         last = changed(
             pieces.blocks[-1],

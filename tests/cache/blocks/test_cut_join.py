@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from tests.support.joined import Pieces, join, n_bytes
 
-from ..conftest import VOCAB, address, random_kv, same_packed
+from ..conftest import VOCAB, address, packed_tokens, random_kv, same_packed
 from ..live.test_quantized import PRECISION
 
 
@@ -83,7 +83,9 @@ def assert_same(
     stop: int,
 ) -> None:
     for a, b in zip(found, expected, strict=True):
-        for x, y in zip(a.packed(0, stop - start), b.packed(start, stop), strict=True):
+        for x, y in zip(
+            packed_tokens(a, 0, stop - start), packed_tokens(b, start, stop), strict=True
+        ):
             assert same_packed(x, y)
 
 

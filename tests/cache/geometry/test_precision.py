@@ -75,8 +75,7 @@ def test_what_a_cache_holds_is_arrays_and_back() -> None:
 def test_a_head_is_padded_to_whole_groups() -> None:
     assert Quantization(4, 32).fitted(96) == Quantization(4, 32)
     assert Quantization(4, 64, True).fitted(96) == Quantization(4, 64, True, 32)
-    assert Quantization(FULL_BITS).fitted(80) == Quantization(FULL_BITS)
-    precision = KVPrecision.of(6, 32, 4, rotated=(True, True)).fitted(80, 64)
+    precision = KVPrecision.of(6, 32, 4, rotated=True).fitted(80, 64)
     assert str(precision) == "k6rp16v4rb32" and precision.fitted(80, 64) == precision
     assert str(KVPrecision.of(4, 32).fitted(80, 80)) == "4p16b32"
 
@@ -98,66 +97,40 @@ def test_values_may_take_other_bits() -> None:
         KVPrecision.of(8, 64, 7)
 
 
-def test_one_side_alone_may_be_left_as_it_is() -> None:
-    precision = KVPrecision.of(FULL_BITS, 64, 4, rotated=(True, True))
-    assert str(precision) == "k16v4rb64" and not precision.is_packed
-    assert precision.keys == Quantization(16, 64)
-    assert str(KVPrecision.of(6, 32, FULL_BITS)) == "k6v16b32"
-    assert KVPrecision.of(6, 32, 4).is_packed and not KVPrecision.of(6, 32, FULL_BITS).is_packed
-    with pytest.raises(ValueError, match="neither"):
-        KVPrecision.of(FULL_BITS, 64)
-    with pytest.raises(ValueError, match="not rotated"):
-        Quantization(FULL_BITS, 64, rotated=True)
+def test_keys_and_values_are_quantized_alike_or_not_at_all() -> None:
+    for key_bits, value_bits in ((FULL_BITS, 4), (6, FULL_BITS)):
+        with pytest.raises(ValueError, match="bits is 16"):
+            KVPrecision.of(key_bits, 64, value_bits)
+    with pytest.raises(ValueError, match="together"):
+        KVPrecision(Quantization(6, 64, rotated=True), Quantization(4, 64))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("4b64", "8rb32", "k8v4b64", "k6rv4rb128", "k4rv4b64", "k16v4rb64", "k6v16b32"),
-        *("4p16b32", "4rp24b64", "k6rp16v4rb32", "k6rv4rp8b64", "k16v4rp16b32"),
+        *("4b64", "8rb32", "k8v4b64", "k6rv4rb128"),
+        *("4p16b32", "4rp24b64", "k6rp16v4rb32", "k6rv4rp8b64"),
     ],
 )
 def test_a_precision_is_read_by_its_name(name: str) -> None:
     """Names are part of every stored conversation's root: they stay."""
     precision = parse_precision(name)
     assert precision is not None and str(precision) == name
-    assert str(KVPrecision.of(6, 128, 4, rotated=(True, True))) == "k6rv4rb128"
+    assert str(KVPrecision.of(6, 128, 4, rotated=True)) == "k6rv4rb128"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["16b64", "k16v16b64", "k16rv4b64", "k16p16v4b64", "k4v4b0", "k77v4b64", "k4b64", "4p0b64"],
+    ["16b64", "k16v4b64", "k6rv4b64", "k4v4b0", "k77v4b64", "k4b64", "4p0b64"],
 )
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         parse_precision(name)
 
 
-def test_an_array_in_full_precision_takes_the_place_of_three() -> None:
-    shape = TensorShape(2, 64, "float16")
-    for precision, names in (
-        (KVPrecision.of(16, 64, 4), ["3.k", "3.v.weights", "3.v.scales", "3.v.biases"]),
-        (KVPrecision.of(4, 64, 16), ["3.k.weights", "3.k.scales", "3.k.biases", "3.v"]),
-    ):
-        group = LayerGroup("3", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
-        forms = list(token_arrays([group], 5))
-        assert [name for name, _, _ in forms] == names
-        assert (
-            "3." + "kv"[not precision.keys.is_full_precision],
-            (2, 2, 5, 64),
-            mx.float16,
-        ) in forms
-        own = 2 * 2 * 64 * 2
-        assert group.bytes_per_token == own + own * 4 // 16 + 2 * 2 * 2 * 2
-        assert group.full_precision_bytes == 2 * own
-
-
 def test_rotation_is_part_of_the_name() -> None:
-    names = {
-        str(KVPrecision.of(4, 64, rotated=(k, v))) for k in (False, True) for v in (False, True)
-    }
-    assert names == {"4b64", "4rb64", "k4rv4b64", "k4v4rb64"}
-    assert str(KVPrecision.of(6, 32, 4, rotated=(True, True))) == "k6rv4rb32"
+    assert [str(KVPrecision.of(4, 64, rotated=one)) for one in (False, True)] == ["4b64", "4rb64"]
+    assert str(KVPrecision.of(6, 32, 4, rotated=True)) == "k6rv4rb32"
 
 
 HEAD_SIZES = [32, 40, 48, 64, 72, 80, 88, 96, 100, 104, 112, 120, 128, 160, 192, 256, 288, 576]
@@ -214,11 +187,9 @@ def test_what_is_rotated_is_read_as_it_came() -> None:
 def test_what_is_asked_for_names_what_to_try() -> None:
     assert PrecisionChoice().candidates() == [KVPrecision.of(4, size) for size in GROUP_SIZES]
     assert PrecisionChoice(8, 4, 32).candidates() == [KVPrecision.of(8, 32, 4)]
-    plain_keys = PrecisionChoice(FULL_BITS, 4, 32, (True, True))
-    assert plain_keys.candidates() == [KVPrecision.of(FULL_BITS, 32, 4, rotated=(False, True))]
     own = PrecisionChoice(FULL_BITS, FULL_BITS)
     assert own.is_full_precision and own.candidates() == []
-    inner = KVPrecision.of(6, 32, 4, rotated=(True, True))
+    inner = KVPrecision.of(6, 32, 4, rotated=True)
     assert str(PrecisionChoice(6, 4, outer_key_bits=8).outer(inner)) == "k8rv4rb32"
     assert PrecisionChoice(6, 4).outer(inner) == inner
 
@@ -229,13 +200,8 @@ def test_what_is_asked_for_names_what_to_try() -> None:
         ("4b64", "keys 4 bits, values 4"),
         ("4rb64", "keys 4 bits, values 4, rotated"),
         ("k8v4b32", "keys 8 bits, values 4"),
-        ("k6rv4b64", "keys 6 bits, values 4, partly rotated"),
         ("k4rv4rb64*12,k8rv4rb64*2", "keys 4 to 8 bits, values 4, rotated"),
-        ("k16v4rb64", "keys in full precision, values 4 bits, rotated"),
-        (
-            "k4v4b64*2,k16v4b64*1,k8v16b64*1",
-            "keys 4 to 8 bits or in full precision, values 4 or in full precision",
-        ),
+        ("k16v4rb64", "k16v4rb64"),
         ("full*1,4b64*3", "keys 4 bits, values 4, some layers in full precision"),
         ("full", "full precision"),
         ("full,w128,state", "full precision"),
@@ -254,8 +220,7 @@ def test_the_layouts_of_specs_are_understood() -> None:
     model = tiny_llama()
     for choice, said in (
         (PrecisionChoice(4, 4), "keys 4 bits, values 4"),
-        (PrecisionChoice(8, 4, None, (True, False)), "keys 8 bits, values 4, partly rotated"),
-        (PrecisionChoice(FULL_BITS, 4, None, (True, True)), "keys in full precision, values 4 "),
+        (PrecisionChoice(8, 4, None, True), "keys 8 bits, values 4, rotated"),
     ):
         spec = ModelCacheSpec.probe(model, choice, evaluate=False)
         assert layout_in_words(spec.layout).startswith(said)

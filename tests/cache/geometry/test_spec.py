@@ -314,7 +314,7 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
 def test_all_kinds_of_groups_are_described() -> None:
     """What `mlx-lm-kvpersist spec --json` shows, and what the sizes add up to."""
     keys, values = TensorShape(3, 64, "float16"), TensorShape(3, 32, "float16")
-    mixed = KVPrecision.of(16, 32, 4)
+    mixed = KVPrecision.of(8, 32, 4)
     full = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 2), keys, values, mixed)
     window = TensorShape(1, 64, "float32")
     why = "windows stay in full precision"
@@ -325,9 +325,9 @@ def test_all_kinds_of_groups_are_described() -> None:
     recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
     spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
     assert spec.describe() == {
-        "layout": "k16v4b32,n256,w16,state",
+        "layout": "k8v4b32,n256,w16,state",
         "n_layers": 5,
-        "bytes_per_token": 888,
+        "bytes_per_token": 552,
         "bytes_per_checkpoint": 16 * 512 + 192,
         "batching": "nothing",
         "groups": [
@@ -336,9 +336,9 @@ def test_all_kinds_of_groups_are_described() -> None:
                 "kind": "full",
                 "cache": "KVCache",
                 "slots": [0, 2],
-                "bits": "k16v4b32",
+                "bits": "k8v4b32",
                 "why_not_quantized": None,
-                "bytes_per_token": 2 * 3 * 64 * 2 + 2 * 3 * (32 // 2 + 2 * 2),
+                "bytes_per_token": 2 * 3 * (64 + 2 * 2 * 2) + 2 * 3 * (32 // 2 + 2 * 2),
                 "keys": {"n_heads": 3, "dim": 64, "dtype": "float16"},
                 "values": {"n_heads": 3, "dim": 32, "dtype": "float16"},
             },
@@ -367,7 +367,7 @@ def test_all_kinds_of_groups_are_described() -> None:
         ],
     }
     assert full.full_precision_bytes == 2 * 3 * (64 + 32) * 2
-    assert spec.bits_per_number == 8 * 888 / (2 * 3 * (64 + 32))
+    assert spec.bits_per_number == 8 * 552 / (2 * 3 * (64 + 32))
     assert spec.precisions == {0: full.precision, 2: full.precision} and not spec.any_prefix
     for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
         assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix

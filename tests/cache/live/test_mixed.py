@@ -40,10 +40,8 @@ def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
 
 LAYOUTS = (
     "k8rv4rb64*1,k6rv4rb64*2,k8rv4rb64*1",
-    "k4rv4b64*1,k6rv4rb64*1,full*1,k4rv4b64*1",
-    "k16v4rb64*1,k4rv16b64*1,full*1,k16v4rb64*1",
-    "k16v4b64*2,4rb64*2",
-    "k6v16b64",
+    "k5rv4rb64*1,k6rv4rb64*1,full*1,4rb64*1",
+    "k6v4b64",
 )
 
 

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.newest import Newest
 from mlx_lm_kvpersist.cache.live.quantized import (
@@ -37,9 +37,7 @@ GRID = 16
 COARSE = KVPrecision.of(4, 32)
 PRECISIONS = {
     "4 bits": COARSE,
-    "rotated": KVPrecision.of(3, 32, 2, rotated=(True, True)),
-    "plain keys": KVPrecision.of(FULL_BITS, 32, 4, rotated=(False, True)),
-    "plain values": KVPrecision.of(4, 32, FULL_BITS),
+    "rotated": KVPrecision.of(3, 32, 2, rotated=True),
 }
 PLANS: dict[str, AttentionPlan | None] = {
     "arrays": None,
@@ -68,8 +66,6 @@ def packed_and_back(x: mx.array, quantization: Quantization) -> mx.array:
 
     Rotated, it is multiplied by a Hadamard matrix before, and by its transpose after.
     """
-    if quantization.bits == FULL_BITS:
-        return x
     size, dim = quantization.group_size, x.shape[-1]
     x = mx.pad(x, [(0, 0)] * 3 + [(0, -dim % size)])
     matrix = mx.eye(x.shape[-1])
@@ -133,7 +129,7 @@ class Streams:
     def step(self, cache: Any, references: list[Reference], most: int) -> None:
         """Attend over some more tokens; sometimes the last of them are taken back, as a draft's."""
         n = self.rng.choice([1, 1, 2, self.rng.randint(1, most)])
-        if self.plan is None or not self.precision.is_packed:
+        if self.plan is None:
             n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
         self.seed += 1
         n_rows = len(references)
@@ -173,7 +169,6 @@ class Streams:
 
 
 CASES = [(precision, plan) for precision in ("4 bits", "rotated") for plan in PLANS]
-CASES += [("plain keys", "arrays"), ("plain values", "arrays")]
 
 
 @pytest.mark.parametrize(("precision", "plan"), CASES)
@@ -253,7 +248,7 @@ def faults() -> dict[str, tuple[type, str, Any]]:
     return {
         "window": (Newest, "keep", one_off(Newest.keep)),
         "padding": (Newest, "is_own", lambda self: None),
-        "reset": (PackedCache, "forget", lambda self: None),
+        "reset": (PackedCache, "forget", lambda self: [n % pk.GRID for n in self.lengths]),
         "phase": (
             BatchQuantizedKVCache,
             "lengths",

@@ -24,7 +24,7 @@ from tests.support.host import patched_attention
 
 from ..conftest import VOCAB, tiny_llama
 
-DEFAULT = replace(KV_BITS[DEFAULT_BITS], rotated=(True, True))
+DEFAULT = replace(KV_BITS[DEFAULT_BITS], rotated=True)
 IDS = [(7 * i * i + 3 * i) % VOCAB for i in range(330)]
 PLACES = {"first": range(256, 290), "second": range(290, 330)}
 LIMIT = 0.05
@@ -156,7 +156,7 @@ def test_a_verdict_is_kept_for_a_model_and_what_was_asked_for() -> None:
     put_verdict(kept, "model", DEFAULT, verdict)
     assert known_verdict(kept, "model", DEFAULT) == verdict
     assert known_verdict(kept, "another", DEFAULT) is None
-    for other in (replace(DEFAULT, group_size=32), replace(DEFAULT, rotated=(False, False))):
+    for other in (replace(DEFAULT, group_size=32), replace(DEFAULT, rotated=False)):
         assert known_verdict(kept, "model", other) is None
     # Another server was quicker: its conversations are found.
     put_verdict(kept, "model", DEFAULT, Verdict((("far copy", 0.01),)))
