@@ -67,6 +67,8 @@ class KVPersistPlugin:
         """Requests of the loaded model, if its conversations are kept."""
         self._roles = TemplateRoles()
         self._guard: Guard | None = None
+        self._warm: Callable[[], None] = lambda: None
+        self._warm_model: str | None = None
         self._refused: set[str] = set()
         self._log = RequestLog()
         self._metrics = Metrics(self._store_counts)
@@ -83,7 +85,8 @@ class KVPersistPlugin:
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
         self._sessions = StoredSessions(self._store)
-        if getattr(args, "model", None) is None:
+        self._warm_model = getattr(args, "model", None)
+        if self._warm_model is None:
             logger.info("kvpersist: %s", places(self._store))
 
     @hookimpl
@@ -153,11 +156,18 @@ class KVPersistPlugin:
     def serving_changed(self, serving: bool) -> None:
         if self._store is not None:
             self._store.writer.set_gentle(serving)
+        if serving and self._guard is not None:
+            self._guard.pause()
 
     @hookimpl
     def idle(self, seconds: float) -> None:
-        if self._guard is not None and seconds >= QUIET_S:
-            self._guard.step()
+        if self._guard is None or self._serving is None or seconds < QUIET_S:
+            return
+        before = self._serving.model
+        self._guard.step()
+        model = self._serving.model
+        if model.root != before.root and model.name == self._warm_model:
+            self._warm()  # what was warmed has the old root
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
@@ -255,7 +265,8 @@ class KVPersistPlugin:
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         if self._config.warm:
-            warm_at_start(self._service(), self._config.warm, serve)
+            self._warm = partial(warm_at_start, self._service(), self._config.warm, serve)
+            self._warm()
 
     def _service(self) -> Service:
         asked = self._config

@@ -116,3 +116,36 @@ def test_the_self_test_checks_the_configured_precision(
                 manager.ask("self_test")
     finally:
         plugin.shutdown()
+
+
+@pytest.mark.parametrize(("name", "n_times"), [("model", 2), ("another", 1)])
+def test_what_is_warm_is_computed_anew_for_a_new_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, n_times: int
+) -> None:
+    """Not for the model that a request has named."""
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    file = tmp_path / "prompt.json"
+    file.touch()
+    given = copy.copy(ARGS)
+    given.model = "model"
+    options = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-warm", str(file)]
+    plugin.configure(parser.parse_args(options, given))
+    warmed: list[Any] = []
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
+    serving = SimpleNamespace(model=SimpleNamespace(root="old", name=name))
+
+    def step() -> None:
+        serving.model = SimpleNamespace(root="new", name=name)
+
+    guard: Any = SimpleNamespace(step=step)
+    any_serving: Any = serving
+    plugin._serving, plugin._guard = any_serving, guard
+    try:
+        plugin.started(lambda run: None)
+        for _ in range(3):
+            plugin.idle(5.0)
+    finally:
+        plugin.shutdown()
+    assert len(warmed) == n_times

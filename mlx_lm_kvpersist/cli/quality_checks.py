@@ -113,8 +113,9 @@ def predicted(
 ) -> dict[str, Predictions]:
     """Return what the model predicts of a text over the caches of each maker."""
     read = {name: Predictions() for name in makers}
-    caches = {name: make_cache() for name, make_cache in makers.items()}
-    for part in compared(model, ids, make_prompt_cache(model), caches):
+    own, caches = make_prompt_cache(model), {name: make() for name, make in makers.items()}
+    for start in range(0, len(ids) - 1, AT_ONCE):
+        part = compared(model, ids[start : start + AT_ONCE + 1], own, caches)
         for name, predictions in part.items():
             read[name].add(predictions)
         mx.clear_cache()

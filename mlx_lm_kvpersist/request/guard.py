@@ -18,7 +18,14 @@ from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import with_plans
-from ..cache.measuring.guard import is_guarded, judge, known_verdict, own_caches, put_verdict
+from ..cache.measuring.guard import (
+    Loss,
+    is_guarded,
+    judge,
+    known_verdict,
+    own_caches,
+    put_verdict,
+)
 from .serving import Serving
 
 QUIET_S = 2.0
@@ -32,7 +39,7 @@ class Guard:
 
     A step takes about `step_s`. If the model gets another precision, three more take as long as
     they do when a model is loaded. No request runs during a step, so the next one has the new
-    caches and the new root.
+    caches and the new root. Between steps the guard holds the text in two caches.
     """
 
     def __init__(
@@ -43,27 +50,41 @@ class Guard:
         step_s: float,
     ) -> None:
         self._serving, self._default, self._attention = serving, default, attention
+        self._step_s = step_s
         model = serving.model
-        is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
-        self._steps = self._run(step_s) if is_needed else iter(())
+        self._is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
+        self._steps: Iterator[None] | None = None
+        self._losses: list[Loss] = []
+
+    def pause(self) -> None:
+        """Free the caches, because requests need the memory: a precision is judged in one pause."""
+        self._steps = None
 
     def step(self) -> None:
         """Do the next step, if there is one."""
+        if not self._is_needed:
+            return
+        self._steps = self._steps or self._run()
         try:
-            next(self._steps, None)
+            next(self._steps)
+            return
+        except (StopIteration, ReferenceError):
+            pass  # it is done, or the server has dropped the model
         except Exception as error:
             # It may lack memory. Nothing is persisted, so the next start tries again.
             name = self._serving.model.name
             logger.warning("kvpersist: the precision of %s could not be checked: %r", name, error)
-            mx.clear_cache()
+        self._is_needed, self._steps = False, None
+        mx.clear_cache()
 
-    def _run(self, step_s: float) -> Iterator[None]:
+    def _run(self) -> Iterator[None]:
         serving, loaded = self._serving, self._serving.model
         model, state = loaded.model, serving.store.view.state
         # Another server of this folder may have been quicker.
         verdict = known_verdict(state, loaded.fingerprint, self._default)
         if verdict is None:
-            verdict = yield from judge(model, loaded.tokenizer, loaded.spec, self._default, step_s)
+            its = loaded.tokenizer, loaded.spec, self._default, self._step_s, self._losses
+            verdict = yield from judge(model, *its)
             mx.clear_cache()
         spec = loaded.spec
         if verdict.n_refused:

@@ -30,8 +30,7 @@ SHORT = ("--window", "512", "--stride", "256", "--context", "400")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few texts and precisions, short replies, and attention plans measured as short as can be."""
-    context, *parts = texts.all_parts()
-    few = [context, parts[0], parts[-1]]
+    few = {name: texts.all_parts()[name] for name in ("context", "English", "far copy")}
     monkeypatch.setattr(texts, "all_parts", lambda: few)
     monkeypatch.setattr(calibration, "_PHASE_S", 0.0)
     monkeypatch.setattr(command, "_TOOL_TOKENS", 20)

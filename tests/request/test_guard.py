@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.measuring import guard as judging
+from mlx_lm_kvpersist.cache.measuring.divergence import compared
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, known_verdict, put_verdict
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.host.answers import ModelSupport
@@ -210,6 +213,53 @@ def test_a_failure_changes_nothing(
     assert caplog.text.count("could not be checked") == 1 and repr(error) in caplog.text
     monkeypatch.undo()
     assert prepare(provider, store).verdict is None
+
+
+@pytest.mark.parametrize("n_steps", [0, 4])
+def test_a_model_that_the_server_drops_is_no_failure(
+    provider: Any, store: BlockStore, caplog: pytest.LogCaptureFixture, n_steps: int
+) -> None:
+    loaded: Any = load(provider.model_key[0])
+    own = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=provider.model_key)
+    model = prepare(own, store)
+    its = Serving(store, model, lambda *_: None, canary=True, isolated=False, step_s=0.1)
+    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    for _ in range(n_steps):
+        guard.step()
+    del own.model, loaded
+    gc.collect()
+    caplog.clear()
+    work(guard)
+    assert not caplog.text and its.model is model
+
+
+def test_while_requests_are_served_the_guard_holds_no_cache(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins the precision anew, and finds the same."""
+    its = serving(provider, store, monkeypatch)
+    monkeypatch.setattr(judging, "LIMIT_NATS", 0.0)
+    held: list[weakref.ref[Any]] = []
+
+    def seen(model: Any, ids: list[int], own: list[Any], caches: Any) -> Any:
+        held.extend(weakref.ref(cache) for cache in (*own, *caches[""]))
+        return compared(model, ids, own, caches)
+
+    monkeypatch.setattr(judging, "compared", seen)
+    monkeypatch.setattr(guarding, "known_verdict", lambda *_: None)
+    before, found = its.model, []
+    for n_steps in (STEPS, 4, 12):
+        its.model = before
+        guard = Guard(its, DEFAULT, "dequantize", 60.0)
+        held.clear()
+        for _ in range(n_steps):
+            guard.step()
+        assert any(cache() is not None for cache in held) == (n_steps < STEPS)
+        guard.pause()
+        assert held and all(cache() is None for cache in held)
+        work(guard)
+        found.append(its.model.verdict)
+    assert found[0] and len(found[0].losses) == 3 and found[1:] == [found[0]] * 2
 
 
 def test_nothing_is_judged_that_was_asked_for_by_name(

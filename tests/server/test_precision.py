@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import StartServer, make_tiny_model, wait_until
+from tests.support import StartServer, make_tiny_model, synthetic_text, wait_until
 from tests.support.synthetic.outliers import add_outliers
 
 MESSAGES = [
@@ -47,15 +47,23 @@ def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
 def test_a_model_that_does_not_bear_the_default_gets_more_bits(
     tmp_path: Path, start_server: StartServer
 ) -> None:
-    """From when nobody asked on; a later start begins so, and finds what was stored since."""
+    """From when nobody asked on; a later start begins so, and finds what was stored since.
+
+    What is warm stays warm.
+    """
+    file = tmp_path / "beginning.json"
+    file.write_text(json.dumps([{"role": "system", "content": synthetic_text(1500, seed=61)}]))
     plain = make_tiny_model(
         tmp_path / "plain", n_layers=4, config={"max_position_embeddings": 1000}
     )
     model = add_outliers(plain, tmp_path / "outliers", factors=(100.0, 200.0))
-    server = start_server.with_plugin(model, *DEFAULT)
+    server = start_server.with_plugin(model, *DEFAULT, "--kvpersist-warm", str(file))
     asked = {"role": "user", "content": "And then?"}
     before = server.chat(MESSAGES, session="before")
     wait_until(lambda: "from now on: the default loses" in server.log, "the guard to judge", 120)
+    wait_until(lambda: server.log.count("is computed and pinned") == 2, "what is warm")
+    warm = server.chat([*json.loads(file.read_text()), asked], max_tokens=2)
+    assert warm.cached_tokens > 256
     said = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["precision"]
     assert said.startswith(("keys 8 bits", "full precision"))
     assert "the default loses" in said

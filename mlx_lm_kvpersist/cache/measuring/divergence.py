@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..live.packed import GRID
 
 AT_ONCE = GRID // 2
-"""Tokens of a text that are computed together; a divisor of `GRID`, so all are of one block."""
+"""Most tokens of a text that are computed together; a divisor of `GRID`."""
 _MOST_BYTES = 32 << 20
 """Of one float32 array of log-probabilities; some six exist at a time, beside the model's own."""
 _LEAST_LOGPROB = -1e4
@@ -82,32 +82,23 @@ class Predictions:
 
 
 def compared(
-    model: Any,
-    ids: Sequence[int],
-    own_caches: list[Any],
-    caches: Mapping[str, list[Any]],
-    n_at_once: int = AT_ONCE,
-) -> Iterator[dict[str, Predictions]]:
-    """Yield what the model predicts over each of `caches`, `n_at_once` tokens of a text at a time.
+    model: Any, ids: Sequence[int], own_caches: list[Any], caches: Mapping[str, list[Any]]
+) -> dict[str, Predictions]:
+    """Return what the model predicts after each of `ids` but the last, over each of `caches`.
 
-    The last token has none after it and is not fed. All caches are empty at the beginning;
-    `own_caches` are in the model's own precision, whose predictions are held for one chunk.
-    n_at_once: a divisor of `GRID`. Evaluates MLX.
+    ids: the next of a text, up to `AT_ONCE` and the one that follows; all but that one are of one
+    block of the grid. All caches hold what was before them; `own_caches` are in the model's own
+    precision. Evaluates MLX.
     """
-    for start in range(0, len(ids) - 1, n_at_once):
-        inputs, targets = ids[start : start + n_at_once], ids[start + 1 : start + 1 + n_at_once]
-        fed, followed = mx.array([list(inputs[: len(targets)])]), mx.array(list(targets))
-        expected = list(_log_probabilities(model(fed, cache=own_caches)[0]))
-        found = {}
-        for name, its_caches in caches.items():
-            predictions = found[name] = Predictions()
-            at = 0
-            for own, its in zip(
-                expected, _log_probabilities(model(fed, cache=its_caches)[0]), strict=True
-            ):
-                predictions.add(_predictions(own, its, followed[at : (at := at + len(own))]))
-        del expected, own, its  # who waits here holds none of a vocabulary's numbers
-        yield found
+    fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
+    expected = list(_log_probabilities(model(fed, cache=own_caches)[0]))
+    found = {}
+    for name, its_caches in caches.items():
+        predictions = found[name] = Predictions()
+        logits, at = model(fed, cache=its_caches)[0], 0
+        for own, its in zip(expected, _log_probabilities(logits), strict=True):
+            predictions.add(_predictions(own, its, followed[at : (at := at + len(own))]))
+    return found
 
 
 def _predictions(own: mx.array, its: mx.array, targets: mx.array) -> Predictions:

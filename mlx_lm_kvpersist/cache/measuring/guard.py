@@ -7,10 +7,9 @@ persisted, so every later start takes it at once. Generation thread.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,16 +30,17 @@ _FALLBACKS = ((8, 4), (8, 8))
 
 _KEY = "guard/1/"
 """The number grows when texts or limits change: then models are judged anew."""
-_FEW_TOKENS = 8
-"""The least of a chunk: a request waits as if its prompt had 16 tokens more. They also show how
-quick the model is."""
+_LEAST_TOKENS = 8
+"""Of a step, however slow the device: a request waits as if its prompt had 16 tokens more."""
 
-logger = logging.getLogger(__name__)
+
+Loss = tuple[str, float]
+"""A part of the text, and its mean divergence in nats."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst part of the text, and its mean divergence in nats, by precision.
+    """The loss of the worst part of the text, by precision.
 
     The first is the default, and only the last may be within the limit. Where the model's context
     ends before the first part, the part is "".
@@ -49,7 +49,7 @@ class Verdict:
         ValueError: other losses than these, as a damaged index may have them.
     """
 
-    losses: tuple[tuple[str, float], ...]
+    losses: tuple[Loss, ...]
 
     def __post_init__(self) -> None:
         *refused, last = (nats <= LIMIT_NATS for _, nats in self.losses)
@@ -101,7 +101,7 @@ def known_verdict(
     kept = persisted.get(f"{_KEY}{fingerprint} {default}")
     try:
         return Verdict(tuple((part, float(nats)) for part, nats in kept)) if kept else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None  # it is judged again
 
 
@@ -119,50 +119,45 @@ def judge(
     spec: ModelCacheSpec,
     default: PrecisionChoice,
     step_s: float,
+    losses: list[Loss],
 ) -> Generator[None, None, Verdict]:
-    """Find the precision that a model bears; every step until a yield takes about `step_s`.
+    """Find the precision that a model bears, in steps that end at the yields.
 
-    `spec` is the model's in the precision `default`. Raises ValueError where a divergence is no
+    A step takes about `step_s`: as many tokens as the one before took, or half as many, or twice.
+    `spec` is the model's in the precision `default`. `losses` are those of the precisions that were
+    judged before; those that are found are appended. Raises ValueError where a divergence is no
     number: then the model's predictions are none either.
     """
     ids, places = placed(tokenizer)
     ids = ids[: position_limit(model)]
-    yield
-    n_at_once = yield from _n_at_once(model, spec, ids, step_s)
-    losses: list[tuple[str, float]] = []
-    for choice in _chain(default)[:-1]:
+    *tried, _ = _chain(default)
+    n_tokens = _LEAST_TOKENS
+    while len(losses) < len(tried) and not (losses and losses[-1][1] <= LIMIT_NATS):
+        yield
         with own_caches(model):
-            own = make_prompt_cache(model)
-            its = spec if not losses else ModelCacheSpec.probe(model, choice, evaluate=False)
+            its = spec
+            if losses:
+                its = ModelCacheSpec.probe(model, tried[len(losses)], evaluate=False)
+            own, caches = make_prompt_cache(model), {"": its.make_cache()}
+        if losses and its.layout == spec.layout:  # few layers: the outer ones are all there are
+            losses.append(losses[0])
+            continue
         nats: list[float] = []
-        for found in compared(model, ids, own, {"": its.make_cache()}, n_at_once):
-            nats += found[""].divergence
+        while (start := len(nats)) < len(ids) - 1:
             yield
+            start_s = time.perf_counter()
+            some = ids[start : start + n_tokens + 1]
+            nats += compared(model, some, own, caches)[""].divergence
+            seconds = time.perf_counter() - start_s
+            if seconds > step_s:
+                n_tokens = max(n_tokens // 2, _LEAST_TOKENS)
+            elif 2 * seconds <= step_s and len(nats) % (2 * n_tokens) == 0:
+                n_tokens = min(2 * n_tokens, AT_ONCE)
         means = part_means(nats, places) or {"": 0.0}
         if not all(map(math.isfinite, means.values())):
             raise ValueError("predictions that are no numbers")
-        worst = max(means, key=lambda part: means[part])
-        losses.append((worst, means[worst]))
-        if means[worst] <= LIMIT_NATS:
-            break
+        losses.append(max(means.items(), key=lambda each: each[1]))
     return Verdict(tuple(losses))
-
-
-def _n_at_once(
-    model: Any, spec: ModelCacheSpec, ids: Sequence[int], step_s: float
-) -> Generator[None, None, int]:
-    """Return how many tokens of a text can be compared in one step."""
-    for _ in range(2):  # the first time, kernels may be compiled
-        with own_caches(model):
-            own = make_prompt_cache(model)
-        start_s = time.perf_counter()
-        list(compared(model, ids[: _FEW_TOKENS + 1], own, {"": spec.make_cache()}))
-        seconds = time.perf_counter() - start_s
-        yield
-    n_tokens = _FEW_TOKENS
-    while n_tokens < AT_ONCE and 2 * n_tokens * seconds <= step_s * _FEW_TOKENS:
-        n_tokens *= 2
-    return n_tokens
 
 
 @contextmanager

@@ -8,48 +8,39 @@ of its own, and the last one copies a passage of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..live.packed import GRID
 
 _TEXTS = Path(__file__).with_name("texts.json")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A text with a name for people."""
-
-    name: str
-    kind: Literal["context", "language", "code", "data", "tool calls", "far copy"]
-    text: str
-
-
-def all_parts() -> list[Part]:
-    """Return the context, then the parts in the order in which they are read."""
-    return [Part(**part) for part in json.loads(_TEXTS.read_text(encoding="utf-8"))]
+def all_parts() -> dict[str, str]:
+    """Return the context, then the parts in the order in which they are read, by name."""
+    parts: dict[str, str] = json.loads(_TEXTS.read_text(encoding="utf-8"))
+    return parts
 
 
 def placed(
-    tokenizer: Any, parts: Sequence[Part] | None = None
+    tokenizer: Any, parts: Mapping[str, str] | None = None
 ) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and where each but the context lies in them.
 
     The ranges are of positions; together they are all positions from the end of the context on. The
-    context is at least `GRID` tokens long: it is repeated where it is shorter. There are about 700
-    ids in all, and some hundreds more where a vocabulary knows few languages.
+    context is at least `GRID` tokens long: it is repeated where it is shorter. There are 800 to
+    1,050 ids in all, and some hundreds more where a vocabulary knows few languages.
     """
-    context, *others = all_parts() if parts is None else parts
-    ids, again = encode(tokenizer, context.text)
+    (_, context), *others = (all_parts() if parts is None else parts).items()
+    ids, again = encode(tokenizer, context)
     while len(ids) < GRID:
         ids += again
     places: dict[str, range] = {}
-    for part in others:
+    for name, text in others:
         start = len(ids)
-        ids += encode(tokenizer, part.text)[1]
-        places[part.name] = range(start, len(ids))
+        ids += encode(tokenizer, text)[1]
+        places[name] = range(start, len(ids))
     return ids, places
 
 

@@ -13,7 +13,12 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.measuring import divergence as divergence_of
-from mlx_lm_kvpersist.cache.measuring.divergence import Predictions, compared, part_means
+from mlx_lm_kvpersist.cache.measuring.divergence import (
+    AT_ONCE,
+    Predictions,
+    compared,
+    part_means,
+)
 
 from ..conftest import VOCAB, tiny_llama
 
@@ -37,8 +42,9 @@ def own(model: Any) -> ModelCacheSpec:
 
 def read(model: Any, own: list[Any], other: list[Any], ids: list[int] = IDS) -> Predictions:
     whole = Predictions()
-    for part in compared(model, ids, own, {"other": other}):
-        whole.add(part["other"])
+    for start in range(0, len(ids) - 1, AT_ONCE):
+        some = ids[start : start + AT_ONCE + 1]
+        whole.add(compared(model, some, own, {"other": other})["other"])
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.measuring import guard
+from mlx_lm_kvpersist.cache.measuring.divergence import compared
 from mlx_lm_kvpersist.cache.measuring.guard import (
     Verdict,
     is_guarded,
@@ -66,7 +68,7 @@ def made(output: float, layers: Sequence[int] = (), factor: float = 1.0) -> Any:
 
 def judged(model: Any, spec: ModelCacheSpec, step_s: float = 60.0) -> tuple[Verdict, int]:
     """Return the verdict and the number of steps to it."""
-    steps, n_steps = judge(model, None, spec, DEFAULT, step_s), 0
+    steps, n_steps = judge(model, None, spec, DEFAULT, step_s, []), 0
     try:
         while True:
             next(steps)
@@ -114,6 +116,65 @@ def test_a_loss_is_the_mean_divergence_of_a_part() -> None:
     for verdict in (quick, slow):
         ((part, loss),) = verdict.losses
         assert part == worst and loss == pytest.approx(means[worst], rel=0.02)
+
+
+@pytest.mark.parametrize("slow_from", [0, 100])
+def test_a_step_takes_no_longer_where_the_text_is_longer(
+    monkeypatch: pytest.MonkeyPatch, slow_from: int
+) -> None:
+    """A token costs ten times as much from some position on; the clock counts tokens alone."""
+    model, now_s, n_read = made(0.2), 0.0, 0
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    steps_s: list[float] = []
+    computed = compared
+
+    def timed(model: Any, ids: list[int], *caches: Any) -> Any:
+        nonlocal now_s, n_read
+        places = range(n_read, n_read + len(ids) - 1)
+        steps_s.append(sum(0.1 if place >= slow_from else 0.01 for place in places))
+        n_read, now_s = places.stop, now_s + steps_s[-1]
+        return computed(model, ids, *caches)
+
+    monkeypatch.setattr(guard, "compared", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    judged(model, spec, step_s=1.3)
+    assert n_read == len(IDS) - 1
+    n_over = sum(seconds > 1.3 for seconds in steps_s)
+    assert n_over <= 4  # where it becomes slow, until a step is short again
+    assert max(steps_s[-5:-1]) <= 1.3 and len(steps_s) < 45
+
+
+def test_no_work_is_done_twice_for_precisions_that_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With two layers, all keys are of an outer layer: the default is k8v4."""
+    monkeypatch.setattr(guard, "LIMIT_NATS", 0.0)
+    model = tiny_llama(seed=3, n_layers=2)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    read: list[Any] = []
+
+    def seen(model: Any, ids: list[int], own: list[Any], caches: Any) -> Any:
+        read.append(caches[""])
+        return compared(model, ids, own, caches)
+
+    monkeypatch.setattr(guard, "compared", seen)
+    verdict, _ = judged(model, spec)
+    default, next_one, eight = verdict.losses
+    assert default == next_one != eight
+    assert len({id(caches) for caches in read}) == 2
+    assert verdict.choice(DEFAULT).is_full_precision
+
+
+def test_what_was_judged_before_is_not_judged_again() -> None:
+    model = made(1.0)
+    spec = ModelCacheSpec.probe(model, DEFAULT)
+    *_, expected = judged(model, spec)[0].losses
+    losses = [("first", 1.0), ("second", 0.9)]
+    assert len(list(judge(model, None, spec, DEFAULT, 60.0, losses))) > 3
+    assert losses[:2] == [("first", 1.0), ("second", 0.9)]
+    assert losses[2][0] == expected[0] and losses[2][1] == pytest.approx(expected[1], rel=0.02)
+    assert not list(judge(model, None, spec, DEFAULT, 60.0, losses))
+    assert not list(judge(model, None, spec, DEFAULT, 60.0, [("first", LIMIT / 2)]))
 
 
 def test_no_position_beyond_the_models_context_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +233,7 @@ def test_a_verdict_is_kept_for_a_model_and_what_was_asked_for() -> None:
         [["part"]],
         [["part", "x"]],
         [["part", float("nan")]],
+        [["part", 10**400]],
         [[3, 0.001]],
         [["part", 0.2]],
         [["part", 0.001], ["part", 0.2]],

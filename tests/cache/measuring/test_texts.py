@@ -9,27 +9,26 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.cache.live.packed import GRID
-from mlx_lm_kvpersist.cache.measuring.texts import Part, all_parts, encode, placed
+from mlx_lm_kvpersist.cache.measuring.texts import all_parts, encode, placed
 
 SCRIPTS = {"LATIN", "CYRILLIC", "ARABIC", "DEVANAGARI", "CJK", "HIRAGANA", "HANGUL"}
+FORMATS = {"Python", "JSON", "tool calls", "far copy"}
+LANGUAGES = set(all_parts()) - FORMATS - {"context"}
 
 
 def test_many_languages_and_formats() -> None:
-    context, *parts = all_parts()
-    assert context.kind == "context"
-    kinds = [part.kind for part in parts]
-    assert kinds.count("language") >= 8
-    assert {"code", "data", "tool calls", "far copy"} <= set(kinds)
-    letters = "".join(part.text for part in parts if part.kind == "language")
+    context, *others = all_parts()
+    assert context == "context" and FORMATS <= set(others)
+    letters = "".join(text for name, text in all_parts().items() if name in LANGUAGES)
     assert {unicodedata.name(one).split()[0] for one in letters if one.isalpha()} >= SCRIPTS
-    assert len({part.name for part in parts}) == len(parts)
+    assert len(LANGUAGES) >= 8
 
 
 def test_the_far_copy_repeats_a_passage_of_the_context() -> None:
-    context, *parts = all_parts()
-    copied = parts[-1].text.partition(": ")[2].strip()
-    assert len(copied) > 100 and copied in context.text
-    assert not any(copied in part.text for part in parts[:-1])
+    context, *others = all_parts().values()
+    copied = others[-1].partition(": ")[2].strip()
+    assert len(copied) > 100 and copied in context
+    assert not any(copied in text for text in others[:-1])
 
 
 @pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_bos", "tiny_model_spm"])
@@ -41,20 +40,19 @@ def test_the_places_are_those_of_the_texts(fixture: str, request: pytest.Fixture
     assert ids[: len(begin)] == begin
     end = min(place.start for place in places.values())
     assert end >= GRID
-    for part in all_parts()[1:]:
-        place = places[part.name]
+    for name, text in list(all_parts().items())[1:]:
+        place = places[name]
         assert place.start == end
         end = place.stop
         said = tokenizer.decode(ids[place.start : place.stop])
-        if part.kind != "language":  # a tiny vocabulary may lack other scripts
-            assert said.strip() == part.text.strip()
+        if name not in LANGUAGES:  # a tiny vocabulary may lack other scripts
+            assert said.strip() == text.strip()
     assert end == len(ids)
 
 
 def test_a_short_context_is_repeated(tiny_model: Path) -> None:
     tokenizer = load(str(tiny_model))[1]
-    parts = [Part("before", "context", "a b c "), Part("after", "data", "d")]
-    ids, places = placed(tokenizer, parts)
+    ids, places = placed(tokenizer, {"before": "a b c ", "after": "d"})
     n_once = len(encode(tokenizer, "a b c ")[1])
     assert GRID <= places["after"].start < GRID + n_once
     assert places["after"].start % n_once == 0
