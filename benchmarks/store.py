@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -37,6 +38,7 @@ from mlx_lm_kvpersist.cache.live.packed import headroom
 from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.store import files as store_files
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.index import Leaf
 from tests.support.joined import Pieces, join, n_bytes
@@ -113,7 +115,7 @@ def measure(
     result = Result(
         f"store-{slug}",
         "Saving and loading a conversation's blocks, against the disk and the memory.",
-        {"tokens": n_tokens, "repeats": n_repeats, "fsync": "only where it says so"},
+        {"tokens": n_tokens, "repeats": n_repeats},
         model=about,
         folder=out,
     )
@@ -190,12 +192,11 @@ class _Bench:
 
     def run(self, times: dict[str, list[float]]) -> None:
         ours, plain = self.folder / "ours", self.folder / "plain"
-        for fsync, suffix in ((False, ""), (True, ", fsync")):
-            for path in (ours, plain):
-                shutil.rmtree(path, ignore_errors=True)
-                os.sync()  # no run pays for what the one before left to be written
-            times[f"save{suffix}"].append(self._save(ours, fsync))
-            times[f"write plain files{suffix}"].append(self._write_plain(plain, fsync))
+        for path in (ours, plain):
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()  # no run pays for what the one before left to be written
+        times["save"].append(self._save(ours))
+        times["write plain files"].append(self._write_plain(plain))
         for state in ("cold", "warm"):
             kinds = {
                 "load": partial(self._load, ours),
@@ -208,7 +209,8 @@ class _Bench:
                     files = [file for file in read.rglob("*") if file.is_file()]
                     self.share_left = drop_cached_pages(files)
                 times[f"{what}, {state}"].append(work())
-        times["load without checksum, warm"].append(self._load(ours, verify=False))
+        with mock.patch.object(store_files, "checksum", lambda arrays, known: known["checksum"]):
+            times["load without checksum, warm"].append(self._load(ours))
         times["copy in memory"].append(self._copy())
         times[_HOT].append(self._join_hot())
         times[_HOT_COPY].append(self._copy(self.n_hot))
@@ -216,7 +218,6 @@ class _Bench:
     def rows(self, times: dict[str, list[float]]) -> list[dict[str, Any]]:
         over = {
             "save": "write plain files",
-            "save, fsync": "write plain files, fsync",
             "load, cold": "read plain files, cold",
             "restore, cold": "read plain files, cold",
             "load, warm": "copy in memory",
@@ -251,8 +252,8 @@ class _Bench:
         )
         return rows
 
-    def _save(self, folder: Path, fsync: bool) -> float:
-        store = open_store(folder, self.n_bytes * 2, fsync=fsync)
+    def _save(self, folder: Path) -> float:
+        store = open_store(folder, self.n_bytes * 2)
         store.drain()
         nodes = tuple(node for node, _ in self.blocks)
         keys = tuple(node.key for node in nodes)
@@ -266,9 +267,9 @@ class _Bench:
         store.close()
         return took
 
-    def _load(self, folder: Path, *, verify: bool = True) -> float:
+    def _load(self, folder: Path) -> float:
         """Return the seconds of loading all blocks."""
-        with self._opened(folder, verify=verify) as store:
+        with self._opened(folder) as store:
             started = time.perf_counter()
             loading = store.reader.load_all([node for node, _ in self.blocks], ROOT)
             for _ in self.blocks:
@@ -290,23 +291,21 @@ class _Bench:
         return took
 
     @contextmanager
-    def _opened(self, folder: Path, *, verify: bool = True) -> Iterator[BlockStore]:
-        store = open_store(folder, 0, verify=verify)
+    def _opened(self, folder: Path) -> Iterator[BlockStore]:
+        store = open_store(folder, 0)
         store.drain()
         mx.clear_cache()  # each run pays for memory of its own, as the first of a server does
         touch_memory(2 * self.n_bytes)
         yield store
         store.close()
 
-    def _write_plain(self, folder: Path, fsync: bool) -> float:
+    def _write_plain(self, folder: Path) -> float:
         folder.mkdir()
         content = memoryview(np.random.default_rng(0).bytes(max(self.sizes)))
         started = time.perf_counter()
         for n, size in enumerate(self.sizes):
             descriptor = os.open(folder / str(n), os.O_CREAT | os.O_WRONLY, 0o600)
             os.write(descriptor, content[:size])
-            if fsync:
-                os.fsync(descriptor)
             os.close(descriptor)
         return time.perf_counter() - started
 
@@ -392,11 +391,8 @@ def _zeros(spec: ModelCacheSpec, n_tokens: int) -> dict[str, mx.array]:
     return arrays
 
 
-def open_store(
-    folder: Path, max_ram_bytes: int, *, fsync: bool = False, verify: bool = True
-) -> BlockStore:
-    limits = StoreLimits(max_ram_bytes, _HUGE, fsync=fsync, verify=verify)
-    return BlockStore(folder, limits)
+def open_store(folder: Path, max_ram_bytes: int) -> BlockStore:
+    return BlockStore(folder, StoreLimits(max_ram_bytes, _HUGE))
 
 
 if __name__ == "__main__":

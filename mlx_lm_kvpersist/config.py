@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import platformdirs
 
 from .api.admin import KEY_VARIABLE
-from .api.normalise import NORMALISATIONS
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
@@ -52,12 +51,9 @@ class Config:
     folder: Path
     limits: StoreLimits
     precision: PrecisionChoice
-    canary: bool = True
     store_text: bool = True
     isolate_sessions: bool = False
     namespace_by_key: bool = False
-    session_header: str | None = None
-    normalise: tuple[str, ...] = tuple(NORMALISATIONS)
     stock_kv_bits: int | None = None
     """`--kv-bits`, for models that are served as stock does."""
     api_key: str | None = field(default=None, repr=False)
@@ -70,38 +66,27 @@ class Config:
     max_prefill_bytes: int = GIB
 
 
-def parse_key(text: str) -> str:
-    """Return a key; an empty one would let everybody in."""
-    if not text.strip():
-        raise ArgumentTypeError("the key is empty; write one, or leave the option out")
-    return text.strip()
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """Return the named normalisations: names with commas between, "all" or "none"."""
-    if text in ("all", "none"):
-        return tuple(NORMALISATIONS) if text == "all" else ()
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in NORMALISATIONS]
-    if unknown:
-        known = ", ".join((*NORMALISATIONS, "all", "none"))
-        raise ArgumentTypeError(f"unknown: {', '.join(unknown)}; known are {known}")
-    return names
-
-
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+_PAGE = "https://github.com/mlx-lm-kvpersist/mlx-lm-kvpersist/blob/main/docs/configuration.md"
+RARE = ("max-writes-per-hour", "kv-rotate", "attention", "isolation", "show-text")
+"""Options that the page of options explains, and --help leaves out."""
 
 
-def add_options(parser: ArgumentParser, *names: str) -> None:
-    """Add the plugin's options, in a group of their own, or those of these names alone."""
+def add_options(parser: ArgumentParser, *names: str, rare: bool = False) -> None:
+    """Add the plugin's options, in a group of their own, or those of these names alone.
+
+    rare: whether the help shows all options of the group, also those that few need.
+    """
     group: Any = parser
     if not names:
         about = "Keep the KV cache of every conversation, quantized, across restarts."
-        group = parser.add_argument_group("kvpersist", about)
+        group = parser.add_argument_group("kvpersist", f"{about} More options: {_PAGE}")
 
     def add(name: str, told: str, **argument: Any) -> None:
         if names and name not in names:
             return
+        if name in RARE and not (names or rare):
+            told = SUPPRESS
         if (metavar := _METAVARS.get(argument.get("type"))) is not None:
             argument["metavar"] = metavar
         group.add_argument(f"--kvpersist-{name}", help=told, **argument)
@@ -132,12 +117,6 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         type=parse_size,
     )
     add(
-        "fsync",
-        "Flush every file to the device; without it a power loss may cost the last turns, "
-        "never a wrong answer",
-        action="store_true",
-    )
-    add(
         "kv-bits",
         "Bits of each key and value; default: 6 for keys, 8 for those of the first and the last "
         "layer, 4 for values; k8v4: 8 for all keys, 4 for values; 16: the model's own precision; "
@@ -156,16 +135,9 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     add(
         "kv-rotate",
         "Rotate keys and values before they are quantized, which spreads channels that are "
-        "larger than the others; auto is an old name of on (default: on)",
-        choices=("on", "off", "auto"),
+        "larger than the others (default: on)",
+        choices=("on", "off"),
         default="on",
-    )
-    add(
-        "kv-group-size",
-        "Numbers that share a scale (default: 64, or 32 where the model's heads then need less "
-        "padding)",
-        type=int,
-        choices=sorted(GROUP_SIZES),
     )
     add(
         "attention",
@@ -174,13 +146,6 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         "quickest)",
         choices=("auto", "dequantize", "packed", "tiled"),
         default="auto",
-    )
-    add(
-        "verify",
-        "What is checked when a conversation is restored from disk: the checksum of every "
-        "file, and with canary that its last tokens, computed again, agree (default: canary)",
-        choices=("canary", "checksum", "off"),
-        default="canary",
     )
     add(
         "no-text",
@@ -196,29 +161,9 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         default="shared",
     )
     add(
-        "session-header",
-        "A request header to read a conversation's name from before all others",
-        metavar="NAME",
-    )
-    add(
-        "normalise",
-        "Fields to remove from requests because clients change them without changing the "
-        f"prompt: {', '.join(NORMALISATIONS)}, with commas between, or none (default: all)",
-        type=parse_names,
-        default="all",
-        metavar="NAMES",
-    )
-    add(
         "namespace-by-key",
         "Share nothing between requests with different API keys",
         action="store_true",
-    )
-    add(
-        "api-key",
-        "The key that /v1/kvpersist/* and /metrics take as Bearer, from anywhere (default: "
-        f"{KEY_VARIABLE} of the environment, or no key and only programs of this machine)",
-        type=parse_key,
-        metavar="KEY",
     )
     add(
         "warm",
@@ -268,15 +213,10 @@ def from_args(args: Namespace) -> Config:
             max_disk_bytes=disk,
             min_free_bytes=args.kvpersist_min_free,
             max_hourly_bytes=args.kvpersist_max_writes_per_hour,
-            fsync=args.kvpersist_fsync,
-            verify=args.kvpersist_verify != "off",
         ),
-        canary=args.kvpersist_verify == "canary",
         store_text=not args.kvpersist_no_text,
-        normalise=args.kvpersist_normalise,
-        session_header=args.kvpersist_session_header,
         namespace_by_key=args.kvpersist_namespace_by_key,
-        api_key=args.kvpersist_api_key or os.environ.get(KEY_VARIABLE, "").strip() or None,
+        api_key=os.environ.get(KEY_VARIABLE, "").strip() or None,
         show_text=args.kvpersist_show_text,
         warm=_warm(args),
         isolate_sessions=args.kvpersist_isolation == "session",
@@ -290,11 +230,11 @@ def from_args(args: Namespace) -> Config:
 
 def precision_of(args: Namespace) -> PrecisionChoice:
     """Return the precision that is asked for."""
-    bits, group_size = args.kvpersist_kv_bits, args.kvpersist_kv_group_size
+    bits, group_size = args.kvpersist_kv_bits, None
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
         # Stock's default says nothing of what the model's heads allow.
-        if group_size is None and args.kv_group_size != _STOCK_GROUP_SIZE:
+        if args.kv_group_size != _STOCK_GROUP_SIZE:
             group_size = args.kv_group_size
     if bits in (None, _OLD_DEFAULT):
         bits = DEFAULT_BITS

@@ -124,7 +124,7 @@ class KVPersistPlugin:
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
         self._serving = serving = Serving(
-            store, model, self._record, canary=asked.canary, isolated=isolated, step_s=step_s
+            store, model, self._record, isolated=isolated, step_s=step_s
         )
         self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
         return ModelSupport(
@@ -143,7 +143,7 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
         state.is_kept = is_kept(headers)  # both come before what a strange body may break
-        state.session = session_key(headers, body, self._config.session_header)
+        state.session = session_key(headers, body)
         if not state.is_kept and not has_text_only(request.messages):
             raise RequestRefused(
                 f"{KEEP_HEADER} is no, but the stock server keeps prompts with images; leave out "
@@ -171,7 +171,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
-        normalise(messages, tools, self._config.normalise)
+        normalise(messages, tools)
         share_reasoning(messages)
         self._roles.fit(messages)
 
@@ -270,8 +270,7 @@ class KVPersistPlugin:
 
     def _service(self) -> Service:
         asked = self._config
-        known_by = asked.api_key, asked.namespace_by_key, asked.session_header
-        return Service(chat_api, self._named_sessions, *known_by)
+        return Service(chat_api, self._named_sessions, asked.api_key, asked.namespace_by_key)
 
     def _named_sessions(self) -> NamedSessions:
         if self._store is None:

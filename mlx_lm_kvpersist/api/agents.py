@@ -64,24 +64,22 @@ class Service:
 
     chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
     `NamedSessions`. What either refuses raises RequestRefused. key: the operator's. by_key: whether
-    API keys have namespaces of their own. session_header: looked at first for a session's name, if
-    any.
+    API keys have namespaces of their own.
     """
 
     chat: Any
     sessions: Callable[[], Any]
     key: str | None
     by_key: bool
-    session_header: str | None
 
     def namespace(self, headers: Headers) -> str:
         return namespace(headers, by_key=self.by_key)
 
-    def name_session(self, headers: Headers, name: str) -> None:
-        """Give a request a session, whatever its client says."""
-        for header in {"X-Session-ID", self.session_header or "X-Session-ID"}:
-            del headers[header]
-            headers[header] = name
+
+def name_session(headers: Headers, name: str) -> None:
+    """Give a request a session, whatever its client says."""
+    del headers["X-Session-ID"]
+    headers["X-Session-ID"] = name
 
 
 class AgentsAPI:
@@ -242,7 +240,7 @@ class AgentsAPI:
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
         """Give a request the agent's session, and let nobody delete the agent meanwhile."""
-        self._service.name_session(headers, agent.session)
+        name_session(headers, agent.session)
         with self._lock:
             if self._agents.get((agent.namespace, agent.id)) is not agent:
                 raise RequestRefused(f"the agent {agent.id} was deleted", 404)

@@ -1,22 +1,27 @@
 """Remove fields of a request that change on every request without changing what a model reads.
 
-Each normalisation has a name and leaves the meaning as it is. These are not done: looking for
-`cch=` outside the billing line, editing dates or paths, moving or joining reminders, trimming.
+The meaning stays as it is. These are not done: looking for `cch=` outside the billing line, editing
+dates or paths, moving or joining reminders, trimming.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 Messages = list[dict[str, Any]]
-Tools = list[Any]
-Normalise = Callable[[Messages, Tools], None]
 
 BILLING_PREFIX = "x-anthropic-billing-header:"
 
 
-def drop_billing_line(messages: Messages, tools: Tools) -> None:
+def normalise(messages: Messages, tools: Any) -> None:
+    """Normalise a request, in place. Tools that are no list stay."""
+    drop_billing_line(messages)
+    drop_cache_control([*messages, *(tools if isinstance(tools, list) else ())])
+    unify_content(messages)
+
+
+def drop_billing_line(messages: Messages) -> None:
     """Drop Claude Code's billing line: the first block of the first system message.
 
     Up to Claude Code 2.1.180 it changes with every request, since then with every conversation. Of
@@ -35,25 +40,21 @@ def drop_billing_line(messages: Messages, tools: Tools) -> None:
             messages[0]["content"] = content[1:]
 
 
-def drop_cache_control(messages: Messages, tools: Tools) -> None:
-    """Drop `cache_control` from messages, their parts and tools: clients move it every turn."""
-    for item in [*messages, *tools]:
-        _drop_cache_control(item)
+def drop_cache_control(items: Iterable[Any]) -> None:
+    """Drop `cache_control` from messages, their parts and tools: clients move it every turn.
+
+    It is dropped where the API defines it, not inside a tool's own schema or arguments.
+    """
+    for item in items:
+        if isinstance(item, dict):
+            item.pop("cache_control", None)
+            if isinstance(item.get("content"), list):
+                drop_cache_control(item["content"])
+            if isinstance(item.get("function"), dict):
+                item["function"].pop("cache_control", None)
 
 
-def _drop_cache_control(item: Any) -> None:
-    """Drop it where the API defines it, not inside a tool's own schema or arguments."""
-    if not isinstance(item, dict):
-        return
-    item.pop("cache_control", None)
-    if isinstance(item.get("content"), list):
-        for part in item["content"]:
-            _drop_cache_control(part)
-    if isinstance(item.get("function"), dict):
-        item["function"].pop("cache_control", None)
-
-
-def unify_content(messages: Messages, tools: Tools) -> None:
+def unify_content(messages: Messages) -> None:
     """Replace content that is a single text part by its text: clients use either form."""
     for message in messages:
         content = message.get("content")
@@ -65,19 +66,3 @@ def unify_content(messages: Messages, tools: Tools) -> None:
             and isinstance(content[0].get("text"), str)
         ):
             message["content"] = content[0]["text"]
-
-
-NORMALISATIONS: dict[str, Normalise] = {
-    "billing-line": drop_billing_line,
-    "cache-control": drop_cache_control,
-    "content": unify_content,
-}
-"""By their names in `--kvpersist-normalise`, in the order in which they are applied."""
-
-
-def normalise(messages: Messages, tools: Any, names: tuple[str, ...]) -> None:
-    """Apply the named normalisations to a request, in place. Tools that are no list stay."""
-    listed = tools if isinstance(tools, list) else []
-    for name, function in NORMALISATIONS.items():
-        if name in names:
-            function(messages, listed)

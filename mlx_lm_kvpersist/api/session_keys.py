@@ -83,15 +83,9 @@ SOURCES: dict[str, Find] = {
 """The places where a session key may stand, in the order in which they are tried."""
 
 
-def session_key(
-    headers: Message, body: Mapping[str, Any], first_header: str | None = None
-) -> str | None:
-    """Return what the client calls its conversation, or None when it is anonymous.
-
-    `first_header` is a header to look at before all others.
-    """
-    first = (_header(first_header),) if first_header else ()
-    for find in (*first, *SOURCES.values()):
+def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
+    """Return what the client calls its conversation, or None when it is anonymous."""
+    for find in SOURCES.values():
         if key := find(headers, body):
             return short_name(key)
     return None

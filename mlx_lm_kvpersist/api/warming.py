@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import ConfigError, RequestRefused
 from ..fields import require
 from .admin import answering, check_operator, check_site
-from .agents import Body, Service
+from .agents import Body, Service, name_session
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
 
@@ -55,7 +55,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     """
     chat_body = chat_body_of(content, handler.headers)
     name = _NOT_SENT.sub("-", name)
-    service.name_session(handler.headers, name)
+    name_session(handler.headers, name)
     since_s = time.time()
     service.chat.prefill(handler, chat_body)
     tenant, deadline_s = service.namespace(handler.headers), since_s + _SAVED_S

@@ -29,7 +29,7 @@ def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
     disk = args.kvpersist_disk
     if disk is None:
         disk = default_disk_bytes(folder)
-    return StoreLimits(0, disk, min_free_bytes=args.kvpersist_min_free, fsync=True)
+    return StoreLimits(0, disk, min_free_bytes=args.kvpersist_min_free)
 
 
 def check_exists(folder: Path) -> None:
@@ -75,5 +75,5 @@ def changing(
     """
     if not create:
         check_exists(folder)
-    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62, fsync=True))) as disk:
+    with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62))) as disk:
         yield disk

@@ -100,16 +100,14 @@ class RunningSequence:
 class Serving:
     """What the plugin does for the requests of one loaded model.
 
-    `record` logs and keeps the outcome of a request. `canary`: whether what comes from disk is
-    computed again in part, and compared. `isolated`: whether sessions share nothing. A waiting
-    request may be worked on for `step_s` between two steps of the replies. `computing` are those
-    whose prompts are being computed, and some that have been.
+    `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
+    waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
+    those whose prompts are being computed, and some that have been.
     """
 
     store: BlockStore
     model: LoadedModel
     record: Callable[[RequestState, Outcome], None]
-    canary: bool
     isolated: bool
     step_s: float
     computing: list[RunningSequence] = field(default_factory=list)
@@ -143,7 +141,7 @@ class ServedRequest(TakenRequest):
         state.messages = prompt.messages
         try:
             fed = retokenize(prompt, root, store, model)
-            state.lookup = Lookup(fed, root, store, model, canary=serving.canary)
+            state.lookup = Lookup(fed, root, store, model)
             self.prompt = state.lookup.found.prompt
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")

@@ -79,7 +79,7 @@ class DiskTier:
 
     def read(self, block: Record, root: Root) -> Arrays:
         path = block_path(self.disk.folder, block.key, block.folder)
-        found, its_root, arrays = read_file(path, verify=self.disk.limits.verify)
+        found, its_root, arrays = read_file(path)
         if found != block:
             raise BlockCorrupt(f"{path.name}: file and index disagree")
         if its_root.key != root.key:

@@ -15,6 +15,3 @@ class StoreLimits:
     """Free space to leave on the volume."""
     max_hourly_bytes: int | None = None
     """Most that all processes together may write within an hour; None for no limit."""
-    fsync: bool = False
-    verify: bool = True
-    """Whether to check the checksum of what is read."""

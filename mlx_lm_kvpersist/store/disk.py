@@ -39,7 +39,7 @@ from .files import (
     metadata_of,
     write_block,
 )
-from .folder import move, remove, sync, take_into_use
+from .folder import move, remove, take_into_use
 from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
@@ -195,7 +195,7 @@ class DiskStore:
         """Return the file of a block or checkpoint; None without its arrays."""
         if (arrays := arrays_of(block.key)) is None:
             return None
-        write = partial(write_block, block=block, root=root, arrays=arrays, fsync=self.limits.fsync)
+        write = partial(write_block, block=block, root=root, arrays=arrays)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def _reserve(self, n_bytes: int, keep: Collection[bytes]) -> None:
@@ -225,9 +225,6 @@ class DiskStore:
         try:
             for file, path in zip(files, paths, strict=True):
                 move(self.folder, staging.path(file.block.key), path)
-            if self.limits.fsync:
-                for folder in {path.parent for path in paths}:
-                    sync(folder)
             session = self._session_of(commit)
             sizes = [(file.block, staging.sizes[file.block.key]) for file in files]
             removed = self.index.commit(commit, sizes, session)

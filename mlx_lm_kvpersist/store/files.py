@@ -26,7 +26,7 @@ import xxhash
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreFormatError
-from .folder import new_file, sync
+from .folder import new_file
 
 FORMAT = 1
 """Written into every file of a block or checkpoint; a reader refuses what is newer."""
@@ -61,7 +61,7 @@ def key_of(path: Path) -> bytes | None:
     return None if name.startswith(".") else bytes.fromhex(name)
 
 
-def write_block(path: Path, block: Record, root: Root, arrays: Arrays, *, fsync: bool) -> int:
+def write_block(path: Path, block: Record, root: Root, arrays: Arrays) -> int:
     """Write the file of a block or a checkpoint, a new one; return its size in bytes.
 
     The arrays must have been evaluated. The name must end in .safetensors. Raises FileExistsError
@@ -82,8 +82,6 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, *, fsync:
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
     mx.save_safetensors(str(path), written, metadata)
-    if fsync:
-        sync(path)
     return path.stat().st_size
 
 
@@ -118,11 +116,11 @@ def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 
 
-def read_file(path: Path, *, verify: bool = True) -> tuple[Record, Root, Arrays]:
+def read_file(path: Path) -> tuple[Record, Root, Arrays]:
     """Return the block or checkpoint that a file holds, its root and its evaluated arrays.
 
-    `verify` checks the checksum. Raises what `read_record` does, BlockCorrupt when the arrays are
-    damaged, and OSError or MemoryError when they cannot be read now.
+    Raises what `read_record` does, BlockCorrupt when the arrays are damaged, and OSError or
+    MemoryError when they cannot be read now.
     """
     record, root, metadata = read_record(path)
     try:
@@ -141,7 +139,7 @@ def read_file(path: Path, *, verify: bool = True) -> tuple[Record, Root, Arrays]
             mx.eval(arrays[empty])  # another thread may use it
     except (*MALFORMED, RuntimeError) as error:
         raise BlockCorrupt(f"{path.name}: its metadata cannot be read: {error!r}") from error
-    if verify and metadata.get("checksum") != checksum(arrays, metadata):
+    if metadata.get("checksum") != checksum(arrays, metadata):
         raise BlockCorrupt(f"{path.name}: its content does not match its checksum")
     return record, root, arrays
 

@@ -170,7 +170,7 @@ def _created(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def whole_file(path: Path, *, fsync: bool) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when all of it has been written; else nothing is left."""
     temporary = path.with_name(f"{path.stem[:100]}.{uuid.uuid4().hex[:8]}.tmp")
     with _created(temporary) as file:
@@ -183,12 +183,3 @@ def whole_file(path: Path, *, fsync: bool) -> Iterator[BinaryIO]:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def sync(path: Path) -> None:
-    """Flush a file or a folder to the device."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

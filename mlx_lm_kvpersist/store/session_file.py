@@ -29,7 +29,7 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError, StoreFormatError
 from .disk import DiskStore
 from .files import MALFORMED, MAX_HEADER_BYTES, block_path, open_regular, read_file, record_in
-from .folder import new_file, sync, whole_file
+from .folder import new_file, whole_file
 from .index import Index, Leaf, Session
 from .records import Commit, NewFile
 
@@ -238,7 +238,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         item.key: NewFile(
             item,
             source.files[number].n_bytes,
-            partial(_write, partial(source.own_file, number), fsync=disk.limits.fsync),
+            partial(_write, partial(source.own_file, number)),
         )
         for number, item in enumerate(source.items)
     }
@@ -268,10 +268,7 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _write(content_of: Callable[[], bytes], path: Path, *, fsync: bool) -> int:
+def _write(content_of: Callable[[], bytes], path: Path) -> int:
     """Write the file of a block or checkpoint; return its size in bytes."""
     with new_file(path) as file:
-        n_bytes = file.write(content_of())
-    if fsync:
-        sync(path)
-    return n_bytes
+        return file.write(content_of())

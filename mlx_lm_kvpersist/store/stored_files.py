@@ -227,7 +227,7 @@ class StoredFiles:
         if content := sidecar(session):
             path = sidecar_path(self.folder, session.id)
             make_private(path.parent)
-            with whole_file(path, fsync=self.limits.fsync) as file:
+            with whole_file(path) as file:
                 file.write(content)
 
     def remove_sidecar(self, session_id: str) -> None:

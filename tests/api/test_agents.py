@@ -23,7 +23,7 @@ class Chat:
 
     def __init__(self) -> None:
         self.during: Callable[[], None] = lambda: None
-        self.sessions: list[tuple[Any, Any]] = []
+        self.sessions: list[list[str] | None] = []
 
     def read_body(self, handler: Any) -> dict[str, Any]:
         body: dict[str, Any] = handler.body
@@ -31,7 +31,7 @@ class Chat:
 
     def answer(self, handler: Any, chat_body: dict[str, Any]) -> None:
         headers = handler.headers
-        self.sessions.append((headers.get_all("X-Session-ID"), headers.get_all("X-Own")))
+        self.sessions.append(headers.get_all("X-Session-ID"))
         handler.send_response(200)
 
     def prefill(self, handler: Any, chat_body: dict[str, Any]) -> tuple[int, int]:
@@ -58,14 +58,14 @@ class Sessions:
 class Service:
     def __init__(self) -> None:
         self.chat, self.sessions = Chat(), Sessions()
-        service = agents.Service(self.chat, lambda: self.sessions, None, False, "X-Own")
+        service = agents.Service(self.chat, lambda: self.sessions, None, False)
         self.api = AgentsAPI(service, lambda name: None)
         self.handle = {(method, path): handle for method, path, handle in self.api.routes()}
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Return the status and the content of an answer."""
         headers = Message()
-        headers["Host"], headers["X-Own"] = "localhost", "another's"
+        headers["Host"], headers["X-Session-ID"] = "localhost", "another's"
         sent: list[int] = []
         handler = SimpleNamespace(
             headers=headers,
@@ -115,7 +115,7 @@ def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -
     service.call("POST", "/v1/agents", {"id": "a"})
     asked = {"messages": [{"role": "user", "content": "x"}]}
     assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
-    assert service.chat.sessions == [(["agent:a"], ["agent:a"])]
+    assert service.chat.sessions == [["agent:a"]]
 
 
 def test_there_are_only_so_many(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

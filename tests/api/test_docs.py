@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from mlx_lm_kvpersist.api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH
-from mlx_lm_kvpersist.api.normalise import NORMALISATIONS
 from mlx_lm_kvpersist.api.responses import RESPONSES_PATH
 from mlx_lm_kvpersist.api.session_keys import SOURCES
 from mlx_lm_kvpersist.host.http.server import is_alias
@@ -22,10 +21,6 @@ def test_sources_in_their_order() -> None:
     places = [REUSE.find(f"| {source} |") for source in SOURCES]
     assert -1 not in places
     assert places == sorted(places)
-
-
-def test_normalisations() -> None:
-    assert [name for name in NORMALISATIONS if f"| `{name}` |" not in REUSE] == []
 
 
 def test_reasons() -> None:

@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.normalise import NORMALISATIONS, normalise
+from mlx_lm_kvpersist.api.normalise import normalise
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.128; cch=a3f12;"
-ALL = tuple(NORMALISATIONS)
 
 
-def normalised(
-    messages: list[dict[str, Any]], tools: list[Any] | None = None, names: tuple[str, ...] = ALL
-) -> Any:
+def normalised(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Any:
     messages, tools = copy.deepcopy((messages, tools))
-    normalise(messages, tools, names)
+    normalise(messages, tools)
     return messages if tools is None else (messages, tools)
 
 
@@ -82,20 +79,9 @@ def test_a_single_text_part_is_that_text() -> None:
     assert normalised([{"role": "user", "content": [image]}])[0]["content"] == [image]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_each_can_be_left_out(name: str) -> None:
-    messages = [
-        {"role": "system", "content": [text(LINE), text("a", cache_control={}), text("b")]},
-        {"role": "user", "content": [text("c")]},
-    ]
-    others = tuple(other for other in ALL if other != name)
-    assert normalised(messages, names=others) != normalised(messages)
-    assert normalised(messages, names=()) == messages
-
-
 @pytest.mark.parametrize("tools", [None, 0.5, "look", {"cache_control": 1}, [5, None]])
 def test_tools_of_a_wrong_form_are_left_to_the_template(tools: Any) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x", "cache_control": 1}]
     before = copy.deepcopy(tools)
-    normalise(messages, tools, ALL)
+    normalise(messages, tools)
     assert messages == [{"role": "user", "content": "x"}] and tools == before

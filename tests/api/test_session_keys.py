@@ -88,12 +88,6 @@ def test_order() -> None:
     assert list(dict.fromkeys(seen)) == ["1", "2/main", "3", *map(str, range(4, 12))]
 
 
-def test_a_header_of_the_operators_choice_comes_first() -> None:
-    sent = headers({"X-Session-ID": "1", "X-Tenant-Chat": "0"})
-    assert session_key(sent, {}, first_header="X-Tenant-Chat") == "0"
-    assert session_key(headers({"X-Session-ID": "1"}), {}, first_header="X-Tenant-Chat") == "1"
-
-
 def test_a_namespace_is_what_the_client_names() -> None:
     assert namespace(headers({}), by_key=False) == ""
     assert namespace(headers({"Authorization": "Bearer a"}), by_key=False) == ""

@@ -484,7 +484,7 @@ def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
     contents = []
     for number, node in enumerate(nodes):
         checkpoint = tmp_path / f"{number}.safetensors"
-        write_block(checkpoint, node, ROOT, arrays_of(node), fsync=False)
+        write_block(checkpoint, node, ROOT, arrays_of(node))
         contents.append(checkpoint.read_bytes())
     listed = [session_file.Listed.of(content) for content in contents]
     header = session_file.header_of({"name": None, "n_tokens": 2}, 2, listed)

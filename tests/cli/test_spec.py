@@ -43,7 +43,7 @@ def test_precision_as_the_server_takes_it(
             *("--model", str(tiny_model)),
             *("--kvpersist-kv-bits", bits, "--kvpersist-kv-rotate", rotate),
         )["layout"]
-        for bits, rotate in (("4", "off"), ("8", "off"), ("auto", "auto"), ("16", "on"))
+        for bits, rotate in (("4", "off"), ("8", "off"), ("auto", "on"), ("16", "on"))
     ]
     assert layouts == ["4b64,n256", "8b64,n256", "k8rv4rb64,n256", "full"]
 

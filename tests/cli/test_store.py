@@ -301,11 +301,7 @@ def test_verify_finds_what_is_wrong_with_checkpoints(run: CommandLine) -> None:
     checkpoint_path(run.folder, foreign.key).unlink()
     other = Root("another", ROOT.layout)
     write_block(
-        checkpoint_path(run.folder, foreign.key),
-        foreign,
-        other,
-        arrays_of_checkpoint(foreign),
-        fsync=False,
+        checkpoint_path(run.folder, foreign.key), foreign, other, arrays_of_checkpoint(foreign)
     )
     change_index(
         run.folder, "UPDATE checkpoints SET n_bytes = 1 WHERE key = ?", state(nodes[3]).key
@@ -316,7 +312,6 @@ def test_verify_finds_what_is_wrong_with_checkpoints(run: CommandLine) -> None:
         state(elsewhere),
         ROOT,
         arrays_of_checkpoint(missing),
-        fsync=False,
     )
     path = checkpoint_path(run.folder, state(nodes[3]).key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")

@@ -377,15 +377,3 @@ def test_claude_codes_billing_line_and_moving_marks(replayer: Replayer) -> None:
         assert b"billing" not in replayer.bytes_of(turn.prompt)
         messages.append(turn.message)
         expected = turn.n_total
-
-
-def test_without_normalisation_the_billing_line_cuts(
-    make_replayer: MakeReplayer, tiny_model: Path
-) -> None:
-    replayer = make_replayer(tiny_model, "--kvpersist-normalise", "none")
-    messages = [SYSTEM, user(QUESTIONS[0])]
-    first = replayer.turn(claude_code(messages, 1), REPLIES[0])
-    messages += [first.message, user(QUESTIONS[1])]
-    second = replayer.turn(claude_code(messages, 2), REPLIES[1])
-    common = shared(replayer, first, second)
-    assert second.n_reused in (common, 0) and common <= up_to(replayer, first, "You keep")

@@ -71,7 +71,7 @@ def prepare(provider: Any, store: BlockStore, bits: str = DEFAULT_BITS) -> Loade
 def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> Serving:
     """Return what serves a model whose caches the server makes as the plugin says."""
     model = prepare(provider, store)
-    made = Serving(store, model, lambda *_: None, canary=True, isolated=False, step_s=0.1)
+    made = Serving(store, model, lambda *_: None, isolated=False, step_s=0.1)
     support = ModelSupport(lambda: made.model.spec.make_cache())
     monkeypatch.setattr(
         provider.model, "make_cache", PluginCaches(provider.model, "p", support), raising=False

@@ -244,7 +244,7 @@ def rewrite(stored: StoredModel, block: Block, change: Callable[[str, mx.array],
     path.unlink()
     changed = {name: mx.contiguous(change(name, x)) for name, x in arrays.items()}
     mx.eval(changed)
-    write_block(path, block, root, changed, fsync=False)
+    write_block(path, block, root, changed)
     return path
 
 

@@ -16,7 +16,7 @@ MESSAGES = [
     {"role": "user", "content": "How high is the water, and who opened the lower gate?"},
 ]
 DEFAULT = ("--kvpersist-kv-bits", "default", "--kvpersist-kv-rotate", "on")
-OLD_NAMES = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "auto")
+OLD_NAMES = ("--kvpersist-kv-bits", "auto", "--kvpersist-kv-rotate", "on")
 
 
 @pytest.mark.parametrize(

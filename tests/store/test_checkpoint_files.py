@@ -29,11 +29,7 @@ CHECKPOINT = state(chain([1, 2, 3])[0])
 
 def write(folder: Path, checkpoint: Checkpoint = CHECKPOINT, root: Root = ROOT) -> Path:
     write_block(
-        checkpoint_path(folder, checkpoint.key),
-        checkpoint,
-        root,
-        arrays_of_checkpoint(checkpoint),
-        fsync=False,
+        checkpoint_path(folder, checkpoint.key), checkpoint, root, arrays_of_checkpoint(checkpoint)
     )
     return checkpoint_path(folder, checkpoint.key)
 
@@ -46,9 +42,7 @@ def test_a_key_covers_block_kind_and_tokens() -> None:
 
 def test_reads_what_was_written(tmp_path: Path) -> None:
     arrays = arrays_of_checkpoint(CHECKPOINT)
-    size = write_block(
-        checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays, fsync=True
-    )
+    size = write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays)
     path = checkpoint_path(tmp_path, CHECKPOINT.key)
     assert (
         path
@@ -72,7 +66,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = path.read_bytes(), path.stat().st_ino
     with pytest.raises(FileExistsError):
-        write_block(path, CHECKPOINT, ROOT, {"other": mx.zeros(3)}, fsync=False)
+        write_block(path, CHECKPOINT, ROOT, {"other": mx.zeros(3)})
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
@@ -85,7 +79,7 @@ def test_states_come_in_any_form(tmp_path: Path) -> None:
         "scalar": mx.array(7, mx.int64),
     }
     mx.eval(arrays)
-    write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays, fsync=False)
+    write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays)
     _, _, loaded = read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
     for name, array in arrays.items():
         assert loaded[name].shape == array.shape and mx.array_equal(loaded[name], array), name
@@ -99,9 +93,7 @@ def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
     names = [f"{'layer' * 10}.{n}" for n in range(n_arrays)]
     arrays = {name: mx.zeros((1, 2, 3, 4, 5)) for name in names}
     mx.eval(arrays)
-    size = write_block(
-        checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, root, arrays, fsync=False
-    )
+    size = write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, root, arrays)
     assert size <= file_bytes(metadata_of(CHECKPOINT, root), arrays)
 
 

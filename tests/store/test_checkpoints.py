@@ -639,7 +639,6 @@ def test_a_checkpoint_of_another_model(store: BlockStore) -> None:
         checkpoint,
         other,
         arrays_of_checkpoint(checkpoint),
-        fsync=False,
     )
     assert store.reader.load(checkpoint, ROOT) is None
     store.drain()

@@ -52,7 +52,7 @@ def test_reads_what_was_written(
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
     arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer keeps keys alone
     mx.eval(arrays)
-    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=True)
+    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     path = block_path(tmp_path, NODE.key)
     assert size == path.stat().st_size
     node, root, loaded = read_file(block_path(tmp_path, NODE.key))
@@ -70,7 +70,7 @@ def test_arrays_of_any_dtype_are_read_as_they_were_written(tmp_path: Path) -> No
     arrays = {str(dtype): mx.ones((3,), dtype) for dtype in (*integers, *others)}
     mx.eval(arrays)
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, arrays, fsync=False)
+    write_block(path, NODE, ROOT, arrays)
     _, _, loaded = read_file(path)
     assert {name: (x.dtype, x.tolist()) for name, x in loaded.items()} == {
         name: (x.dtype, x.tolist()) for name, x in arrays.items()
@@ -83,7 +83,7 @@ def test_a_sound_file_that_cannot_be_read_now_is_no_damage(
 ) -> None:
     """Another process may have made room; else it is the machine that fails."""
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(path, NODE, ROOT, arrays_of(NODE))
 
     def fails(name: str) -> None:
         if is_gone:
@@ -108,7 +108,7 @@ def test_on_cuda_the_writer_reads_no_array_of_the_pool(
 
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(files, "memoryview", noted, raising=False)
-    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     assert len(read) == len(arrays)
     assert not any(one is array for one in read for array in arrays.values())
 
@@ -132,20 +132,19 @@ def test_empty_arrays_that_are_described_wrongly_are_damage(
     described = {**metadata_of(NODE, ROOT), "empty": empty}
     monkeypatch.setattr("mlx_lm_kvpersist.store.files.metadata_of", lambda *_: described)
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(path, NODE, ROOT, arrays_of(NODE))
     with pytest.raises(BlockCorrupt, match="metadata cannot be read"):
         read_file(path)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_was_read_may_be_used_by_any_thread(tmp_path: Path, verify: bool) -> None:
+def test_what_was_read_may_be_used_by_any_thread(tmp_path: Path) -> None:
     """MLX raises on an array that another thread has not evaluated."""
     written = {"0.k": mx.ones((2, 1, 3, 8)), "0.v": mx.zeros((2, 1, 3, 0), mx.bfloat16)}
     mx.eval(written)
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, written, fsync=False)
+    write_block(path, NODE, ROOT, written)
     with ThreadPoolExecutor(1) as reader:
-        _, _, arrays = reader.submit(read_file, path, verify=verify).result()
+        _, _, arrays = reader.submit(read_file, path).result()
     for array in arrays.values():
         mx.eval(mx.concatenate([array, array], axis=2))
 
@@ -164,9 +163,7 @@ def test_the_file_of_another_block_is_damage(store: BlockStore, other: dict[str,
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        write_block(
-            block_path(tmp_path / "store", NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False
-        )
+        write_block(block_path(tmp_path / "store", NODE.key), NODE, ROOT, arrays_of(NODE))
     finally:
         os.umask(old)
     for path in (tmp_path / "store").rglob("*"):
@@ -175,17 +172,17 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_block_is_never_overwritten(tmp_path: Path) -> None:
-    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE))
     path = block_path(tmp_path, NODE.key)
     before = path.read_bytes(), path.stat().st_ino
     with pytest.raises(FileExistsError):
-        write_block(path, NODE, ROOT, {"other": mx.zeros(3)}, fsync=False)
+        write_block(path, NODE, ROOT, {"other": mx.zeros(3)})
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     def write(path: Path) -> int:
-        write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+        write_block(path, NODE, ROOT, arrays_of(NODE))
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"), closing(Staging(tmp_path)) as staging:
@@ -196,7 +193,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     arrays = arrays_of(NODE)
-    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays, fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     path = block_path(tmp_path, NODE.key)
     content = path.read_bytes()
     for position in range(0, len(content), max(1, len(content) // 200)):
@@ -214,7 +211,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_missing", [1, 100, 400, None])
 def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> None:
-    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
+    size = write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE))
     os.truncate(block_path(tmp_path, NODE.key), 0 if n_missing is None else size - n_missing)
     with pytest.raises(BlockCorrupt):
         read_file(block_path(tmp_path, NODE.key))
@@ -222,7 +219,7 @@ def test_a_truncated_file_is_corrupt(tmp_path: Path, n_missing: int | None) -> N
 
 def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
     other = chain([9, 9])[0]
-    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays_of(NODE))
     path = block_path(tmp_path, other.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     block_path(tmp_path, NODE.key).rename(path)
@@ -252,7 +249,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
 
 def test_a_file_with_more_behind_its_arrays_is_damaged(tmp_path: Path) -> None:
     path = block_path(tmp_path, NODE.key)
-    write_block(path, NODE, ROOT, arrays_of(NODE), fsync=False)
+    write_block(path, NODE, ROOT, arrays_of(NODE))
     with path.open("ab") as file:
         file.write(b"more")
     with pytest.raises(BlockCorrupt, match="should have"):
@@ -272,7 +269,7 @@ def test_the_safetensors_library_opens_a_block_file(tmp_path: Path) -> None:
     mx.eval(arrays)
     path = block_path(tmp_path, node.key)
     path.parent.mkdir(parents=True)
-    write_block(path, node, ROOT, arrays, fsync=False)
+    write_block(path, node, ROOT, arrays)
     with safe_open(str(path), "numpy") as opened:
         assert opened.metadata()["key"] == node.key.hex()
         assert [*opened.keys()] == ["0.k"]

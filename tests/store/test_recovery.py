@@ -169,7 +169,6 @@ def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
         state(elsewhere),
         ROOT,
         arrays_of_checkpoint(kept),
-        fsync=False,
     )
     path = checkpoint_path(store.folder, kept.key)
     path.with_name(f".{path.stem}.1.tmp.safetensors").write_bytes(b"half")
@@ -199,16 +198,11 @@ def test_checkpoints_outlive_the_index(store: BlockStore) -> None:
         state(elsewhere),
         ROOT,
         arrays_of_checkpoint(checkpoints[0]),
-        fsync=False,
     )
     other = Root("another", ROOT.layout)
     foreign = window(nodes[1])
     write_block(
-        checkpoint_path(store.folder, foreign.key),
-        foreign,
-        other,
-        arrays_of_checkpoint(foreign),
-        fsync=False,
+        checkpoint_path(store.folder, foreign.key), foreign, other, arrays_of_checkpoint(foreign)
     )
     bad = checkpoint_path(store.folder, state(nodes[0]).key)
     bad.parent.mkdir(exist_ok=True)

@@ -17,18 +17,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disk",
         "min-free",
         "max-writes-per-hour",
-        "fsync",
         "warm",
     ),
     "Precision": (
         "kv-bits",
         "kv-rotate",
-        "kv-group-size",
-    ),
-    "What is reused": (
-        "session-header",
-        "normalise",
-        "verify",
     ),
     "Serving": ("max-stall-ms", "attention"),
     "Who may see what": (
@@ -36,7 +29,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "namespace-by-key",
         "no-text",
         "show-text",
-        "api-key",
     ),
 }
 """Every option of the plugin, without `--kvpersist-`, under the heading that it gets."""
@@ -47,7 +39,7 @@ _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 def server_options() -> str:
     """Return a table for each group. Raises ValueError where an option is in none, or in two."""
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_options(parser)
+    config.add_options(parser, rare=True)
     actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in parser._actions}
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(actions):
