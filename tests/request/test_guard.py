@@ -222,7 +222,7 @@ def test_a_model_that_the_server_drops_is_no_failure(
     loaded: Any = load(provider.model_key[0])
     own = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=provider.model_key)
     model = prepare(own, store)
-    its = Serving(store, model, lambda *_: None, canary=True, isolated=False, step_s=0.1)
+    its = Serving(store, model, lambda *_: None, isolated=False, step_s=0.1)
     guard = Guard(its, DEFAULT, "dequantize", 1e-9)
     for _ in range(n_steps):
         guard.step()
