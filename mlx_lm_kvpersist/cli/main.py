@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
     add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
-    _add_quality(_adder(commands, *_PRECISION))
+    _add_quality(_adder(commands, "dir", *_PRECISION))
     _add_selftest(add)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
@@ -184,7 +184,8 @@ def _add_quality(add: Any) -> None:
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
         "and of short ones in many languages and formats, replies to questions about a long "
-        "context, facts hidden in it, a chain of tool calls."
+        "context, facts hidden in it, a chain of tool calls. The row default is what a server with "
+        "the store in --kvpersist-dir runs: more bits, where its guard found the default too lossy."
     )
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
     quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")

@@ -16,6 +16,7 @@ from rich.table import Table
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.measuring.divergence import Estimate, Predictions, part_means
+from ..cache.measuring.guard import Verdict, precision_in_words
 from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
@@ -39,7 +40,7 @@ from .quality_checks import (
     tool_prompts,
     windows_of,
 )
-from .spec import load_named, pictures
+from .spec import load_named, pictures, verdict_of
 from .story import OWN_TEXT
 
 REFERENCE = "16"
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
     with server_attention():
-        specs, left_out = _specs(args, model)
+        with progress("the model's layers") as told:
+            verdict, specs, left_out = _specs(args, model, told)
         if not specs:
             reasons = "; ".join(sorted(set(left_out.values())))
             why = f"Nothing of this model's cache is quantized, so nothing changes: {reasons}"
@@ -131,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         "stride": args.stride,
         "needle_context": context,
         "template_takes_tools": bool(calls),
+        "guard": str(verdict) if verdict else None,
         "rows": [asdict(row) for row in rows],
         "left_out": left_out,
     }
@@ -139,12 +142,15 @@ def run(args: argparse.Namespace) -> int:
         f"{args.window:,} that advance by {args.stride:,}. Compared with {REFERENCE}, the model's "
         f"own {dtype}. ±: standard error.\n"
     )
-    bits = pictures(specs[DEFAULT_BITS]) if DEFAULT_BITS in specs else {}
+    default = specs.get(DEFAULT_BITS)
+    words = [precision_in_words(default.layout, verdict)] if default else []
+    bits = pictures(default) if default else {}
     tell(
         args,
         content,
         about,
         _table(rows),
+        *(f"{DEFAULT_BITS}: {each}" for each in words),
         *(f"{DEFAULT_BITS}: bits of the {side} by layer: {each}" for side, each in bits.items()),
         *(f"{name}: left out, {reason}" for name, reason in left_out.items()),
     )
@@ -245,26 +251,33 @@ def _measured(
 
 
 def _specs(
-    args: argparse.Namespace, model: Any
-) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of every precision that the model can be kept in, and why not in others."""
+    args: argparse.Namespace, model: Any, on_progress: Callable[[int, int], None]
+) -> tuple[Verdict | None, dict[str, ModelCacheSpec], dict[str, str]]:
+    """Return the spec of every precision that the model can be kept in, and why not in others.
+
+    The default is what the server's guard has made of it, if it has judged the model.
+    """
+    verdict = None
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
-    for name in KV_BITS:
-        if name == REFERENCE:
-            continue
+    names = [name for name in KV_BITS if name != REFERENCE]
+    for n_done, name in enumerate(names):
+        on_progress(n_done, len(names))
         args.kvpersist_kv_bits = name
+        choice = precision_of(args)
+        if (found := verdict_of(args, choice)) is not None:
+            verdict, choice = found, found.choice(choice)
         try:
-            spec = served(model, precision_of(args))
+            spec = served(model, choice)
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue
         if any(group.precision for group in spec.full):
             specs[name] = spec
         else:
-            reasons = [group.why for group in spec.full if group.why]
+            reasons = [str(found)] if found else [group.why for group in spec.full if group.why]
             left_out[name] = reasons[0] if reasons else "no layer of this model is quantized"
-    return specs, left_out
+    return verdict, specs, left_out
 
 
 def read_text(path: Path | None) -> tuple[str, str]:

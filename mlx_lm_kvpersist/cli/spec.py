@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.packed import GRID
-from ..cache.measuring.guard import (
-    Verdict,
-    is_guarded,
-    known_verdict,
-    precision_in_words,
-)
+from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, precision_in_words
+from ..cache.measuring.persisted import hash_once
 from ..config import precision_of
-from ..errors import KVPersistError, ModelNotSupported
+from ..errors import KVPersistError, ModelNotSupported, StoreError
 from ..host.scheduling.model_provider import check_model_name
 from ..store.folder import INDEX_FILES
 from ..units import show_bytes
@@ -53,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     model, _ = load_named(args.model, args.adapter_path)
     choice = precision_of(args)
-    verdict = _verdict(args, choice) if is_guarded(choice) else None
+    verdict = verdict_of(args, choice, args.adapter_path)
     try:
         spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
     except ModelNotSupported as error:
@@ -66,17 +63,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verdict(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | None:
-    """Return what a server's guard found, if its store has it and may be read."""
+def verdict_of(
+    args: argparse.Namespace, choice: PrecisionChoice, adapter_path: str | None = None
+) -> Verdict | None:
+    """Return what a server's guard found of the model, if its store has it and may be read."""
     folder = folder_of(args)
     try:
-        if not (folder / INDEX_FILES[0]).exists():
+        if not (is_guarded(choice) and (folder / INDEX_FILES[0]).exists()):
             return None
-        adapter = Path(args.adapter_path) if args.adapter_path else None
-        fingerprint = model_fingerprint(local_path(args.model), adapter, content_hash)
         with reading(folder) as index:
+            fingerprint = model_fingerprint(
+                local_path(args.model),
+                Path(adapter_path) if adapter_path else None,
+                partial(hash_once, index.state),
+            )
             return known_verdict(index.state, fingerprint, choice)
-    except PermissionError:
+    except (PermissionError, StoreError):
         return None
 
 

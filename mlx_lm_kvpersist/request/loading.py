@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ..cache.blocks.canary import warm_up
-from ..cache.geometry.fingerprint import content_hash, local_path, model_fingerprint
+from ..cache.geometry.fingerprint import local_path, model_fingerprint
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import with_plans
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict
+from ..cache.measuring.persisted import hash_once
 from ..cache.measuring.prefill_memory import measure_prefill
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
@@ -54,7 +56,7 @@ def prepare(
     fingerprint = model_fingerprint(
         local_path(model_path),
         Path(adapter_path) if adapter_path else None,
-        lambda path: _content_hash(store, path),
+        partial(hash_once, store.view.state),
     )
     verdict = None
     if is_guarded(choice):
@@ -86,19 +88,6 @@ def places(store: BlockStore) -> str:
     """Return where conversations are kept and how much space they take, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
     return f"conversations in {store.disk.files}, and up to {ram} of RAM"
-
-
-def _content_hash(store: BlockStore, path: Path) -> str:
-    """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
-    stat = path.stat()
-    stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-    match store.view.state.get(f"hash/{path}"):
-        case [str(then), str(known)] if then == stamp:
-            return known
-    logger.info("kvpersist: reading %s once, to tell models apart", path.name)
-    found = content_hash(path)
-    store.view.state.put(f"hash/{path}", [stamp, found])
-    return found
 
 
 def described(spec: ModelCacheSpec, verdict: Verdict | None = None) -> str:

@@ -189,6 +189,7 @@ def why_not_stored(
                     if reason is not Reason.OTHER_PRECISION:
                         return reason, ""
                     stored, live = map(layout_in_words, (other.layout, root.layout))
+                    stored += ", in an older form or other groups" if stored == live else ""
                     return reason, f"{reason.text}: {stored}; now {live}"
     return Reason.NOTHING_ALIKE, ""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +16,13 @@ import pytest
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
 from mlx_lm_kvpersist.cache.measuring import calibration, texts
+from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
+from mlx_lm_kvpersist.cli.opening import changing
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
 from tests.support import make_tiny_model, make_zoo_model
@@ -95,6 +101,43 @@ def test_the_table_names_the_texts(
     assert re.search(r"\ndefault .* 0\.\d{4}, (English|far copy) ", out)
     assert re.search(r"default: bits of the keys by layer: 88\n", out)
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
+
+
+@pytest.mark.parametrize("losses", [(0.2, 0.002), (0.3, 0.2, 0.1)])
+def test_the_default_is_what_the_guard_has_made_of_it(
+    tmp_path: Path,
+    text: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    losses: tuple[float, ...],
+) -> None:
+    bits = {name: KV_BITS[name] for name in ("default", "8")}
+    monkeypatch.setattr(command, "KV_BITS", bits)
+    model, store = make_tiny_model(tmp_path / "model", n_layers=4), tmp_path / "store"
+    choice = replace(bits["default"], rotated=True)
+    verdict = Verdict(tuple(("far copy", nats) for nats in losses))
+    with changing(store, create=True) as disk:
+        fingerprint = model_fingerprint(model, None, content_hash)
+        put_verdict(disk.index.state, fingerprint, choice, verdict)
+    probed: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress(what: str) -> Iterator[Any]:
+        yield lambda *counts: probed.append(counts) if "layers" in what else None
+
+    monkeypatch.setattr(command, "progress", progress)
+    argv = ("--model", model, "--text", text, *SHORT, "--no-needle", "--kvpersist-dir", store)
+    assert quality(*argv, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["guard"] == str(verdict) and probed == [(0, 2), (1, 2)]
+    layouts = {row["precision"]: row["layout"] for row in report["rows"]}
+    if len(losses) == 2:
+        assert layouts["default"] == "k8rv4rb64,n256"
+        assert quality(*argv) == 0
+        said = "default: keys 8 bits, values 4, rotated (the default loses 0.2 nats (far copy)"
+        assert said in capsys.readouterr().out
+    else:
+        assert list(layouts) == ["16", "8"] and report["left_out"] == {"default": str(verdict)}
 
 
 def test_a_model_of_which_nothing_is_quantized(

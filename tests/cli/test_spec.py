@@ -5,14 +5,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 
 from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
+from mlx_lm_kvpersist.cache.measuring import persisted
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli.opening import changing
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
+from mlx_lm_kvpersist.errors import StoreError
 from tests.support import make_tiny_model, make_zoo_model
 
 PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
@@ -104,11 +107,18 @@ def test_what_the_servers_guard_found(
     assert (
         "rotated (the default loses 0.2 nats (far copy), more than 0.01; this loses 0.002" in said
     )
+
+    def read_again(path: Path) -> NoReturn:
+        raise AssertionError(f"{path} is hashed again")
+
+    with monkeypatch.context() as hashed:
+        hashed.setattr(persisted, "content_hash", read_again)
+        assert described(capsys, *options)["precision"].endswith("0.002 nats (German))")
     asked = described(capsys, *options, "--kvpersist-kv-bits", "k6v4")
     assert asked["precision"] == "keys 6 bits, values 4, rotated"
 
-    def refused(folder: Path) -> NoReturn:
-        raise PermissionError(folder)
-
-    monkeypatch.setattr("mlx_lm_kvpersist.cli.spec.reading", refused)
-    assert described(capsys, *options)["precision"] == "keys 6 to 8 bits, values 4, rotated"
+    for error in (PermissionError("no"), StoreError("damaged")):
+        reading = Mock(side_effect=error)
+        monkeypatch.setattr("mlx_lm_kvpersist.cli.spec.reading", reading)
+        assert described(capsys, *options)["precision"] == "keys 6 to 8 bits, values 4, rotated"
+        reading.assert_called_once()

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.cache.blocks.cut_join import BLOCK_TOKENS
+from mlx_lm_kvpersist.cache.geometry.precision import layout_in_words
 from mlx_lm_kvpersist.match.tree import NO_MATCH, Match
 from mlx_lm_kvpersist.request.outcome import (
     MIN_ALIKE_CHARS,
@@ -184,6 +185,15 @@ def test_what_is_stored_elsewhere_is_named_by_what_differs(
     enough = SAID[:MIN_ALIKE_CHARS] + "?" * 40
     assert why_not_stored([1, 2], enough, NO_MATCH, ROOT, store) == (found, detail)
     assert why_not_stored([1, 2], None, NO_MATCH, ROOT, store) == (Reason.NOTHING_ALIKE, "")
+
+
+@pytest.mark.parametrize(("layout", "own"), [("k6rv4rb64", "k6rv4rb64,n256"), ("4b32", "4b64")])
+def test_layouts_of_the_same_words_are_told_apart(store: BlockStore, layout: str, own: str) -> None:
+    root, other = replace(ROOT, layout=own), replace(ROOT, layout=layout)
+    save(store, other, block_of(other, SAID))
+    _, detail = why_not_stored([1, 2], SAID, NO_MATCH, root, store)
+    words = layout_in_words(own)
+    assert f": {words}, in an older form or other groups; now {words}" in detail
 
 
 def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any, Protocol
+
+from ..geometry.fingerprint import content_hash
+
+logger = logging.getLogger(__name__)
 
 
 class Persisted(Protocol):
@@ -17,3 +23,16 @@ class Persisted(Protocol):
 
     def put(self, key: str, value: Any) -> None:
         """Write a value, in place of any before."""
+
+
+def hash_once(persisted: Persisted, path: Path) -> str:
+    """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
+    stat = path.stat()
+    stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+    match persisted.get(f"hash/{path}"):
+        case [str(then), str(known)] if then == stamp:
+            return known
+    logger.info("kvpersist: reading %s once, to tell models apart", path.name)
+    found = content_hash(path)
+    persisted.put(f"hash/{path}", [stamp, found])
+    return found
