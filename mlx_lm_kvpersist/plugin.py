@@ -129,7 +129,7 @@ class KVPersistPlugin:
         self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
         return ModelSupport(
             lambda: serving.model.spec.make_cache(),  # the guard may replace it
-            partial(batch_of, full_precision=True),
+            batch_of,
             model.spec.batching is not Batching.NONE,
             model.speed.limits(asked.max_stall_s),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +29,15 @@ from .cache.geometry.precision import (
 )
 from .cache.geometry.spec import ModelCacheSpec
 from .cache.live.attention import Strategy
-from .cache.live.batch import FullPrecisionBatchKVCache
+from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
-from .cache.live.quantized import AttentionPlan, BatchQuantizedKVCache, forced_plan
+from .cache.live.quantized import AttentionPlan, batch_of, forced_plan
 from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
 from .errors import SelfTestFailed
-from .host.answers import REPLY, Prompt
+from .host.answers import REPLY, ModelSupport, PrefillLimits, Prompt
+from .host.scheduling.batch_generator import PluginBatchGenerator
+from .host.scheduling.model_provider import PluginCaches
 from .request.lookup import Lookup
 from .request.model import LoadedModel
 from .request.outcome import Kind
@@ -48,7 +50,7 @@ _PROMPTS = {
     "cancelled": [i * 11 % 59 + 4 for i in range(12)],
     "long": [i * 7 % 61 + 2 for i in range(275)],
     "short": [i * 5 % 53 + 3 for i in range(21)],
-    "late": [i * 3 % 47 + 5 for i in range(33)],
+    "late": [i * 3 % 47 + 5 for i in range(252)],
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
@@ -77,32 +79,22 @@ def check_round_trip(
     model = tiny_model(head_dim=max(64, choice.group_size or 0), n_layers=2 + n_inner)
     spec = ModelCacheSpec.probe(model, choice)
     precisions = list(spec.precisions.values())
-    is_full_precision = choice.is_full_precision
     allowed: list[Precisions] = [
         [choice.outer(one), *[one] * n_inner, choice.outer(one)] for one in choice.candidates()
     ]
     if precisions not in (allowed or [[None, None]]):
         raise SelfTestFailed(f"the tiny model's cache is {spec.layout}, expected {choice}")
-    if is_full_precision:
-        spec = replace(spec, template=[_OwnKVCache() for _ in spec.template])
-    else:
-        args = model.args
-        heads = AttentionShape(
-            args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
-        )
-        decode: Strategy = "tiled"
-        if all(packed_is_right(heads, one, mx.float32) for one in precisions if one):
-            decode = "packed"
-        plan = AttentionPlan("dequantize", decode, "tiled", can_take_packed=True)
-        for cache in spec.template:
-            cache.plan = plan if attention == "auto" else forced_plan(attention, True)
-    model.make_cache = spec.make_cache
+    plan = _plan(model, spec) if attention == "auto" else forced_plan(attention, True)
+    for cache in spec.template:
+        cache.plan = plan  # which a KVCache does not look at
+    limits = PrefillLimits(max_stall_s=1.0, most_tokens=lambda position: GRID * 2)
+    support = ModelSupport(spec.make_cache, batch_of, limits=limits)
+    model.make_cache = PluginCaches(model, "kvpersist", support)
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         try:
             loaded = LoadedModel(model, None, spec, "selftest", None)
-            live = FullPrecisionBatchKVCache if is_full_precision else BatchQuantizedKVCache
-            sequences = _run(loaded, store, live)
+            sequences = _run(loaded, store)
         except SelfTestFailed:
             raise
         except Exception as error:
@@ -110,14 +102,14 @@ def check_round_trip(
         finally:
             store.close()
     del model.make_cache
-    rounding = _rounding(model, precisions)
-    for sequence in sequences:
+    references = [_reference(model, one.ids, precisions) for one in sequences]
+    rounding = _rounding(model, precisions, sequences[0].ids, references[0])
+    for sequence, reference in zip(sequences, references, strict=True):
         # Both round alike, except for numbers so near to a rounding step that the order of a sum
         # decides. These are few, so their error is a share of the whole error of rounding.
         share = _SHARE_OF_ROUNDING if len(sequence.ids) > GRID else 0.0
         tolerance = _NOISE + share * rounding
-        places = mx.array(list(sequence.logprobs))
-        expected = _reference(model, sequence.ids, precisions)[places - 1]
+        expected = reference[mx.array(list(sequence.logprobs)) - 1]
         logprobs = mx.stack(list(sequence.logprobs.values()))
         worst = float(mx.sqrt(mx.square(logprobs - expected).mean(axis=1)).max())
         if not worst <= tolerance:
@@ -128,12 +120,19 @@ def check_round_trip(
             )
 
 
-class _OwnKVCache(KVCache):  # type: ignore[misc]
-    """Merges as the plugin lets layers in their own precision do."""
+def _plan(model: Any, spec: ModelCacheSpec) -> AttentionPlan:
+    """Return the plan that attends in as many ways as are right on this device."""
+    args = model.args
+    heads = AttentionShape(
+        args.num_attention_heads, args.num_key_value_heads, args.head_dim, args.head_dim
+    )
+    quantized = (group.precision for group in spec.full if group.precision is not None)
+    is_right = all(packed_is_right(heads, one, mx.float32) for one in quantized)
+    return AttentionPlan("dequantize", "packed" if is_right else "tiled", "tiled", True)
 
-    @classmethod
-    def merge(cls, caches: list[Any]) -> FullPrecisionBatchKVCache:
-        return FullPrecisionBatchKVCache.merge(caches)
+
+class _Generator(PluginBatchGenerator, BatchGenerator):  # type: ignore[misc]
+    """The batch generator of the server."""
 
 
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
@@ -189,9 +188,9 @@ class _Sequence:
 class _Batch:
     """The batch generator of the server, and the sequences in it by their number."""
 
-    def __init__(self, loaded: LoadedModel, live: type) -> None:
-        self.loaded, self.live = loaded, live
-        self.generator = BatchGenerator(loaded.model, stream=mx.default_stream(mx.default_device()))
+    def __init__(self, model: Any) -> None:
+        stream = mx.default_stream(mx.default_device())
+        self.generator = _Generator(model, stream=stream)
         self.running: dict[int, _Sequence] = {}
 
     def add(self, sequence: _Sequence, n_new: int, caches: list[Any] | None = None) -> int:
@@ -205,9 +204,8 @@ class _Batch:
     def step(self) -> None:
         _, responses = self.generator.next()
         batch = self.generator._generation_batch.prompt_cache
-        if batch and type(batch[0]) is not self.live:
-            kind, expected = type(batch[0]).__name__, self.live.__name__
-            raise SelfTestFailed(f"the live batch is a {kind}, expected a {expected}")
+        if batch and not isinstance(batch[0], PaddedBatch):
+            raise SelfTestFailed(f"the live batch is a {type(batch[0]).__name__}, and none of ours")
         for response in responses:
             sequence = self.running[response.uid]
             sequence.logprobs[len(sequence.ids)] = response.logprobs
@@ -221,12 +219,12 @@ class _Batch:
             self.step()
 
 
-def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
+def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
     """Take four sequences through everything that the server does with a sequence."""
-    batch = _Batch(loaded, live)
+    batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
     batch.add(long, 14)
-    batch.step()  # alone, so that no row is padded to its length while prompts are computed
+    batch.step()  # alone, so that one chunk goes beyond a block of the grid
     uid = batch.add(cancelled, 20)
     batch.add(short, 4)
     for _ in range(4):
@@ -236,15 +234,15 @@ def _run(loaded: LoadedModel, store: BlockStore, live: type) -> list[_Sequence]:
     batch.until_ended(short)
     _store(short, loaded, store)
     restored = _restored(short, loaded, store, canary=False)
-    batch.add(late, 6)
+    batch.add(late, 9)  # goes on into another block of the grid
     batch.add(short, 9, restored)
-    batch.until_ended(long)
-    batch.until_ended(short)
+    for sequence in (long, short, late):
+        batch.until_ended(sequence)
     _store(long, loaded, store)
     batch.add(long, 4, _restored(long, loaded, store, canary=True))
     batch.until_ended(long)
     batch.generator.close()
-    return [cancelled, long, short, late]
+    return [long, cancelled, short, late]
 
 
 def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
@@ -280,8 +278,10 @@ def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def _rounding(model: Any, precisions: Precisions) -> float:
+def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.array) -> float:
     """Return by how much rounded keys and values change logits, as a root mean square.
+
+    `ids` are more than a block of the grid; `rounded` is their reference.
 
     Raises:
         SelfTestFailed: this is more than the bits explain. 64 normal numbers span 5 deviations, so
@@ -290,8 +290,7 @@ def _rounding(model: Any, precisions: Precisions) -> float:
     quantized = [one for one in precisions if one is not None]
     if not quantized:
         return 0.0
-    forms = ([None] * len(precisions), precisions)
-    exact, rounded = (_reference(model, _PROMPTS["long"], form) for form in forms)
+    exact = _reference(model, ids, [None] * len(precisions))
     # The first block is not seen rounded.
     rounding = float(mx.sqrt(mx.square(rounded - exact)[GRID:].mean()))
     steps = 2 ** min(min(one.keys.bits, one.values.bits) for one in quantized) - 1

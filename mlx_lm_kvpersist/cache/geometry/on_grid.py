@@ -7,7 +7,6 @@ it: the server's own batch, stock where it serves one request at a time, a comma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,33 +20,20 @@ def end_on_grid(model: Any) -> None:
     """Have `model` compute a prompt of one row up to the end of a block of the grid at a time."""
     own: Any = model.__class__  # of what a proxy stands for
 
-    class OnGrid(own):  # type: ignore[misc]
-        def __call__(self, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
-            n_rows, n_left = inputs.shape[:2]
-            if n_left == 1 or n_rows > 1 or cache is None:
-                return super().__call__(inputs, cache=cache, **others)
-            start, stop, logits = 0, GRID - _position(cache) % GRID, []
-            while start < n_left:
-                at = slice(start, stop)
-                # Images: what each token is embedded as.
-                cut = {name: x if x is None else x[:, at] for name, x in others.items()}
-                logits.append(super().__call__(inputs[:, at], cache=cache, **cut))
-                start, stop = stop, stop + GRID
-            return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]
+    def call(self: Any, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
+        n_rows, n_left = inputs.shape[:2]
+        slots = slots_of(cache or ()) if n_left > 1 and n_rows == 1 else []
+        packed = [slot for slot in slots if isinstance(slot, PackedCache)]
+        if not packed:
+            return own.__call__(self, inputs, cache=cache, **others)
+        start, stop, logits = 0, GRID - packed[0].size() % GRID, []
+        while start < n_left:
+            at = slice(start, stop)
+            # Images: what each token is embedded as.
+            cut = {name: x if x is None else x[:, at] for name, x in others.items()}
+            logits.append(own.__call__(self, inputs[:, at], cache=cache, **cut))
+            start, stop = stop, stop + GRID
+        return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]
 
-    OnGrid.__name__, OnGrid.__qualname__, OnGrid.__module__ = (
-        own.__name__,
-        own.__qualname__,
-        own.__module__,
-    )
-    model.__class__ = OnGrid
-
-
-def _position(cache: Sequence[Any]) -> int:
-    """Return how many tokens a prompt cache of one row holds."""
-    for slot in slots_of(cache):
-        if isinstance(slot, PackedCache):
-            return slot.lengths[0]
-        if isinstance(offset := getattr(slot, "offset", None), int):
-            return offset
-    return 0
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    model.__class__ = type(own.__name__, (own,), {"__call__": call, **named})

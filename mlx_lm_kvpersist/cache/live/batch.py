@@ -3,7 +3,8 @@
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Unlike there, the padding is also known to Python. So no step waits for the device to
 learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
-takes several times as long as against "causal").
+takes several times as long as against "causal"). Every prompt is computed by itself, so no row is
+ever padded on the right.
 """
 
 from __future__ import annotations
@@ -78,7 +79,6 @@ class PaddedBatch(Buffers):
     offset: mx.array
     _padding: list[int]
     _idx: int
-    _right_padding: list[int] | None = None
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -86,8 +86,7 @@ class PaddedBatch(Buffers):
         """Return the mask for the next N tokens, S = _idx + N tokens in all.
 
         None (N = 1) or "causal" where all rows are equally long and no window cuts anything off,
-        else, and with `return_array`, a boolean array [B, 1, N, S]. Right padding needs no mask:
-        it comes after every real token of its row until `finalize` moves it.
+        else, and with `return_array`, a boolean array [B, 1, N, S].
         """
         windowed = window_size is not None and self._idx + N > window_size
         if not (return_array or windowed or any(self._padding)):
@@ -96,45 +95,6 @@ class PaddedBatch(Buffers):
             N, offset=self._idx, window_size=window_size, left_padding=self.left_padding
         )
         return mask
-
-    def prepare(
-        self,
-        *,
-        left_padding: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        right_padding: Sequence[int] | None = None,
-    ) -> None:
-        """Announce how the next tokens are padded; `lengths` is implied by the padding.
-
-        Nothing but `update_and_fetch` may come between this and `finalize`.
-
-        Raises:
-            ValueError: left padding for a batch that has tokens already.
-        """
-        if left_padding is not None:
-            if self.keys is not None:
-                raise ValueError("left padding can only be added to an empty batch")
-            added = ints(left_padding)
-            self._place([a + b for a, b in zip(self._padding, added, strict=True)], self._idx)
-        if right_padding is not None and max(right_padding) > 0:
-            self._right_padding = ints(right_padding)
-
-    def finalize(self) -> None:
-        """Move the announced right padding to the left of each row."""
-        right, self._right_padding = self._right_padding, None
-        if right is None or self.keys is None:
-            return
-        padding = [a + b for a, b in zip(self._padding, right, strict=True)]
-        # All rows may be padded by now; then they move left instead and the batch gets shorter.
-        surplus = min(padding)
-        shifts = mx.array([n - surplus for n in right], mx.int32)[:, None, None, None]
-
-        def roll(x: mx.array) -> mx.array:
-            source = (mx.arange(x.shape[2])[None, None, :, None] - shifts) % x.shape[2]
-            return mx.take_along_axis(x, source, axis=2)
-
-        self.keys, self.values = pk.each(roll, self.keys), pk.each(roll, self.values)
-        self._place([n - surplus for n in padding], self._idx - surplus)
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep the rows of these indices, in this order. Keeping all as they are copies nothing."""

@@ -104,7 +104,6 @@ class PackedCache(Buffers):
     precision: KVPrecision
     newest: Newest
     plan: AttentionPlan | None = None
-    _right_padding: list[int] | None = None
     _keys: Any = None  # `Packed`, or None in an empty cache
     _values: Any = None
     _n_waiting = 0
@@ -146,7 +145,7 @@ class PackedCache(Buffers):
         self.newest.append(keys, values)
         self._end_at(self.size() + n_new)
         self._n_waiting += n_new
-        if n_new > 1 or self._right_padding is not None or not self._has_room():
+        if n_new > 1 or not self._has_room():
             self._pack()
         plan = self.plan
         if plan is None or not plan.can_take_packed:
@@ -156,8 +155,7 @@ class PackedCache(Buffers):
         width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
         strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
-        is_pending = self._right_padding is not None
-        by_row = (n_new > 1 or is_pending) and len(set(zip(n_own, n_held, strict=True))) > 1
+        by_row = n_new > 1 and len(set(zip(n_own, n_held, strict=True))) > 1
         is_own = None if by_row else self.newest.is_own()
         fetched_keys, fetched_values = (
             PackedKV.of(
@@ -195,8 +193,7 @@ class PackedCache(Buffers):
         Return how many tokens each row has in the block of the grid where it goes on.
         """
         n_own = [n % pk.GRID for n in self.lengths]
-        # While rows are padded on the right, it is not known where they end.
-        if self._right_padding is None and any(map(gt, self.newest.lengths, n_own)):
+        if any(map(gt, self.newest.lengths, n_own)):
             self._pack()
             self.newest.keep(n_own)
         return n_own
@@ -342,14 +339,6 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         batch.newest = Newest.merge([cache.newest for cache in caches])
         return batch
 
-    def prepare(self, **padding: Any) -> None:
-        super().prepare(**padding)
-        self.newest._right_padding = self._right_padding
-
-    def finalize(self) -> None:
-        super().finalize()
-        self.newest.finalize()
-
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
         self.newest.filter(batch_indices)
@@ -381,13 +370,10 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         return cache
 
 
-def batch_of(caches: Sequence[Any], *, full_precision: bool) -> Any | None:
-    """Return a batch of ours for one layer's caches of several sequences, None for other classes.
-
-    full_precision: whether plain KVCaches become one, too.
-    """
+def batch_of(caches: Sequence[Any]) -> Any | None:
+    """Return a batch of ours for one layer's caches of sequences, None for other classes."""
     if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
         return BatchQuantizedKVCache.merge(caches)
-    if full_precision and all(type(cache) is KVCache for cache in caches):
+    if all(type(cache) is KVCache for cache in caches):
         return FullPrecisionBatchKVCache.merge(caches)
     return None

@@ -12,7 +12,9 @@ from mlx_lm.generate import generate_step
 
 from mlx_lm_kvpersist.cache.blocks.cut_join import Piece, copy_newest, split
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from models_check.build import build
 from models_check.conversation import random_ids
 from tests.support.joined import Pieces, join
@@ -73,7 +75,7 @@ def test_rows_of_a_batch_and_embedded_images_are_given_as_they_come() -> None:
 
     model = Model()
     end_on_grid(model)
-    caches: list[Any] = []
+    caches: list[Any] = [SequenceQuantizedKVCache(KVPrecision())]
     assert model(mx.zeros((2, 600)), cache=caches).shape == (2, 600)
     assert model(mx.zeros((1, 300)), cache=caches, embeddings=mx.zeros((1, 300, 8))).shape[1] == 300
     assert given == [[(2, 600)], [(1, 256), (1, 256, 8)], [(1, 44), (1, 44, 8)]]

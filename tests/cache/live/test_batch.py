@@ -87,18 +87,14 @@ class Rows:
         return copy.deepcopy(own)
 
     def prefill(self) -> None:
-        lengths = [self.rng.choice([1, 2, 9, 30]) for _ in self.own]
-        longest = max(lengths)
-        keys, values = self.tokens(longest, len(lengths))
-        if longest > min(lengths):
-            self.batch.prepare(lengths=lengths, right_padding=[longest - n for n in lengths])
-        cut = self.rng.randint(1, longest)
-        for start, stop in ((0, cut), (cut, longest)):
+        n_new = self.rng.choice([1, 2, 9, 30])
+        keys, values = self.tokens(n_new, len(self.own))
+        cut = self.rng.randint(1, n_new)
+        for start, stop in ((0, cut), (cut, n_new)):
             if start < stop:
                 self.batch.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
-        self.batch.finalize()
-        for i, (own, n) in enumerate(zip(self.own, lengths, strict=True)):
-            own.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+        for i, own in enumerate(self.own):
+            own.update_and_fetch(keys[i : i + 1], values[i : i + 1])
 
     def decode(self) -> None:
         for _ in range(self.rng.randint(1, 3)):
@@ -310,25 +306,11 @@ def test_rows_of_one_length_need_no_array_mask(lengths: tuple[int, ...]) -> None
 
 
 def test_padding_that_goes_away_takes_the_array_mask_with_it() -> None:
-    batch = batch_of(5, 5)
-    batch.prepare(right_padding=[0, 2])
-    batch.update_and_fetch(*random_kv(3, 4, 2))
-    batch.finalize()
+    batch = batch_of(5, 7)
     assert isinstance(batch.make_mask(1), mx.array)
     batch.filter([1])
     assert batch.make_mask(1) is None
     assert batch.size() == 7
-
-
-def test_finalize_drops_padding_that_all_rows_have() -> None:
-    batch = batch_of(9, 4)
-    batch.prepare(right_padding=[5, 0])
-    batch.update_and_fetch(*random_kv(3, 5, 2))
-    batch.finalize()
-    assert batch.left_padding.tolist() == [0, 0]
-    assert batch.offset.tolist() == [9, 9]
-    assert batch.make_mask(2) == "causal"
-    assert_row_is(batch, 0, sequence(9, 0))
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> mx.array:
@@ -368,35 +350,15 @@ def test_attention_of_a_row_is_attention_alone(
         assert mx.allclose(found[i], expected, atol=1e-5), (i, mx.abs(found[i] - expected).max())
 
 
-def test_right_padding_needs_no_mask() -> None:
-    lengths = (9, 4)
-    batch = batch_of(6, 6)
-    batch.prepare(right_padding=[0, 5])
-    new_keys, new_values = random_kv(77, 9, 2)
-    queries = mx.random.normal((2, N_HEADS, 9, K_DIM), key=mx.random.key(5))
-    mask = batch.make_mask(9)
-    assert mask == "causal"
-    found = attention(queries, *batch.update_and_fetch(new_keys, new_values), mask)
-    for i, n in enumerate(lengths):
-        k, v = sequence(6, i).update_and_fetch(
-            new_keys[i : i + 1, :, :n], new_values[i : i + 1, :, :n]
-        )
-        expected = plain_attention(queries[i, :, :n], k[0], v[0], None)
-        assert mx.allclose(found[i, :, :n], expected, atol=1e-5)
-
-
 def test_left_padded_prompts_stay_finite() -> None:
     """A query inside the padding sees nothing; what comes of it must not be NaN."""
-    batch = BatchQuantizedKVCache([0, 0], PRECISION)
-    batch.prepare(left_padding=[0, 3])
+    batch = BatchQuantizedKVCache([0, 3], PRECISION)
     assert batch.offset.tolist() == [0, -3]
     mask = batch.make_mask(5)
     keys, values = batch.update_and_fetch(*random_kv(1, 5, 2))
     queries = mx.random.normal((2, N_HEADS, 5, K_DIM))
     assert mx.isfinite(attention(queries, keys, values, mask)).all()
     assert batch.offset.tolist() == [5, 2]
-    with pytest.raises(ValueError, match="empty batch"):
-        batch.prepare(left_padding=[1, 0])
 
 
 # --- edges
@@ -405,9 +367,7 @@ def test_left_padded_prompts_stay_finite() -> None:
 def test_arrays_of_offsets_are_replaced_not_written_to() -> None:
     batch = batch_of(5, 3)
     offset, padding = batch.offset, batch.left_padding
-    batch.prepare(right_padding=[0, 1])
     batch.update_and_fetch(*random_kv(1, 2, 2))
-    batch.finalize()
     batch.trim(1)
     batch.filter([1])
     assert offset.tolist() == [5, 3] and padding.tolist() == [0, 2]
@@ -417,8 +377,6 @@ def test_an_empty_batch() -> None:
     batch = batch_of(0, 0)
     assert batch.empty() and batch.nbytes == 0 and batch.size() == 0 and batch.is_trimmable()
     assert batch.extract(1).empty()
-    batch.prepare(right_padding=[0, 0])
-    batch.finalize()
     assert batch.trim(4) == 0
     mx.eval([batch.state])
     batch.filter([1])
@@ -472,13 +430,10 @@ def test_what_does_not_fit_is_named() -> None:
 def test_each_kind_of_cache_gets_its_batch() -> None:
     """Those of which we have none keep mlx-lm's."""
     full, windows = [KVCache(), KVCache()], [RotatingKVCache(8), RotatingKVCache(8)]
-    for full_precision in (True, False):
-        ours = [sequence(3), sequence(2)]
-        assert type(any_batch(ours, full_precision=full_precision)) is BatchQuantizedKVCache
-        assert any_batch(windows, full_precision=full_precision) is None
-        assert any_batch([*full, *windows], full_precision=full_precision) is None
-    assert type(any_batch(full, full_precision=True)) is FullPrecisionBatchKVCache
-    assert any_batch(full, full_precision=False) is None
+    assert type(any_batch([sequence(3), sequence(2)])) is BatchQuantizedKVCache
+    assert any_batch(windows) is None
+    assert any_batch([*full, *windows]) is None
+    assert type(any_batch(full)) is FullPrecisionBatchKVCache
 
 
 def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
