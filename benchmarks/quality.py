@@ -132,7 +132,7 @@ def measured(
         begin, ids = encode(tokenizer, path.read_text(encoding="utf-8"))
         if len(ids) < n_tokens:
             raise SystemExit(f"{path} has only {len(ids):,} tokens")
-        read = predicted(model, [*begin, *ids[:n_tokens]], makers, lambda: None)
+        read = predicted(model, [*begin, *ids[:n_tokens]], makers)
         yield {"text": path.stem, **{name: _cell(its) for name, its in read.items()}}
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from .quality_checks import (
     Window,
     document_with_facts,
     fact_questions,
-    n_chunks,
     predicted,
     prompt_of,
     replies_to,
@@ -40,7 +40,7 @@ from .quality_checks import (
     tool_prompts,
     windows_of,
 )
-from .spec import load_named, pictures, verdict_of
+from .spec import load_named, verdict_of
 from .story import OWN_TEXT
 
 REFERENCE = "16"
@@ -144,14 +144,12 @@ def run(args: argparse.Namespace) -> int:
     )
     default = specs.get(DEFAULT_BITS)
     words = [precision_in_words(default.layout, verdict)] if default else []
-    bits = pictures(default) if default else {}
     tell(
         args,
         content,
         about,
         _table(rows),
         *(f"{DEFAULT_BITS}: {each}" for each in words),
-        *(f"{DEFAULT_BITS}: bits of the {side} by layer: {each}" for side, each in bits.items()),
         *(f"{name}: left out, {reason}" for name, reason in left_out.items()),
     )
     return 0
@@ -203,19 +201,18 @@ def _measured(
     makers: dict[str, MakeCache] = {name: spec.make_cache for name, spec in specs.items()}
     everyone: dict[str, MakeCache] = {REFERENCE: partial(make_prompt_cache, model), **makers}
     prompts, expected_calls = [prompt for prompt, _ in calls], [call for _, call in calls]
-    done, total = 0, 2 * len(everyone)
-    total += sum(map(n_chunks, (part_ids, *(seen for seen, _ in windows))))
+    done, total = count(1), len(windows) + 1 + 2 * len(everyone)
 
     def one_more() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
+        on_progress(next(done), total)
 
     whole = {name: Predictions() for name in makers}
     for seen, n_context in windows:
-        for name, read in predicted(model, seen, makers, one_more).items():
+        for name, read in predicted(model, seen, makers).items():
             whole[name].add(read, n_context - 1)
-    parts = predicted(model, part_ids, makers, one_more)
+        one_more()
+    parts = predicted(model, part_ids, makers)
+    one_more()
     for by_name in (whole, parts):
         by_name[REFERENCE] = next(iter(by_name.values())).own
     said: dict[str, _Said] = {}

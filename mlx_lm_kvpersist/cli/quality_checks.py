@@ -100,16 +100,8 @@ def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: in
     return windows
 
 
-def n_chunks(ids: Sequence[int]) -> int:
-    """Return how many times `predicted` calls `on_progress`."""
-    return -(-(len(ids) - 1) // AT_ONCE)
-
-
 def predicted(
-    model: Any,
-    ids: Sequence[int],
-    makers: Mapping[str, MakeCache],
-    on_progress: Callable[[], None],
+    model: Any, ids: Sequence[int], makers: Mapping[str, MakeCache]
 ) -> dict[str, Predictions]:
     """Return what the model predicts of a text over the caches of each maker."""
     read = {name: Predictions() for name in makers}
@@ -119,7 +111,6 @@ def predicted(
         for name, predictions in part.items():
             read[name].add(predictions)
         mx.clear_cache()
-        on_progress()
     return read
 
 

@@ -104,7 +104,9 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
     if spec.quantized:
         most = show_bytes((GRID - 1) * spec.newest_bytes)
         yield f"The newest tokens, {GRID - 1} at most, are also kept as computed: up to {most}."
-    for side, picture in pictures(spec).items():
+    for side in ("keys", "values") if spec.quantized else ():
+        bits = [getattr(how, side).bits if how else FULL_BITS for how in spec.precisions.values()]
+        picture = "".join("." if n == FULL_BITS else f"{n}" for n in bits)
         yield f"Bits of the {side} by layer: {picture}"
     if spec.any_prefix:
         any_place = (
@@ -120,18 +122,3 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
         yield "Batching: the replies of several clients are decoded together."
     else:
         yield "Batching: none; this model's output is wrong in a batch, also without the plugin."
-
-
-def pictures(spec: ModelCacheSpec) -> dict[str, str]:
-    """Return the bits of the full layers' keys and values, a digit each; "." for full precision."""
-    precisions = spec.precisions.values()
-    if not any(precisions):
-        return {}
-    bits = {
-        side: [getattr(how, side).bits if how else FULL_BITS for how in precisions]
-        for side in ("keys", "values")
-    }
-    return {
-        side: "".join("." if n == FULL_BITS else f"{n}" for n in each)
-        for side, each in bits.items()
-    }

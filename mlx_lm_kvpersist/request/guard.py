@@ -102,10 +102,9 @@ class Guard:
         serving.store.change_index(
             "keep what the guard found", lambda index: put_verdict(index.state, *kept)
         )
-        if not verdict.n_refused:
-            logger.info("kvpersist: %s: %s", loaded.name, verdict)
-            serving.model = replace(loaded, verdict=verdict)
-            return
         serving.model = replace(loaded, spec=spec, verdict=verdict)
-        words = layout_in_words(spec.layout)
-        logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)
+        if verdict.n_refused:
+            words = layout_in_words(spec.layout)
+            logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)
+        else:
+            logger.info("kvpersist: %s: %s", loaded.name, verdict)

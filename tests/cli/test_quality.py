@@ -99,7 +99,7 @@ def test_the_table_names_the_texts(
     out = capsys.readouterr().out
     assert f"on {text}: " in out and "worst text" in out
     assert re.search(r"\ndefault .* 0\.\d{4}, (English|far copy) ", out)
-    assert re.search(r"default: bits of the keys by layer: 88\n", out)
+    assert "\ndefault: keys 8 bits, values 4, rotated\n" in out
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
 

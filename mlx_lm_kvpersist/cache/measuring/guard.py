@@ -25,8 +25,8 @@ from .texts import placed
 
 LIMIT_NATS = 0.01
 """Most that the mean divergence of a part's predictions may be."""
-_FALLBACKS = ((8, 4), (8, 8))
-"""Bits of keys and of values that are tried after the default; then comes full precision."""
+_FALLBACKS = ((8, 4), (8, 8), (FULL_BITS, FULL_BITS))
+"""Bits of keys and of values that are taken in turn where the default is not borne."""
 
 _KEY = "guard/1/"
 """The number grows when texts or limits change: then models are judged anew."""
@@ -53,7 +53,7 @@ class Verdict:
 
     def __post_init__(self) -> None:
         *refused, last = (nats <= LIMIT_NATS for _, nats in self.losses)
-        n_left = len(_FALLBACKS) - len(refused)
+        n_left = len(_FALLBACKS) - 1 - len(refused)
         is_sound = all(math.isfinite(nats) and isinstance(part, str) for part, nats in self.losses)
         if not is_sound or any(refused) or n_left < 0 or (n_left and not last):
             raise ValueError(f"no verdict of a precision: {self.losses!r:.200}")
@@ -86,11 +86,10 @@ def is_guarded(choice: PrecisionChoice) -> bool:
 
 
 def _chain(default: PrecisionChoice) -> list[PrecisionChoice]:
-    bits = (*_FALLBACKS, (FULL_BITS, FULL_BITS))
-    others = [
+    others = (
         replace(default, key_bits=keys, value_bits=values, outer_key_bits=None)
-        for keys, values in bits
-    ]
+        for keys, values in _FALLBACKS
+    )
     return [default, *others]
 
 
