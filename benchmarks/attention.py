@@ -153,13 +153,12 @@ class Layers:
             ]
             n_own = (n_keys - phase.n_queries) % pk.GRID
             newest = slice(n_keys - phase.n_queries - n_own, n_keys)
-            own = [n_own] * phase.n_rows
             packed = [
                 PackedKV.of(
                     pk.quantize(x, each),
                     each,
                     n_keys,
-                    newest=Computed(mx.contiguous(x[:, :, newest]), own, own),
+                    newest=Computed(mx.contiguous(x[:, :, newest]), n_own, n_own),
                 )
                 for x, each in zip(plain, (precision.keys, precision.values), strict=True)
             ]

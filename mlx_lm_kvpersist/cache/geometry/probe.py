@@ -84,9 +84,7 @@ def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCache
     return replace(spec, batching=_batching(model, spec, spec_with(model, plain)))
 
 
-def spec_with(
-    model: Any, groups: Sequence[LayerGroup], batching: Batching = Batching.REPLIES
-) -> ModelCacheSpec:
+def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
     """Return a model's spec with its slots in these groups, and live caches of their precision."""
     caches = make_prompt_cache(model)  # new ones: an emptied one may keep traces of its use
     slots = slots_of(caches)
@@ -95,7 +93,7 @@ def spec_with(
             for number in group.slots:
                 assert type(slots[number]) is KVCache
                 slots[number] = SequenceQuantizedKVCache(group.precision)
-    return ModelCacheSpec(tuple(groups), replaced(caches, slots), batching)
+    return ModelCacheSpec(tuple(groups), replaced(caches, slots))
 
 
 def position_limit(model: Any) -> int | None:

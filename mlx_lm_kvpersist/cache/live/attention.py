@@ -22,7 +22,7 @@ multiplied by one orthonormal matrix, or padded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -46,16 +46,15 @@ NEAR_BYTES = 16 << 20
 class Computed(NamedTuple):
     """The last tokens [B, H, n, D] of keys, or values, as they were computed.
 
-    Of each row, `n_own` tokens before the queries are in the first query's block of the grid, and
-    the last `n_held` are here. With one query a row, `is_own` [B, n] says which tokens are a row's,
-    None for all. With more, rows are attended one by one if they differ (`by_row`).
+    `n_own` tokens before the queries are in the first query's block of the grid, and the last
+    `n_held` of them are here. Rows of which this is not true alike have one query each; these are
+    the most of a row, and `is_own` [B, n] says which tokens are a row's, None for all.
     """
 
     array: mx.array
-    n_own: Sequence[int]
-    n_held: Sequence[int]
+    n_own: int
+    n_held: int
     is_own: mx.array | None = None
-    by_row: bool = False
 
 
 class _Span(NamedTuple):
@@ -105,25 +104,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         made.strategy, made.tile_bytes, made.newest = strategy, tile_bytes, newest
         return made
 
-    def row(self, idx: int) -> PackedKV:
-        """Return one row."""
-        at, newest = slice(idx, idx + 1), self.newest
-        if newest is not None:
-            newest = Computed(newest.array[at], newest.n_own[at], newest.n_held[at])
-        buffers = pk.each(lambda x: x[at], self.buffers)
-        return PackedKV.of(
-            buffers, self.quantization, self.n_tokens, self.strategy, self.tile_bytes, newest
-        )
-
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
-        if self.newest is not None and self.newest.by_row:
-            rows = (
-                self.row(i).attend(queries[i : i + 1], values.row(i), scale, seen)
-                for i in range(queries.shape[0])
-                for seen in [_part_of(mask, slice(i, i + 1), slice(None))]
-            )
-            return mx.concatenate(list(rows), axis=0)
         if self.strategy == "tiled":
             return tiled_attention(queries, self, values, scale, mask, self.tile_bytes)
         attention = packed_attention if self.strategy == "packed" else dequantized_attention
@@ -134,8 +116,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         n_keys, newest, start = self.n_tokens, self.newest, 0
         if newest is None:
             return [_Span(0, n_queries, n_keys, n_keys)]
-        n_own, before = max(newest.n_own), n_keys - n_queries
-        first, spans = before - min(n_own, max(newest.n_held)), []
+        n_own, before = newest.n_own, n_keys - n_queries
+        first, spans = before - min(n_own, newest.n_held), []
         while start < n_queries:
             stop = min(n_queries, start + pk.GRID - n_own)
             spans.append(_Span(start, stop, first, n_keys if mask is None else before + stop))

@@ -41,16 +41,9 @@ class Newest(PaddedBatch):
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the next tokens [B, H, n, W]."""
         start, stop = self._idx, self._idx + keys.shape[2]
-
-        def appended(buffer: mx.array | None, x: mx.array) -> mx.array:
-            if buffer is None:
-                return _with_room([x])
-            if stop <= buffer.shape[2]:
-                buffer[:, :, start:stop] = x
-                return buffer
-            return _with_room([buffer[:, :, :start], x.astype(buffer.dtype)])
-
-        self.keys, self.values = appended(self.keys, keys), appended(self.values, values)
+        room = self._capacity(stop) - stop
+        self.keys = pk.append(self.keys, start, keys, room)
+        self.values = pk.append(self.values, start, values, room)
         self._idx = stop
 
     def keep(self, n_tokens: Sequence[int]) -> None:
@@ -61,8 +54,10 @@ class Newest(PaddedBatch):
         width = max(kept)
         first, stop = self._idx - width, self._idx
         self._place([width - n for n in kept], width)
+        room = self._capacity(width) - width
         self.keys, self.values = (
-            _with_room([x[:, :, first:stop]]) if width else None for x in (self.keys, self.values)
+            pk.append(None, 0, x[:, :, first:stop], room) if width else None
+            for x in (self.keys, self.values)
         )
 
     def trim(self, n: int) -> int:
@@ -95,11 +90,3 @@ class Newest(PaddedBatch):
 
     def _place(self, padding: list[int], idx: int) -> None:
         self._padding, self._idx, self._is_own = padding, idx, None
-
-
-def _with_room(parts: Sequence[mx.array]) -> mx.array:
-    """Return parts of a buffer, one after another, with room for the rest of a block."""
-    n_rows, n_heads, _, dim = parts[0].shape
-    room = max(0, pk.GRID - sum(x.shape[2] for x in parts))
-    spare = mx.zeros((n_rows, n_heads, room, dim), parts[0].dtype)
-    return mx.concatenate([*parts, spare], axis=2)

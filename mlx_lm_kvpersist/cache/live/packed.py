@@ -169,14 +169,22 @@ def share(held: Held) -> Held:
     return each(copy.copy, held)
 
 
-def append(held: Held | None, start: int, new: Held) -> Held:
+def append(held: Held | None, start: int, new: Held, room: int | None = None) -> Held:
     """Write `new` behind the first `start` tokens of `held` and return the result.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
-    they are copied into buffers with `headroom` to spare. Tokens from `start` on are lost.
+    they are copied into buffers with room for `room` more tokens, `headroom` where it is None.
+    Tokens from `start` on are lost.
     """
+
+    def grown(parts: list[mx.array]) -> mx.array:
+        n_rows, n_heads, n_new, dim = parts[-1].shape
+        n_more = headroom(n_new) if room is None else room
+        spare = mx.zeros((n_rows, n_heads, n_more, dim), parts[-1].dtype)
+        return mx.concatenate([*parts, spare], axis=2)
+
     if held is None:
-        return each(lambda x: _grown([x]), new)
+        return each(lambda x: grown([x]), new)
 
     def appended(buffer: mx.array, x: mx.array) -> mx.array:
         stop = start + x.shape[2]
@@ -184,15 +192,9 @@ def append(held: Held | None, start: int, new: Held) -> Held:
             buffer[:, :, start:stop] = x
             return buffer
         # astype: concatenate would promote, and scales of a wider dtype widen the activations.
-        return _grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
+        return grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
 
     return each(appended, held, new)
-
-
-def _grown(parts: list[mx.array]) -> mx.array:
-    n_rows, n_heads, n_new, dim = parts[-1].shape
-    room = mx.zeros((n_rows, n_heads, headroom(n_new), dim), parts[-1].dtype)
-    return mx.concatenate([*parts, room], axis=2)
 
 
 def n_bytes(held: Packed | mx.array | None) -> int:

@@ -139,6 +139,10 @@ class PackedCache(Buffers):
 
         By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
         a batch have their padding in front.
+
+        Raises:
+            ValueError: several tokens, packed, for rows at different places of their blocks of the
+                grid.
         """
         n_own = self.forget()
         n_held, n_new = self.newest.lengths, keys.shape[2]
@@ -151,12 +155,13 @@ class PackedCache(Buffers):
         if plan is None or not plan.can_take_packed:
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
+        if n_new > 1 and len(set(zip(n_own, n_held, strict=True))) > 1:
+            raise ValueError(f"{n_new} tokens for rows at different places; expected one each")
         sides = self.precision.sides
         width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
         strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
-        by_row = n_new > 1 and len(set(zip(n_own, n_held, strict=True))) > 1
-        is_own = None if by_row else self.newest.is_own()
+        is_own = self.newest.is_own()
         fetched_keys, fetched_values = (
             PackedKV.of(
                 packed,
@@ -164,7 +169,7 @@ class PackedCache(Buffers):
                 self.size(),
                 strategy,
                 plan.tile_bytes,
-                Computed(newest, n_own, n_held, is_own, by_row),
+                Computed(newest, max(n_own), max(n_held), is_own),
             )
             for packed, quantization, newest in zip(
                 (self._keys, self._values), sides, self.newest.view(), strict=True

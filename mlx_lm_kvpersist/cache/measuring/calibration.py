@@ -239,10 +239,8 @@ class _Layers:
         n_own = (work.n_keys - work.n_queries) % pk.GRID
         newest = _random((*shape[:2], n_own + work.n_queries, shape[3])).astype(dtype)
         mx.eval(newest)
-        own = [n_own] * work.n_rows
-        return PackedKV.of(
-            _random_packed(shape, side, dtype), side, work.n_keys, newest=Computed(newest, own, own)
-        )
+        packed = _random_packed(shape, side, dtype)
+        return PackedKV.of(packed, side, work.n_keys, newest=Computed(newest, n_own, n_own))
 
     def agree(self, attention: Callable[..., mx.array]) -> bool:
         """Say whether the first layer's result is what dequantizing gives; compiles kernels."""

@@ -37,22 +37,14 @@ class AttentionShape:
     v_dim: int
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call of attention over packed keys; `keys` are what the cache returned."""
-
-    shape: AttentionShape
-    keys: Any
-
-
 @contextlib.contextmanager
-def observed_attention() -> Iterator[list[AttentionCall]]:
-    """Yield a list that collects the calls of attention over our packed keys.
+def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
+    """Yield a list that collects shape and keys of each attention over our packed keys.
 
     This works with and without the attention patch, because our keys bring a method that attends
     to them. It applies to all threads until the context ends.
     """
-    calls: list[AttentionCall] = []
+    calls: list[tuple[AttentionShape, PackedKV]] = []
     before = getattr(base, _TARGET)
 
     def observe(
@@ -62,7 +54,7 @@ def observed_attention() -> Iterator[list[AttentionCall]]:
             return before(queries, q_keys, q_values, scale, mask, *a, **kw)
         out = q_keys.attend(queries, q_values, scale, mask)
         shape = AttentionShape(queries.shape[1], q_keys[0].shape[1], queries.shape[3], out.shape[3])
-        calls.append(AttentionCall(shape, q_keys))
+        calls.append((shape, q_keys))
         return out
 
     setattr(base, _TARGET, observe)
@@ -92,13 +84,12 @@ def probe_packed(
         with observed_attention() as calls:
             for tokens in _PROMPT:
                 logits = model(mx.array([tokens]), cache=caches)[:, -1]
-                found = {id(call.keys.buffers[0]): call for call in calls}
+                found = {id(keys.buffers[0]): shape for shape, keys in calls}
                 for i in tried:
-                    call = found.get(id(slots[i].keys[0]))
-                    if call is None:
+                    shapes[i] = found.get(id(slots[i].keys[0]))
+                    if shapes[i] is None:
                         logger.debug("layer %d does not attend over its packed keys", i)
                         return refused
-                    shapes[i] = call.shape
             if not _agrees(model, make_caches, logits):
                 logger.debug("packed keys change the model's output")
                 return refused

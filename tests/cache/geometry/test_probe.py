@@ -156,11 +156,10 @@ def test_positions_end_with_the_shortest_table(args: dict[str, Any], limit: int 
 
 def test_other_groups_have_live_caches_of_their_precision() -> None:
     model = tiny_llama()
-    spec = replace(probe(model), batching=Batching.NONE)
-    (group,) = spec.groups
+    (group,) = probe(model).groups
     groups = [replace(group, slots=(0,), precision=None), replace(group, name="1", slots=(1,))]
-    made = spec_with(model, groups, spec.batching)
-    assert list(made.groups) == groups and made.batching is Batching.NONE
+    made = spec_with(model, groups)
+    assert list(made.groups) == groups
     assert [type(cache) for cache in made.make_cache()] == [KVCache, SequenceQuantizedKVCache]
 
 

@@ -540,8 +540,7 @@ def patched() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
-@pytest.mark.parametrize("lengths", [(8,), (30, 8, 0)])
-@pytest.mark.parametrize("n_new", [1, 11])
+@pytest.mark.parametrize(("lengths", "n_new"), [((8,), 1), ((8,), 11), ((30, 8, 0), 1)])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_batch_attends_through_the_host(
     patched: None, plan: AttentionPlan, lengths: tuple[int, ...], n_new: int, window: int | None
@@ -560,6 +559,12 @@ def test_a_batch_attends_through_the_host(
         queries = mx.random.normal((len(lengths), 2 * N_HEADS, n_new, 64), key=mx.random.key(5))
         found.append(base.scaled_dot_product_attention(queries, *held, batch, 0.125, mask))
     assert mx.abs(found[0] - found[1]).max() < TOLERANCE
+
+
+def test_rows_at_different_places_take_one_token_each() -> None:
+    batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED, 3)])
+    with pytest.raises(ValueError, match="2 tokens for rows at different places"):
+        batch.update_and_fetch(*random_kv(1, 2, 2))
 
 
 @pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
@@ -711,7 +716,7 @@ def test_calls_are_observed_and_others_left_alone() -> None:
         plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
         cache.precision = KVPrecision.of(8, 32)
         found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
-    assert [call.shape for call in seen] == [AttentionShape(4, 2, 64, 32)]
+    assert [shape for shape, _ in seen] == [AttentionShape(4, 2, 64, 32)]
     assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
     assert base.quantized_scaled_dot_product_attention is stock
 

@@ -129,6 +129,8 @@ class Streams:
     def step(self, cache: Any, references: list[Reference], most: int) -> None:
         """Attend over some more tokens; sometimes the last of them are taken back, as a draft's."""
         n = self.rng.choice([1, 1, 2, self.rng.randint(1, most)])
+        if self.plan is not None and len(references) > 1:
+            n = 1
         if self.plan is None:
             n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
         self.seed += 1
