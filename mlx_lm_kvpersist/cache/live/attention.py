@@ -258,7 +258,7 @@ def packed_attention(
         if is_own is not None:
             is_own = is_own[:, None, None]
         if first < last:
-            own = block @ keys.computed(every, every, first, last).mT
+            own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
             if is_own is not None:
                 own = mx.where(is_own, own, scores[..., first:last])
             scores[..., first:last] = own
