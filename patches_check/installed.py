@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm_kvpersist.cli.doctor import Finding, mlx_lm
-from mlx_lm_kvpersist.cli.output import console, print_table
+from mlx_lm_kvpersist.cli.output import console, table
 from mlx_lm_kvpersist.cli.selftest import check_patch, check_startup, tried
 from mlx_lm_kvpersist.host.patching import versions
 from mlx_lm_kvpersist.host.patching.patch import Patch
@@ -95,16 +95,15 @@ def print_report(report: Report) -> None:
     )
     if report.patches:
         rows = [[one.name, "ok" if one.passed else "failed"] for one in report.patches]
-        print_table(["", ""], rows)
+        out.print(table(["", ""], rows))
     for title, found in (
         ("cache class", report.cache_classes),
         ("what is patched", report.bindings),
     ):
         if found:
             out.print()
-            print_table(
-                [title, "where", "what of it"], [[one.name, one.where, one.said] for one in found]
-            )
+            rows = [[one.name, one.where, one.said] for one in found]
+            out.print(table([title, "where", "what of it"], rows))
     if report.startup is not None and report.startup.passed:
         out.print("\nstartup with the plugin: ok")
     if report.conversation is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_lm_kvpersist.cli.output import console, print_table
+from mlx_lm_kvpersist.cli.output import console, table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -278,7 +278,7 @@ def line(outcome: Outcome) -> str:
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
     """Print the matrix as a table, and in full what does not serve."""
     columns = ["mlx-lm", "mlx", "python", "expected", "result", "patches", "reused after kill -9"]
-    table = [
+    rows = [
         [
             *(one.mlx_lm, one.mlx, one.python, one.expect, one.result),
             str(one.n_patches or "-"),
@@ -286,7 +286,7 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> None:
         ]
         for one in outcomes
     ]
-    print_table(columns, table, right="patches")
+    console().print(table(columns, rows, right="patches"))
     for one in outcomes:
         if one.says:
             console().print(line(one))

@@ -13,9 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -127,32 +125,13 @@ def _text(file: Path, settings: Settings, before: str) -> str:
                 for key, table in group.items():
                     lines += [f"[{name}.{key}]", *_toml_lines(table)]
         return "".join(f"{line}\n" for line in lines)
-    there = _parse_json(before) if before.strip() else {}
+    there = json.loads(before) if before.strip() else {}
     merged = _merged(there, settings)
     if merged == there:
         return before
     found = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
     indent = found[1] if found else 2
     return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _parse_json(text: str) -> Any:
-    """Return what a text says. Raises ValueError where it would not be written as it was."""
-
-    def number(written: str) -> float:
-        value = float(written)
-        with suppress(InvalidOperation):  # an exponent of very many digits
-            if Decimal(repr(value)) == Decimal(written):
-                return value
-        raise ValueError(f"the number {written} cannot be kept")
-
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"the key {json.dumps(twice[0])} is there twice")
-        return dict(pairs)
-
-    return json.loads(text, parse_float=number, object_pairs_hook=table)
 
 
 def _merged(there: Any, settings: Settings) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from ..errors import PluginNotFound, UnsupportedVersion
 from ..host import manager
 from ..host.patching import versions
 from .machine import openblas_advice
-from .output import console, print_json, print_table
+from .output import console, print_json
 
 PLUGIN = "kvpersist"
+INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
+AGAIN = f"{INSTALL} --force-reinstall mlx-lm-kvpersist"
 PTH_NAME = "mlx_lm_kvpersist.pth"
 WITHOUT_PTH = "mlx-lm-kvpersist server …, which needs no .pth file"
 MACHINE = f"{__package__}.machine"
@@ -60,8 +62,8 @@ def package() -> Finding:
     try:
         version = metadata.version("mlx-lm-kvpersist")
     except metadata.PackageNotFoundError:
-        advice = f"{shlex.quote(sys.executable)} -m pip install mlx-lm-kvpersist"
-        return Finding("mlx-lm-kvpersist", False, f"imported from {place}: not installed", advice)
+        found = f"imported from {place}: not installed"
+        return Finding("mlx-lm-kvpersist", False, found, f"{INSTALL} mlx-lm-kvpersist")
     return Finding("mlx-lm-kvpersist", True, f"{version} at {place}")
 
 
@@ -83,16 +85,16 @@ def mlx() -> Finding:
     MLX's wheel for Linux computes with a slow BLAS, which is no fault.
     """
     status, output = ask([sys.executable, "-m", MACHINE])
+    advice = (
+        "on macOS use a native (arm64) Python on Apple silicon; "
+        "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
+    )
     if status != 0:
-        advice = (
-            "on macOS use a native (arm64) Python on Apple silicon; "
-            "on Linux install a backend: pip install 'mlx[cpu]', or mlx[cuda12], mlx[cuda13]"
-        )
         return Finding("mlx", False, f"does not compute: {output or f'status {status}'}", advice)
     try:
         device, gflops = json.loads(output.rpartition("\n")[2])  # what Python starts may print
     except (TypeError, ValueError):
-        return Finding("mlx", False, f"says {output!r} instead of what it computes on")
+        return Finding("mlx", False, f"says {output!r} instead of what it computes on", advice)
     found = f"computes on {device}" + (f", {gflops:.3g} GFLOP/s" if gflops else "")
     advice = openblas_advice(gflops)
     slow = ": prompts take many times as long as with OpenBLAS" if advice else ""
@@ -104,7 +106,7 @@ def plugin() -> Finding:
     try:
         entry_point = manager.find_entry_point(PLUGIN)
     except PluginNotFound as error:
-        return Finding("plugin", False, str(error), "install mlx-lm-kvpersist again")
+        return Finding("plugin", False, str(error), AGAIN)
     return Finding("plugin", True, f"{PLUGIN} is {entry_point.value}")
 
 
@@ -112,16 +114,15 @@ def pth_file(folders: Sequence[Path]) -> Finding:
     """Check that the .pth file exists, is whole, and is not hidden."""
     paths = [folder / PTH_NAME for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
-    again = "install mlx-lm-kvpersist again"
     found, advice = str(path), ""
     if path is None:
         found = f"{PTH_NAME} is in none of {', '.join(str(folder) for folder in folders)}"
-        advice = f"{again} (not with pip install --target), or run {WITHOUT_PTH}"
+        advice = f"{AGAIN} (not with --target), or run {WITHOUT_PTH}"
     elif getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN:
         found = f"{path} has the macOS flag `hidden`, and Python ignores hidden .pth files"
         advice = f"chflags nohidden {shlex.quote(str(path))}, or run {WITHOUT_PTH}"
     elif "mlx_lm_kvpersist._startup" not in path.read_text(encoding="utf-8"):
-        found, advice = f"{path} does not start the plugin", again
+        found, advice = f"{path} does not start the plugin", AGAIN
     return Finding(".pth file", not advice, found, advice)
 
 
@@ -144,9 +145,14 @@ def script() -> Finding:
     """Check the `mlx_lm.server` that a shell starts, which may belong to another environment."""
     name = "mlx_lm.server on PATH"
     if (found := shutil.which("mlx_lm.server")) is None:
-        start = f"{shlex.quote(sys.executable)} -m mlx_lm server …"
-        return Finding(name, True, f"none; start it as {start}")
+        return Finding(name, True, f"none; start it as {server_command()} …")
     return activation(name, [found])
+
+
+def server_command() -> str:
+    """Return how a shell starts the stock server."""
+    is_there = shutil.which("mlx_lm.server") is not None
+    return "mlx_lm.server" if is_there else f"{shlex.quote(sys.executable)} -m mlx_lm server"
 
 
 def ask(command: Sequence[str]) -> tuple[int, str]:
@@ -162,11 +168,11 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and return the exit status: 0 if the plugin works here."""
-    return report(args, examine(), f"mlx_lm.server --plugin {PLUGIN}")
+    return report(args, examine(), f"{server_command()} --plugin {PLUGIN}")
 
 
 def report(args: argparse.Namespace, findings: Sequence[Finding], command: str) -> int:
-    """Print findings, then the first cause and what to do; return 1 unless all passed.
+    """Print a line for each finding, then what to do next; return 1 unless all passed.
 
     command: what works where all passed.
     """
@@ -175,18 +181,17 @@ def report(args: argparse.Namespace, findings: Sequence[Finding], command: str) 
     if args.json:
         print_json({"works": not status, "findings": [asdict(finding) for finding in findings]})
         return status
-    marks = {False: "no", True: "ok"}
-    rows = [
-        ["slow" if each.passed and each.advice else marks[each.passed], each.name, each.found]
-        for each in findings
-    ]
-    print_table(["", "what", "found"], rows)
-    out = console()
-    if broken is None:
-        out.print(f"{command} works here.")
-    else:
-        out.print(f"{command} does not work here: {broken.name}: {broken.found}")
-    for each in findings if broken is None else [broken]:
+    say = console().print
+    for each in findings:
+        mark = "no" if not each.passed else "slow" if each.advice else "ok"
+        say(f"{mark:<6}{each.name}: {each.found}")
+    if broken is not None:
+        say(f"{command} does not work here: {broken.name}: {broken.found}")
+        say(f"Next: {broken.advice or 'mlx-lm-kvpersist doctor'}")
+        return status
+    say(f"{command} works here.")
+    for each in findings:
         if each.advice:
-            out.print(f"What to do: {each.advice}")
+            say(f"Faster: {each.advice}")
+    say(f"Next: {command} --model mlx-community/Qwen3-8B-4bit")
     return status

@@ -21,7 +21,6 @@ from ..config import add_options
 from ..errors import KVPersistError
 
 PROG = "mlx-lm-kvpersist"
-_PRECISION = ("kv-group-size", "kv-rotate")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -69,10 +68,24 @@ def make_parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = _commands(parser, dest="command")
+    commands = _commands(parser, "command", "Most people need the first five only.")
     add = _adder(commands)
-    _add_bench(add)
+    add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
+    # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
+    server = add(
+        "server",
+        "main:run_server",
+        "run mlx_lm.server with the plugin; needs no .pth file",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    server.add_argument("options", nargs=argparse.REMAINDER)
     _add_connect(add)
+    _add_why(commands)
+    _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
+    _add_warm(add)
+    _add_store(_group(commands, "store", "check, repair and shrink a store"))
+    _add_bench(add)
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
@@ -83,34 +96,12 @@ def make_parser() -> argparse.ArgumentParser:
         default=12_000,
         help="characters of the text that it asks about (default: %(default)s, 4,000 tokens)",
     )
-    add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
-    _add_quality(_adder(commands, "dir", *_PRECISION))
-    _add_selftest(add)
-    # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
-    server = add(
-        "server",
-        "main:run_server",
-        "run mlx_lm.server with the plugin; needs no .pth file",
-        add_help=False,
-        prefix_chars="\0",
-    )
-    server.add_argument("options", nargs=argparse.REMAINDER)
-    _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
-    add_spec = _adder(commands, "dir", "kv-bits", *_PRECISION)
+    _add_quality(_adder(commands, "dir", "kv-rotate"))
+    add_spec = _adder(commands, "dir", "kv-bits", "kv-rotate")
     spec = add_spec("spec", "spec:run", "load a model and say how its cache is kept")
     spec.add_argument("--model", required=True, help="a folder, or a name on the hub")
     spec.add_argument("--adapter-path", help="a folder with a trained adapter")
-    _add_store(_group(commands, "store", "check, repair and shrink a store"))
-    summary = "let a running server compute the beginning of prompts, and pin it"
-    warm = add("warm", "warm:run", summary, json=True)
-    warm.add_argument(
-        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
-    )
-    warm.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
-    )
-    warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
-    _add_why(commands)
+    _add_selftest(add)
     return parser
 
 
@@ -118,9 +109,9 @@ def _group(commands: Any, name: str, summary: str) -> Any:
     return _commands(commands.add_parser(name, help=summary, description=summary), "subcommand")
 
 
-def _commands(parser: argparse.ArgumentParser, dest: str) -> Any:
+def _commands(parser: argparse.ArgumentParser, dest: str, about: str | None = None) -> Any:
     parser.set_defaults(print_help=parser.print_help)  # for the command alone
-    return parser.add_subparsers(dest=dest, metavar="COMMAND")
+    return parser.add_subparsers(dest=dest, metavar="COMMAND", title="commands", description=about)
 
 
 def _adder(commands: Any, *names: str) -> Any:
@@ -190,19 +181,12 @@ def _add_quality(add: Any) -> None:
     quality.add_argument("--model", required=True, help="a folder, or a name on the hub")
     quality.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: a short story)")
     quality.add_argument(
-        "--window", type=int, default=1024, help="tokens the model sees at once (%(default)s)"
-    )
-    quality.add_argument(
-        "--stride", type=int, default=512, help="tokens by which a window advances (%(default)s)"
-    )
-    quality.add_argument(
         "--context",
         type=int,
         default=4096,
-        help="tokens of the context in which facts are hidden (%(default)s)",
-    )
-    quality.add_argument(
-        "--no-needle", action="store_true", help="ask nothing about a long context; that is slowest"
+        metavar="TOKENS",
+        help="length of the context in which facts are hidden, which is slowest; 0 asks nothing "
+        "about one (default: %(default)s)",
     )
 
 
@@ -236,7 +220,6 @@ def _add_sessions(commands: Any) -> None:
     add = _adder(commands, "dir", "disk", "min-free")
     load = add("import", "sessions:load", "add a session from a file that export has written")
     load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
-    load.add_argument("--create", action="store_true", help="make the store where there is none")
 
 
 def _add_store(commands: Any) -> None:
@@ -247,6 +230,18 @@ def _add_store(commands: Any) -> None:
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")
+
+
+def _add_warm(add: Any) -> None:
+    summary = "let a running server compute the beginning of prompts, and pin it"
+    warm = add("warm", "warm:run", summary, json=True)
+    warm.add_argument(
+        "file", type=Path, metavar="FILE", help="messages, or the body of a request, as JSON"
+    )
+    warm.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="the running server (default: %(default)s)"
+    )
+    warm.add_argument("--name", help="the session's name (default: warm, and the file's name)")
 
 
 def _add_why(commands: Any) -> None:

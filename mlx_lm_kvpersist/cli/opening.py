@@ -66,14 +66,11 @@ def reading(folder: Path) -> Iterator[Index]:
 
 
 @contextmanager
-def changing(
-    folder: Path, limits: StoreLimits | None = None, *, create: bool = False
-) -> Iterator[DiskStore]:
+def changing(folder: Path, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
     """Open a store to change it; a missing or damaged index is rebuilt.
 
-    Each change takes the store's lock; opening it does not. create: make it where there is none.
+    Each change takes the store's lock; opening it does not.
     """
-    if not create:
-        check_exists(folder)
+    check_exists(folder)
     with closing(DiskStore(folder, limits or StoreLimits(0, 1 << 62))) as disk:
         yield disk

@@ -93,10 +93,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: str = ""
     return made
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> None:
-    console().print(table(columns, rows, right))
-
-
 def record(fields: Mapping[str, Any]) -> Table:
     """Return a table of one record of JSON values: a line for each field, in words."""
     return table(["", ""], [(_label(name), _cell(name, fields[name], 200)) for name in fields])

@@ -47,6 +47,8 @@ REFERENCE = "16"
 """The precision that the others are compared with: the model's own."""
 
 _MIN_TOKENS = 64
+_WINDOW, _STRIDE = 1024, 512
+"""Tokens that the model sees at once of a text, and by which such a window advances."""
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
@@ -97,8 +99,6 @@ class Row:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError where it fails."""
-    if not 0 < args.stride < args.window:
-        raise ConfigError(f"--stride {args.stride} must be less than --window {args.window}")
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -117,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
             content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
             tell(args, {**content, "why": why}, why)
             return 0
-        windows = windows_of(ids, begin, args.window, args.stride)
-        context = None if args.no_needle else args.context
-        questions = [] if context is None else _questions(tokenizer, text, context)
+        windows = windows_of(ids, begin, _WINDOW, _STRIDE)
+        context = args.context if args.context > 0 else None
+        questions = _questions(tokenizer, text, context) if context else []
         calls = tool_prompts(tokenizer, text[:_TOOL_CHARS])
         with progress("quality") as told:
             rows = _measured(model, tokenizer, specs, text_name, windows, questions, calls, told)
@@ -129,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "reference": dtype,
         "text": {**about_text, "tokens": len(ids), "predicted": n_predicted},
-        "window": args.window,
-        "stride": args.stride,
+        "window": _WINDOW,
+        "stride": _STRIDE,
         "needle_context": context,
         "template_takes_tools": bool(calls),
         "guard": str(verdict) if verdict else None,
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     }
     about = (
         f"{args.model} on {text_name}: {n_predicted:,} tokens predicted, in windows of "
-        f"{args.window:,} that advance by {args.stride:,}. Compared with {REFERENCE}, the model's "
+        f"{_WINDOW:,} that advance by {_STRIDE:,}. Compared with {REFERENCE}, the model's "
         f"own {dtype}. ±: standard error.\n"
     )
     default = specs.get(DEFAULT_BITS)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import Any
 
 from ..block import Checkpoint
 from ..errors import StoreError
+from ..store.disk import DiskStore
 from ..store.index import Index, Session
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
-from .opening import changing, check_exists, folder_of, limits_of, reading
+from .opening import changing, folder_of, limits_of, reading
 from .output import counted, named, progress, record, records, shown, tell
 
 _EXCERPT_CHARS = 240
@@ -159,16 +161,11 @@ def export(args: argparse.Namespace) -> int:
 
 def load(args: argparse.Namespace) -> int:
     folder = folder_of(args)
-    if not args.create:
-        check_exists(folder)
     with progress("check") as on_progress:
         source = SessionFile(args.file, on_progress)
-    try:
-        with changing(folder, limits_of(args, folder), create=args.create) as disk:
-            session, new, is_new = import_session(disk, source)
-            about = describe(disk.index, session)
-    finally:
-        source.close()
+    with closing(source), closing(DiskStore(folder, limits_of(args, folder))) as disk:
+        session, new, is_new = import_session(disk, source)
+        about = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
     n_blocks = len(new) - n_checkpoints
     written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}

@@ -137,7 +137,9 @@ def test_people_read_the_first_cause_last(
     assert main(["doctor"]) == 1
     *_, cause, advice = capsys.readouterr().out.strip().splitlines()
     assert cause.endswith("does not work here: mlx: does not compute")
-    assert advice == "What to do: install [cpu]"
+    assert advice == "Next: install [cpu]"
     monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("mlx", True, "computes")])
     assert main(["doctor"]) == 0
-    assert "works here" in capsys.readouterr().out
+    found, works, following = capsys.readouterr().out.splitlines()
+    assert found == "ok    mlx: computes" and works.endswith("works here.")
+    assert " --plugin kvpersist --model " in following and following.startswith("Next: ")

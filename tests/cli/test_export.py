@@ -14,6 +14,7 @@ from safetensors import deserialize
 
 from mlx_lm_kvpersist.block import Block, Checkpoint
 from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.store import folder as store_folder
 from mlx_lm_kvpersist.store import session_file
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.disk import DiskStore
@@ -85,7 +86,7 @@ def forge(
 
 
 def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: CommandLine) -> None:
-    done = other.json("sessions", "import", exported, "--create")
+    done = other.json("sessions", "import", exported)
     assert done["is_new"] and done["blocks_written"] == 4
     original = block_files(run.folder)
     names = {f"{node.key.hex()}.safetensors" for node in chain(HEAD, [30], [31], [32])}
@@ -100,7 +101,7 @@ def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: Comma
 
 
 def test_importing_again_changes_nothing(exported: Path, other: CommandLine) -> None:
-    first = other.json("sessions", "import", exported, "--create")
+    first = other.json("sessions", "import", exported)
     again = other.json("sessions", "import", exported)
     assert (again["id"], again["is_new"], again["blocks_written"]) == (first["id"], False, 0)
     fill(other.folder, {"last": chain(HEAD, [30], [31], [32], [33])})
@@ -158,7 +159,7 @@ def test_weird_and_missing_names_travel(
     for number, name in enumerate((WEIRD_NAME, None)):
         path = tmp_path / f"{number}.safetensors"
         assert run("sessions", "export", run.ids()[name], path) == 0
-        assert other("sessions", "import", path, "--create") == 0
+        assert other("sessions", "import", path) == 0
     assert other.ids().keys() == {WEIRD_NAME, None}
 
 
@@ -181,7 +182,7 @@ def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine, n
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
-        other.error("sessions", "import", bad, "--create")
+        other.error("sessions", "import", bad)
         assert not other.folder.exists(), position
 
 
@@ -190,9 +191,9 @@ def test_a_truncation_anywhere_is_refused(exported: Path, other: CommandLine) ->
     bad = exported.with_name("bad.safetensors")
     for n_bytes in [*range(10), *spread(10, len(content))]:
         bad.write_bytes(content[:n_bytes])
-        assert "no whole exported session" in other.error("sessions", "import", bad, "--create")
+        assert "no whole exported session" in other.error("sessions", "import", bad)
     bad.write_bytes(content + b"\0")
-    other.error("sessions", "import", bad, "--create")
+    other.error("sessions", "import", bad)
     assert not other.folder.exists()
 
 
@@ -212,7 +213,7 @@ def test_a_newer_format_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(session_file, "SESSION_FORMAT", 2)
         assert run("sessions", "export", "last", path) == 0
-    said = other.error("sessions", "import", path, "--create")
+    said = other.error("sessions", "import", path)
     assert "format 2; this version reads up to 1" in said
     assert not other.folder.exists()
 
@@ -226,7 +227,7 @@ def test_a_well_made_lie_is_refused(
     exported: Path, other: CommandLine, about: dict[str, object]
 ) -> None:
     forge(exported, about)
-    other.error("sessions", "import", exported, "--create")
+    other.error("sessions", "import", exported)
     assert not other.folder.exists()
 
 
@@ -237,7 +238,7 @@ def test_blocks_that_are_no_chain_are_refused(
     stops = [node.stop for node in chain(HEAD, [30], [31], [32])]
     about = {"name": "last", "n_tokens": stops[order[-1]]}
     forge(exported, about, lambda files: [files[n] for n in order], len(order))
-    assert "does not continue" in other.error("sessions", "import", exported, "--create")
+    assert "does not continue" in other.error("sessions", "import", exported)
     assert not other.folder.exists()
 
 
@@ -253,20 +254,17 @@ def test_a_failed_write_leaves_nothing(
 ) -> None:
     fill(other.folder, {})
     calls: list[Path] = []
+    new_file = store_folder.new_file
 
-    def full(path: Path) -> None:
+    def full(path: Path) -> Any:
         calls.append(path)
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
+        return new_file(path)
 
-    monkeypatch.setattr(session_file, "sync", full)
+    monkeypatch.setattr(session_file, "new_file", full)
     assert "No space left" in other.error("sessions", "import", exported)
     assert block_files(other.folder) == {} and other.ids() == {}
-
-
-def test_import_makes_a_store_only_when_told(exported: Path, other: CommandLine) -> None:
-    assert "there is no store" in other.error("sessions", "import", exported)
-    assert not other.folder.exists()
 
 
 def test_export_replaces_no_file_unless_told(run: CommandLine, exported: Path) -> None:
@@ -306,7 +304,7 @@ CHECKPOINTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
 def test_the_same_checkpoints_elsewhere(
     run: CommandLine, exported_checkpoints: Path, other: CommandLine
 ) -> None:
-    done = other.json("sessions", "import", exported_checkpoints, "--create")
+    done = other.json("sessions", "import", exported_checkpoints)
     assert (done["blocks_written"], done["checkpoints_written"], done["checkpoints"]) == (4, 3, 3)
     assert checkpoint_files(other.folder) == checkpoint_files(run.folder)
     assert block_files(other.folder).items() <= block_files(run.folder).items()
@@ -359,9 +357,9 @@ def test_flipped_bits_and_truncations_with_checkpoints_are_refused(
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
-        other.error("sessions", "import", bad, "--create")
+        other.error("sessions", "import", bad)
         bad.write_bytes(content[:position])
-        other.error("sessions", "import", bad, "--create")
+        other.error("sessions", "import", bad)
     assert not other.folder.exists()
 
 
@@ -405,11 +403,9 @@ def test_a_well_made_lie_about_checkpoints_is_refused(
 ) -> None:
     checkpoints_rewritten(exported_checkpoints, change())
     if not said:
-        assert (
-            other.json("sessions", "import", exported_checkpoints, "--create")["checkpoints"] == 1
-        )
+        assert other.json("sessions", "import", exported_checkpoints)["checkpoints"] == 1
         return
-    assert said in other.error("sessions", "import", exported_checkpoints, "--create")
+    assert said in other.error("sessions", "import", exported_checkpoints)
     assert not other.folder.exists()
 
 
@@ -419,7 +415,7 @@ def test_checkpoints_among_blocks_are_refused(
     """Else each file would be stored under the key of another."""
     checkpoint = checkpoint_path(with_checkpoints, CHECKPOINTS[0].key).read_bytes()
     forge(exported_checkpoints, None, lambda files: [files[0], checkpoint, *files[1 : len(LAST)]])
-    said = other.error("sessions", "import", exported_checkpoints, "--create")
+    said = other.error("sessions", "import", exported_checkpoints)
     assert "blocks, then checkpoints" in said
 
 
@@ -438,7 +434,7 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
     path = tmp_path / "bare.safetensors"
     for n_checkpoints in (0, 1):
         assert run("sessions", "export", "bare", path, "--force") == 0
-        assert other("sessions", "import", path, "--create") == 0
+        assert other("sessions", "import", path) == 0
         assert other.json("sessions", "show", "bare")["checkpoints"] == n_checkpoints
         assert other.json("store", "verify")["ok"]
         store = BlockStore(run.folder, LIMITS)
@@ -452,7 +448,7 @@ def test_what_older_versions_added_about_a_session_is_passed_over(
     other: CommandLine, exported: Path
 ) -> None:
     forge(exported, {"name": "last", "n_tokens": 6, "choices": {"of an older version": {}}})
-    assert other("sessions", "import", exported, "--create") == 0
+    assert other("sessions", "import", exported) == 0
     assert block_files(other.folder)
 
 
@@ -471,7 +467,7 @@ def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) 
         store.commit(Commit(ROOT, (node,), leaf, checkpoints=(checkpoint,)), new)
     path = run.folder.with_name("indexer.safetensors")
     assert run("sessions", "export", "indexer", path) == 0
-    assert other("sessions", "import", path, "--create") == 0, other.err
+    assert other("sessions", "import", path) == 0, other.err
     with closing(BlockStore(other.folder, LIMITS)) as store:
         for what in (node, checkpoint):
             loaded = store.reader.load(what, ROOT)

@@ -36,10 +36,11 @@ COMMANDS = {command.prog.removeprefix("mlx-lm-kvpersist "): command
 
 def test_all_commands_stand_in_one_tree() -> None:
     assert list(COMMANDS) == [
-        "bench", "connect", "demo", "doctor", "quality", "selftest", "server",
+        "doctor", "server", "connect", "why",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
-        "sessions export", "sessions import", "spec",
-        "store stats", "store gc", "store verify", "store rebuild", "warm", "why",
+        "sessions export", "sessions import", "warm",
+        "store stats", "store gc", "store verify", "store rebuild",
+        "bench", "demo", "quality", "spec", "selftest",
     ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from tests.support import make_tiny_model, make_zoo_model
 from ..cache.conftest import tiny_llama
 
 PRECISIONS = ("default", "4", "6", "8", "k6v4", "16")
-SHORT = ("--window", "512", "--stride", "256", "--context", "400")
+SHORT = ("--context", "400")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_the_table_names_the_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "KV_BITS", {name: KV_BITS[name] for name in ("default", "8")})
-    assert quality("--model", tiny_model_bos, "--text", text, *SHORT, "--no-needle") == 0
+    assert quality("--model", tiny_model_bos, "--text", text, "--context", "0") == 0
     out = capsys.readouterr().out
     assert f"on {text}: " in out and "worst text" in out
     assert re.search(r"\ndefault .* 0\.\d{4}, (English|far copy) ", out)
@@ -155,7 +155,7 @@ def test_a_model_of_which_nothing_is_quantized(
 def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
     model = make_zoo_model(tmp_path / "own", "deepseek_v41")
-    assert quality("--model", model, "--no-needle") == 0
+    assert quality("--model", model, "--context", "0") == 0
     said = capsys.readouterr().out
     assert "Nothing of this model's cache is quantized" in said and "LayerCache" in said
 
@@ -191,7 +191,6 @@ def test_bad_texts(
     [
         (("--model", "/no/such/folder"), "there is no model folder /no/such/folder"),
         (("--model", "."), "the model . cannot be loaded: "),
-        (("--model", "x", "--window", "64", "--stride", "64"), "must be less than --window 64"),
     ],
 )
 def test_bad_options(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

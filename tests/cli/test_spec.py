@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,9 +14,10 @@ from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fing
 from mlx_lm_kvpersist.cache.measuring import persisted
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
-from mlx_lm_kvpersist.cli.opening import changing
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import make_tiny_model, make_zoo_model
 
 PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
@@ -98,7 +100,7 @@ def test_what_the_servers_guard_found(
     assert "Precision: keys 6 to 8 bits, values 4, rotated.\n" in capsys.readouterr().out
     choice = replace(KV_BITS[DEFAULT_BITS], rotated=True)
     fingerprint = model_fingerprint(model, None, content_hash)
-    with changing(store, create=True) as disk:
+    with closing(DiskStore(store, StoreLimits(0, 1 << 30))) as disk:
         losses = ("far copy", 0.2), ("German", 0.002)
         put_verdict(disk.index.state, fingerprint, choice, Verdict(losses))
     assert cli.main(["spec", *options]) == 0

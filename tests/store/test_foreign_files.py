@@ -133,9 +133,8 @@ def test_import_refuses_a_folder_of_somebody_elses(
     fill(tmp_path / "home")
     before = everything(tmp_path / "home")
     at = ("--kvpersist-dir", tmp_path / "home")
-    for create in ((), ("--create",)):
-        assert command("sessions", "import", *at, exported, *create) == 1
-        assert "holds no store" in capsys.readouterr().err
+    assert command("sessions", "import", *at, exported) == 1
+    assert "holds no store" in capsys.readouterr().err
     assert everything(tmp_path / "home") == before
 
 
@@ -168,7 +167,7 @@ def test_an_empty_name_is_refused_by_server_and_commands(
     commands = (
         *("sessions list", "sessions show x", "sessions rm x", "sessions pin x"),
         *("sessions unpin x", "sessions export x f", "sessions import f", "store stats"),
-        *("sessions import f --create", "store verify --fix", "store rebuild", "store gc"),
+        *("store verify --fix", "store rebuild", "store gc"),
     )
     for argv in commands:
         runs.append(partial(command, *argv.split(), "--kvpersist-dir", name))
