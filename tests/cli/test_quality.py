@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,10 @@ from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
-from mlx_lm_kvpersist.cli.opening import changing
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import make_tiny_model, make_zoo_model
 
 from ..cache.conftest import tiny_llama
@@ -116,7 +117,7 @@ def test_the_default_is_what_the_guard_has_made_of_it(
     model, store = make_tiny_model(tmp_path / "model", n_layers=4), tmp_path / "store"
     choice = replace(bits["default"], rotated=True)
     verdict = Verdict(tuple(("far copy", nats) for nats in losses))
-    with changing(store, create=True) as disk:
+    with closing(DiskStore(store, StoreLimits(0, 1 << 30))) as disk:
         fingerprint = model_fingerprint(model, None, content_hash)
         put_verdict(disk.index.state, fingerprint, choice, verdict)
     probed: list[tuple[int, int]] = []
@@ -126,7 +127,7 @@ def test_the_default_is_what_the_guard_has_made_of_it(
         yield lambda *counts: probed.append(counts) if "layers" in what else None
 
     monkeypatch.setattr(command, "progress", progress)
-    argv = ("--model", model, "--text", text, *SHORT, "--no-needle", "--kvpersist-dir", store)
+    argv = ("--model", model, "--text", text, "--context", "0", "--kvpersist-dir", store)
     assert quality(*argv, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["guard"] == str(verdict) and probed == [(0, 2), (1, 2)]
