@@ -269,7 +269,7 @@ def _specs(
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue
-        if any(group.precision for group in spec.full):
+        if spec.quantized:
             specs[name] = spec
         else:
             reasons = [str(found)] if found else [group.why for group in spec.full if group.why]

@@ -29,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
             raise KVPersistError(
                 f"no request {args.request!r} among the last ones; leave it out to list them"
             )
-    if args.request is not None:
         tell(args, records[0], *_explained(records[0]))
         return 0
     rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]

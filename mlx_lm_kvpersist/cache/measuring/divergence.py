@@ -7,7 +7,7 @@ few hundred tokens say as much as a perplexity over thousands. In nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,18 +91,22 @@ def compared(
     precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
-    expected = list(_log_probabilities(model(fed, cache=own_caches)[0]))
-    found = {}
+    found = {name: Predictions() for name in caches}
+    own = model(fed, cache=own_caches)[0]
+    n_rows = max(1, _MOST_BYTES // (mx.float32.size * own.shape[-1]))
     for name, its_caches in caches.items():
-        predictions = found[name] = Predictions()
-        logits, at = model(fed, cache=its_caches)[0], 0
-        for own, its in zip(expected, _log_probabilities(logits), strict=True):
-            predictions.add(_predictions(own, its, followed[at : (at := at + len(own))]))
+        its = model(fed, cache=its_caches)[0]
+        mx.eval(own, its)
+        for start in range(0, len(own), n_rows):
+            rows = slice(start, start + n_rows)
+            found[name].add(_predictions(own[rows], its[rows], followed[rows]))
     return found
 
 
-def _predictions(own: mx.array, its: mx.array, targets: mx.array) -> Predictions:
-    """Compare log-probabilities [n, vocabulary]; `targets` [n] are what followed."""
+def _predictions(own_logits: mx.array, its_logits: mx.array, targets: mx.array) -> Predictions:
+    """Compare logits [n, vocabulary]; `targets` [n] are what followed."""
+    own, its = map(_log_probabilities, (own_logits, its_logits))
+    mx.eval(own, its)
     own_nll, nll = (-mx.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (own, its))
     divergence = mx.maximum((mx.exp(own) * (own - its)).sum(axis=-1), 0)  # but for rounding
     same = own.argmax(axis=-1) == its.argmax(axis=-1)
@@ -110,15 +114,10 @@ def _predictions(own: mx.array, its: mx.array, targets: mx.array) -> Predictions
     return Predictions(*numbers)
 
 
-def _log_probabilities(logits: mx.array) -> Iterator[mx.array]:
-    """Yield what logits [n, vocabulary] say in float32, some rows at a time, evaluated."""
-    mx.eval(logits)
-    n_rows = max(1, _MOST_BYTES // (mx.float32.size * logits.shape[-1]))
-    for row in range(0, logits.shape[0], n_rows):
-        some = logits[row : row + n_rows].astype(mx.float32)
-        some = mx.maximum(some - mx.logsumexp(some, axis=-1, keepdims=True), _LEAST_LOGPROB)
-        mx.eval(some)
-        yield some
+def _log_probabilities(logits: mx.array) -> mx.array:
+    """Return what logits [n, vocabulary] say, in float32."""
+    logits = logits.astype(mx.float32)
+    return mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), _LEAST_LOGPROB)
 
 
 def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, float]:
