@@ -36,7 +36,7 @@ from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenReque
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
-from .request.guard import QUIET_S, Guard
+from .request.guard import Guard
 from .request.loading import places, prepare
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
@@ -161,10 +161,10 @@ class KVPersistPlugin:
 
     @hookimpl
     def idle(self, seconds: float) -> None:
-        if self._guard is None or self._serving is None or seconds < QUIET_S:
+        if self._guard is None or self._serving is None:
             return
         before = self._serving.model
-        self._guard.step()
+        self._guard.step(seconds)
         model = self._serving.model
         if model.root != before.root and model.name == self._warm_model:
             self._warm()  # what was warmed has the old root

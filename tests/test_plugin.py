@@ -136,7 +136,7 @@ def test_what_is_warm_is_computed_anew_for_a_new_precision(
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
     serving = SimpleNamespace(model=SimpleNamespace(root="old", name=name))
 
-    def step() -> None:
+    def step(idle_s: float) -> None:
         serving.model = SimpleNamespace(root="new", name=name)
 
     guard: Any = SimpleNamespace(step=step)

@@ -28,7 +28,7 @@ from ..cache.measuring.guard import (
 )
 from .serving import Serving
 
-QUIET_S = 2.0
+_QUIET_S = 2.0
 """How long nothing was served before the guard works: a client that goes on does not meet it."""
 
 logger = logging.getLogger(__name__)
@@ -50,19 +50,23 @@ class Guard:
         step_s: float,
     ) -> None:
         self._serving, self._default, self._attention = serving, default, attention
-        self._step_s = step_s
+        self._step_s, self._quiet_s = step_s, _QUIET_S
         model = serving.model
         self._is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
         self._steps: Iterator[None] | None = None
         self._losses: list[Loss] = []
 
     def pause(self) -> None:
-        """Free the caches, because requests need the memory: a precision is judged in one pause."""
-        self._steps = None
+        """Free the caches, because requests need the memory: a precision is judged in one go.
 
-    def step(self) -> None:
-        """Do the next step, if there is one."""
-        if not self._is_needed:
+        So that little is done in vain, the guard waits twice as long from then on.
+        """
+        if self._steps is not None:
+            self._steps, self._quiet_s = None, 2 * self._quiet_s
+
+    def step(self, idle_s: float) -> None:
+        """Do the next step, if there is one. Nothing was served for `idle_s`."""
+        if not self._is_needed or idle_s < self._quiet_s:
             return
         self._steps = self._steps or self._run()
         try:

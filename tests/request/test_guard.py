@@ -33,6 +33,7 @@ from tests.support.host import patched_attention
 
 DEFAULT = KV_BITS[DEFAULT_BITS]
 STEPS = 400
+IDLE_S = 1e6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +82,7 @@ def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -
 
 def work(guard: Guard) -> None:
     for _ in range(STEPS):
-        guard.step()
+        guard.step(IDLE_S)
 
 
 def test_a_precision_that_is_borne_stays(
@@ -118,7 +119,7 @@ def test_what_is_found_is_what_later_starts_take(
     its = serving(provider, store, monkeypatch)
     before = its.model
     guard = Guard(its, DEFAULT, "dequantize", 60.0)
-    guard.step()
+    guard.step(IDLE_S)
     assert its.model is before
     work(guard)
     assert its.model.spec.layout == layout and its.model.root != before.root
@@ -143,7 +144,7 @@ def test_requests_between_two_steps_change_nothing(
         its = serving(provider, store, monkeypatch)
         guard = Guard(its, DEFAULT, "dequantize", 1e-9)
         for number in range(STEPS):
-            guard.step()
+            guard.step(IDLE_S)
             if is_disturbed and number < 50:
                 caches = provider.model.make_cache()
                 mx.eval(provider.model(mx.array([[number, 5, 9]]), cache=caches))
@@ -188,7 +189,7 @@ def test_what_ends_in_the_middle_is_judged_again(
     its = serving(provider, store, monkeypatch)
     guard = Guard(its, DEFAULT, "dequantize", 1e-9)
     for _ in range(20):
-        guard.step()
+        guard.step(IDLE_S)
     del guard
     monkeypatch.undo()
     assert its.model.verdict is None and prepare(provider, store).verdict is None
@@ -225,7 +226,7 @@ def test_a_model_that_the_server_drops_is_no_failure(
     its = Serving(store, model, lambda *_: None, isolated=False, step_s=0.1)
     guard = Guard(its, DEFAULT, "dequantize", 1e-9)
     for _ in range(n_steps):
-        guard.step()
+        guard.step(IDLE_S)
     del own.model, loaded
     gc.collect()
     caplog.clear()
@@ -253,13 +254,31 @@ def test_while_requests_are_served_the_guard_holds_no_cache(
         guard = Guard(its, DEFAULT, "dequantize", 60.0)
         held.clear()
         for _ in range(n_steps):
-            guard.step()
+            guard.step(IDLE_S)
         assert any(cache() is not None for cache in held) == (n_steps < STEPS)
         guard.pause()
         assert held and all(cache() is None for cache in held)
         work(guard)
         found.append(its.model.verdict)
     assert found[0] and len(found[0].losses) == 3 and found[1:] == [found[0]] * 2
+
+
+def test_less_and_less_is_done_in_vain(
+    provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests always come before the guard is done, it waits for a longer pause."""
+    its = serving(provider, store, monkeypatch)
+    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    n_begun = 0
+    for _ in range(20):
+        for idle_s in (0.5, 10.0, 10.1, 10.2):
+            guard.step(idle_s)
+        n_begun += guard._steps is not None
+        guard.pause()
+    assert n_begun == 3  # after 2, 4 and 8 seconds
+    assert its.model.verdict is None
+    work(guard)
+    assert its.model.verdict is not None
 
 
 def test_nothing_is_judged_that_was_asked_for_by_name(
