@@ -101,7 +101,6 @@ def check_round_trip(
             raise SelfTestFailed(f"the live path fails: {type(error).__name__}: {error}") from error
         finally:
             store.close()
-    del model.make_cache
     references = [_reference(model, one.ids, precisions) for one in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
@@ -232,33 +231,27 @@ def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
     batch.generator.remove([uid])
     del batch.running[uid]
     batch.until_ended(short)
-    _store(short, loaded, store)
     restored = _restored(short, loaded, store, canary=False)
     batch.add(late, 9)  # goes on into another block of the grid
     batch.add(short, 9, restored)
     for sequence in (long, short, late):
         batch.until_ended(sequence)
-    _store(long, loaded, store)
     batch.add(long, 4, _restored(long, loaded, store, canary=True))
     batch.until_ended(long)
     batch.generator.close()
     return [long, cancelled, short, late]
 
 
-def _store(sequence: _Sequence, loaded: LoadedModel, store: BlockStore) -> None:
-    """Store a sequence that has ended, and empty the pool in RAM."""
+def _restored(
+    sequence: _Sequence, loaded: LoadedModel, store: BlockStore, *, canary: bool
+) -> list[Any]:
+    """Store a sequence that has ended; return its caches from disk, to go on with some more ids."""
     assert sequence.caches is not None
     taken = RunningSequence(RequestState(root=loaded.root), len(_PROMPTS[sequence.name]))
     insert(taken, sequence.ids, sequence.caches, REPLY, store, loaded)
     sequence.caches = None
     store.drain()
     store.pool.clear()
-
-
-def _restored(
-    sequence: _Sequence, loaded: LoadedModel, store: BlockStore, *, canary: bool
-) -> list[Any]:
-    """Return a stored sequence's caches from disk, and let it go on with some more ids."""
     n_stored = len(sequence.ids)
     sequence.ids += _CONTINUATION
     prompt = Prompt(sequence.ids, [sequence.ids], ["user"])

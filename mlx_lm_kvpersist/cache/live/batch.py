@@ -156,22 +156,11 @@ class PaddedBatch(Buffers):
         """Return the number of tokens of the longest row, padding included."""
         return self._idx
 
-    def _fill(self, rows: Sequence[tuple[KeysAndValues, int] | None]) -> None:
-        """Take the keys and values of each sequence and their number of tokens; None if empty.
-
-        A single sequence's buffers are adopted, with the room behind its tokens.
-        """
-        lengths = [0 if row is None else row[1] for row in rows]
-        self._place([max(lengths) - n for n in lengths], max(lengths))
-        if len(rows) == 1 and rows[0] is not None:
-            self.keys, self.values = map(pk.share, rows[0][0])
-            return
-        parts = [
-            (i, (pk.view(row[0][0], 0, row[1]), pk.view(row[0][1], 0, row[1])))
-            for i, row in enumerate(rows)
-            if row is not None
-        ]
-        self._copy(parts)
+    def _adopt(self, cache: Any) -> None:
+        """Become the batch of one sequence: its buffers, with the room behind its tokens."""
+        self._place([0], cache.offset)
+        if cache.offset:
+            self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
 
     def _copy(self, parts: Sequence[tuple[int, KeysAndValues]]) -> None:
         """Make new buffers; copy into them, from a first row on, keys and values that end alike."""
@@ -221,9 +210,10 @@ class FullPrecisionBatchKVCache(PaddedBatch):
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
         batch = cls([])
-        batch._fill(
-            [((c.keys, c.values), c.offset) if c.keys is not None else None for c in caches]
-        )
+        for cache in caches:
+            one = cls([])
+            one._adopt(cache)
+            batch.extend(one)
         return batch
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -23,13 +23,6 @@ class Newest(PaddedBatch):
     def __init__(self, n_rows: int) -> None:
         self._place([0] * n_rows, 0)
 
-    @classmethod
-    def merge(cls, rows: Sequence[Newest]) -> Newest:
-        """Return those of several sequences, which have one row each, as one."""
-        merged = cls(0)
-        merged._fill([((one.keys, one.values), one._idx) if one._idx else None for one in rows])
-        return merged
-
     def extract(self, idx: int) -> Newest:
         """Return row `idx`."""
         row, one = self._row(idx), Newest(1)

@@ -338,10 +338,11 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
                 raise ValueError(f"cannot merge a cache of {cache.precision} into {expected}")
         plan = next((cache.plan for cache in caches if cache.plan is not None), None)
         batch = cls([], caches[0].precision, plan)
-        batch._fill([((c.keys, c.values), c.offset) if c.offset else None for c in caches])
         for cache in caches:
-            cache.forget()
-        batch.newest = Newest.merge([cache.newest for cache in caches])
+            one = cls([], cache.precision)
+            one._adopt(cache)
+            one.newest = cache.newest
+            batch.extend(one)
         return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:

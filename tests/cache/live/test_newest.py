@@ -222,7 +222,9 @@ def test_a_row_keeps_its_padding_out_however_long_the_rows_get() -> None:
     rows = [Newest(1) for _ in range(2)]
     for row, n in zip(rows, (3, 1), strict=True):
         row.append(*random_kv(n, n))
-    newest = Newest.merge(rows)
+    newest = Newest(0)
+    for row in rows:
+        newest.extend(row)
     for n_more in (1, 1, GRID, 1):
         newest.append(*random_kv(n_more, n_more, 2))
         is_own = newest.is_own()
