@@ -124,14 +124,24 @@ class PaddedBatch(Buffers):
             self._place(list(other._padding), other._idx)
             return
         idx, n_rows = max(self._idx, other._idx), len(self._padding)
+        padding = [n + idx - side._idx for side in (self, other) for n in side._padding]
         parts = [
-            (first, (pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx)))
+            (first, pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx))
             for first, side in ((0, self), (n_rows, other))
             if side.keys is not None
         ]
-        padding = [n + idx - self._idx for n in self._padding]
-        self._place([*padding, *(n + idx - other._idx for n in other._padding)], idx)
-        self._copy(parts)
+
+        def joined(*arrays: mx.array) -> mx.array:
+            _, n_heads, _, dim = arrays[0].shape
+            buffer = mx.zeros((len(padding), n_heads, self._capacity(idx), dim), arrays[0].dtype)
+            for (first, *_), x in zip(parts, arrays, strict=True):
+                buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
+            return buffer
+
+        self._place(padding, idx)
+        if parts:
+            self.keys = pk.each(joined, *(keys for _, keys, _ in parts))
+            self.values = pk.each(joined, *(values for *_, values in parts))
 
     def _row(self, idx: int) -> KeysAndValues | None:
         """Return lazy views of one row without its padding, or None where it is empty.
@@ -161,22 +171,6 @@ class PaddedBatch(Buffers):
         self._place([0], cache.offset)
         if cache.offset:
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
-
-    def _copy(self, parts: Sequence[tuple[int, KeysAndValues]]) -> None:
-        """Make new buffers; copy into them, from a first row on, keys and values that end alike."""
-        if not parts:
-            return
-        n_rows, idx = len(self._padding), self._idx
-
-        def copied(*arrays: mx.array) -> mx.array:
-            _, n_heads, _, dim = arrays[0].shape
-            buffer = mx.zeros((n_rows, n_heads, self._capacity(idx), dim), arrays[0].dtype)
-            for (first, _), x in zip(parts, arrays, strict=True):
-                buffer[first : first + x.shape[0], :, idx - x.shape[2] : idx] = x
-            return buffer
-
-        self.keys = pk.each(copied, *(keys for _, (keys, _) in parts))
-        self.values = pk.each(copied, *(values for _, (_, values) in parts))
 
     def _capacity(self, n_tokens: int) -> int:
         """Return how long to make buffers that hold so many tokens."""

@@ -322,24 +322,17 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
         """Return one batch for the caches of several sequences, in their order.
 
-        A single filled cache is adopted, not copied. The batch takes the first plan that one has.
+        A single cache is not copied. The batch takes the first plan that one has.
 
         Raises:
             TypeError: a cache is of another class.
-            ValueError: there are no caches, or they differ in precision.
+            ValueError: they differ in precision.
         """
-        if not caches:
-            raise ValueError("nothing to merge")
+        batch = cls([], caches[0].precision)
         for cache in caches:
             if not isinstance(cache, SequenceQuantizedKVCache):
                 raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-            if cache.precision != caches[0].precision:
-                expected = caches[0].precision
-                raise ValueError(f"cannot merge a cache of {cache.precision} into {expected}")
-        plan = next((cache.plan for cache in caches if cache.plan is not None), None)
-        batch = cls([], caches[0].precision, plan)
-        for cache in caches:
-            one = cls([], cache.precision)
+            one = cls([], cache.precision, cache.plan)
             one._adopt(cache)
             one.newest = cache.newest
             batch.extend(one)

@@ -71,6 +71,11 @@ class _Work:
     def size(self) -> int:
         return self.n_rows * self.n_queries * self.n_keys
 
+    @property
+    def n_layers(self) -> int:
+        """How many layers to time together; a single decode step is too short to time."""
+        return 4 if self.n_queries == 1 else 1
+
 
 _LADDERS: Mapping[str, tuple[_Work, ...]] = {
     "prefill": (
@@ -189,7 +194,7 @@ def _measure(
     token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
     for work in _LADDERS[phase]:
         if size:
-            expected_s = sum(measured.values()) / 1e3 * _layers_of(work) * work.size / size
+            expected_s = sum(measured.values()) / 1e3 * work.n_layers * work.size / size
             n_bytes = work.n_rows * work.n_keys * token_bytes
             if expected_s * _N_ROUNDS_AT_LEAST > left_s or n_bytes > MAX_DEQUANTIZED_BYTES:
                 break
@@ -199,11 +204,6 @@ def _measure(
     if phase == "prefill" and size < _LEAST_PREFILL:
         return {"dequantize": measured["dequantize"]}
     return measured
-
-
-def _layers_of(work: _Work) -> int:
-    """Return how many layers to time together; a single decode step is too short to time."""
-    return 4 if work.n_queries == 1 else 1
 
 
 class _Layers:
@@ -218,7 +218,7 @@ class _Layers:
         lead = (work.n_rows, shape.n_q_heads, work.n_queries)
         self.queries = _random((*lead, shape.k_dim)).astype(dtype)
         self.layers = []
-        for _ in range(_layers_of(work)):
+        for _ in range(work.n_layers):
             lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
             held = (
                 self._held(work, (*lead, dim), side, dtype)

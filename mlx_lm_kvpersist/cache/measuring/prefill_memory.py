@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..geometry.kinds import slots_of
 from ..geometry.probe import position_limit
-from ..geometry.spec import LayerGroup, ModelCacheSpec
+from ..geometry.spec import ModelCacheSpec
 
 MIN_CHUNK = 32
 """Tokens that are computed at once however little memory there is."""
@@ -75,7 +75,8 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
     The second chunk of a pair follows the first and has its length. It takes more memory than the
     first only for the keys of the first.
     """
-    key_bytes = max(map(_dequantized_bytes, spec.full), default=0)
+    # Of a token in one layer, quantized or not.
+    key_bytes = max((one.full_precision_bytes // len(one.slots) for one in spec.full), default=0)
     longest = min((position_limit(model) or 2 * _LONGEST) // 2, _LONGEST)
     most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
     n_tokens = min(_SHORTEST, longest)
@@ -94,11 +95,6 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
         score_bytes = _SCORE_BYTES
     stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
     return PrefillMemory(token_bytes, score_bytes, key_bytes, limit_bytes, stops_every)
-
-
-def _dequantized_bytes(group: LayerGroup) -> int:
-    """Return the bytes of a token in one layer of a group, quantized or not, in full precision."""
-    return group.full_precision_bytes // len(group.slots)
 
 
 def _peak(model: Any, caches: list[Any], n_tokens: int) -> int:

@@ -417,10 +417,8 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(TypeError, match=type(other).__name__):
             BatchQuantizedKVCache.merge([sequence(1), other])
     for precision, name in ((KVPrecision(), "4b64"), (FINER_KEYS, "k8v4b32")):
-        with pytest.raises(ValueError, match=f"{name} into 4b32"):
+        with pytest.raises(ValueError, match=f"4b32 by {name}"):
             BatchQuantizedKVCache.merge([sequence(1), SequenceQuantizedKVCache(precision)])
-    with pytest.raises(ValueError, match="nothing"):
-        BatchQuantizedKVCache.merge([])
     with pytest.raises(ValueError, match="4b32 by 8b32"):
         batch_of(1).extend(BatchQuantizedKVCache([0], KVPrecision.of(8, 32)))
     with pytest.raises(TypeError, match="list"):
