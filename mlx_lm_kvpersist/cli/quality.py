@@ -170,7 +170,10 @@ def _judged(
     same = [its == mine for its, mine in zip(begun, own_begun, strict=True)]
     facts = zip(THINGS.values(), said[0], strict=False)
     found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
-    calls, own_calls = ([_call_or_reply(tokenizer, ids) for ids in each[1]] for each in (said, own))
+    calls, own_calls = (
+        [tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in each[1]]
+        for each in (said, own)
+    )
     right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
     as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
     return {
@@ -178,11 +181,6 @@ def _judged(
         "needles": Replies(len(THINGS), found, sum(same[: len(THINGS)])) if same else None,
         "tool_calls": Replies(len(calls), right, as_own) if calls else None,
     }
-
-
-def _call_or_reply(tokenizer: Any, reply: list[int]) -> Any:
-    call = tool_call_in(tokenizer, tokenizer.decode(reply))
-    return reply if call is None else call
 
 
 def _measured(

@@ -22,6 +22,7 @@ from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
 from ..cache.measuring.calibration import with_plans
 from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
+from ..cache.measuring.texts import encode
 from ..host.patching.patch import PatchSet
 from ..host.patching.patches import PATCHES
 
@@ -160,16 +161,9 @@ def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
 
     The number of each of `THINGS` is hidden, the first at a tenth of it, the last at nine tenths.
     """
-    paragraphs = [part for part in text.split("\n") if part.strip()]
-    counts = [len(tokenizer.encode(part, add_special_tokens=False)) for part in paragraphs]
-    filler: list[str] = []
-    n_filled = 0
-    while n_filled < n_tokens:
-        n = len(filler) % len(paragraphs)
-        filler.append(paragraphs[n])
-        n_filled += counts[n] + 1
-    joined = "\n".join(filler)
-    joined = joined[: _word_end(joined, len(joined) * n_tokens // n_filled)]
+    ids = encode(tokenizer, text)[1]
+    joined: str = tokenizer.decode([ids[n % len(ids)] for n in range(n_tokens)])
+    joined = joined[: _word_end(joined, len(joined))].rstrip("\ufffd")
     document, start = "", 0
     for place, (thing, number) in enumerate(THINGS.items()):
         share = 0.1 + 0.8 * place / (len(THINGS) - 1)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """
     model, _ = load_named(args.model, args.adapter_path)
     choice = precision_of(args)
-    verdict = verdict_of(args, choice, args.adapter_path)
+    verdict = verdict_of(args, choice)
     try:
         spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
     except ModelNotSupported as error:
@@ -63,20 +63,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def verdict_of(
-    args: argparse.Namespace, choice: PrecisionChoice, adapter_path: str | None = None
-) -> Verdict | None:
+def verdict_of(args: argparse.Namespace, choice: PrecisionChoice) -> Verdict | None:
     """Return what a server's guard found of the model, if its store has it and may be read."""
-    folder = folder_of(args)
+    folder, adapter = folder_of(args), getattr(args, "adapter_path", None)
     try:
         if not (is_guarded(choice) and (folder / INDEX_FILES[0]).exists()):
             return None
         with reading(folder) as index:
-            fingerprint = model_fingerprint(
-                local_path(args.model),
-                Path(adapter_path) if adapter_path else None,
-                partial(hash_once, index.state),
-            )
+            paths = local_path(args.model), Path(adapter) if adapter else None
+            fingerprint = model_fingerprint(*paths, partial(hash_once, index.state))
             return known_verdict(index.state, fingerprint, choice)
     except (PermissionError, StoreError):
         return None

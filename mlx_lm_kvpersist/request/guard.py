@@ -89,7 +89,6 @@ class Guard:
         if verdict is None:
             its = loaded.tokenizer, loaded.spec, self._default, self._step_s, self._losses
             verdict = yield from judge(model, *its)
-            mx.clear_cache()
         spec = loaded.spec
         if verdict.n_refused:
             yield
