@@ -94,8 +94,7 @@ class Bench:
             n_tokens, n_conversations = self.plan(speed)
             text = document(int((n_tokens - 32) * speed.chars_per_token))
             openings = [
-                f"Conversation {n} of {n_tokens}.\n\n{text}\n\n{_QUESTIONS[COLD]}"
-                for n in range(n_conversations)
+                f"Conversation {n} of {n_tokens}.\n\n{text}" for n in range(n_conversations)
             ]
             self._converse(stock, self.stock, openings)
             stock.kill9()
@@ -143,7 +142,7 @@ class Bench:
     def plan(self, speed: StockSpeed) -> tuple[int, int]:
         """Return how many tokens the prompts are to have, and how many conversations to hold."""
         room = max_context(self._model, None) or LENGTHS[-1]
-        lengths = [n for n in reversed(LENGTHS) if n + 512 <= room]
+        lengths = [n for n in LENGTHS if n + 512 <= room]
         reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
         starts_s = 3 * speed.load_s + 2 * _SELF_TEST_S
         left_s = self._limit_s - self.seconds - starts_s
@@ -153,9 +152,8 @@ class Bench:
             prompts_s = 3 * _SLACK * n_tokens / speed.prompt_tokens_per_s
             return n_conversations * (prompts_s + reply_s)
 
-        repeated = [n for n in lengths if needed_s(n, _CONVERSATIONS) <= left_s]
-        single = [n for n in lengths if needed_s(n, 1) <= left_s]
-        if not single:
+        fitting = [(n, k) for n in lengths for k in (_CONVERSATIONS, 1) if needed_s(n, k) <= left_s]
+        if not fitting:
             minutes = (self.seconds + starts_s + needed_s(LENGTHS[0], 1)) / 60
             slow = f"; {advice}" if (advice := openblas_advice(cpu_gflops())) else ""
             raise KVPersistError(
@@ -163,15 +161,14 @@ class Bench:
                 f"second and loads the model in {speed.load_s:.0f} s; "
                 f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
             )
-        if repeated and repeated[0] >= min(_WORTH_REPEATING, single[0]):
-            return repeated[0], _CONVERSATIONS
-        return single[0], 1
+        # Prompts of some length first, then more conversations, then longer prompts.
+        return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
     def _converse(self, server: StartedServer, side: Side, openings: Sequence[str]) -> None:
         for opening in openings:
-            messages = [_user(opening)]
-            for state in (COLD, HOT):
-                self._turn(server, side, messages, state)
+            messages: list[Message] = []
+            self._turn(server, side, messages, COLD, f"{opening}\n\n")
+            self._turn(server, side, messages, HOT)
             side.messages.append(messages)
 
     def _turn(
@@ -180,10 +177,10 @@ class Bench:
         side: Side,
         messages: list[Message],
         state: str,
-        asked: str = "",
+        before: str = "",
     ) -> None:
         """Ask the state's question; the reply becomes part of the conversation."""
-        messages.append(_user(asked or _QUESTIONS[state]))
+        messages.append(_user(before + _QUESTIONS[state]))
         replies = side.replies.setdefault(state, [])
         with ongoing(f"{side.name}: {state}, {len(replies) + 1}"):
             replies.append(server.chat(messages, None, _REPLY_TOKENS[state]))

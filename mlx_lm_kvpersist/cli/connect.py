@@ -119,12 +119,12 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
 def _text(file: Path, settings: Settings, before: str) -> str:
     """Return a file's text with the settings in it. Raises ValueError where it cannot be merged."""
     if file.suffix == ".toml":
-        lines = _toml_lines(settings)
-        for name, group in settings.items():
-            if isinstance(group, Mapping):  # tables two deep, as a provider's are
-                for key, table in group.items():
-                    lines += [f"[{name}.{key}]", *_toml_lines(table)]
-        return "".join(f"{line}\n" for line in lines)
+        # A table's own line, "" for the top, and its entries.
+        tables = [
+            [table, *(f"{key} = {json.dumps(value)}" for key, value in entries.items())]
+            for table, entries in settings.items()
+        ]
+        return "".join(f"{line}\n" for lines in tables for line in lines if line)
     there = json.loads(before) if before.strip() else {}
     merged = _merged(there, settings)
     if merged == there:
@@ -142,11 +142,6 @@ def _merged(there: Any, settings: Settings) -> dict[str, Any]:
     for key, value in settings.items():
         merged[key] = _merged(there.get(key, {}), value) if isinstance(value, Mapping) else value
     return merged
-
-
-def _toml_lines(settings: Settings) -> list[str]:
-    entries = (item for item in settings.items() if not isinstance(item[1], Mapping))
-    return [f"{key} = {json.dumps(value)}" for key, value in entries]
 
 
 def _folder(variable: str, *otherwise: str) -> Path:
@@ -180,7 +175,7 @@ def codex(url: str, n_context: int | None) -> Client:
     if n_context:
         own["model_context_window"] = n_context
     file = _folder("CODEX_HOME", ".codex") / f"{_NAME}.config.toml"
-    settings = {**own, "model_providers": {_NAME: provider}}
+    settings = {"": own, f"[model_providers.{_NAME}]": provider}
     return Client(f"codex --profile {_NAME}", {file: settings})
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..host.scheduling.model_provider import check_model_name
-from .output import console, ongoing, records, shown
+from .output import console, ongoing, shown
 from .started_server import Message, Reply, StartedServer
 from .story import document
 
@@ -23,15 +22,6 @@ _QUESTIONS = (
     "What was Ruth Amsel sent to find out?",
     "How long is the chamber?",
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One row of the table."""
-
-    server: str
-    what: str
-    reply: Reply
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,20 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 from .demo_model import make_model
 
                 model = str(make_model(folder / "model"))
-        steps = run_steps(model, args.model is None, folder, args.chars)
-    rows = [
-        {
-            "server": step.server,
-            "request": step.what,
-            "first token": f"{step.reply.ttft_s:.2f} s",
-            "prompt": step.reply.prompt_tokens,
-            "reused": step.reply.cached_tokens,
-            "outcome": f"{step.reply.said('outcome')} {step.reply.said('tier')}",
-        }
-        for step in steps
-    ]
-    out.print(records(rows, *rows[0]))
-    *_, warm, stock = (step.reply for step in steps)
+        *_, warm, stock = converse(model, args.model is None, folder, args.chars)
     n_restored = int(warm.said("restored") or 0)
     if n_restored:
         out.print(
@@ -74,28 +51,28 @@ def run(args: argparse.Namespace) -> int:
     return 0 if n_restored else 1
 
 
-def run_steps(model: str, is_random: bool, folder: Path, n_chars: int) -> list[Step]:
-    """Play the conversation and return one Step per request; the servers log into `folder`.
+def converse(model: str, is_random: bool, folder: Path, n_chars: int) -> list[Reply]:
+    """Play the conversation and return the reply to each request; the servers log into `folder`.
 
     The first request sends a text of `n_chars` characters; every request asks a question about it.
     Random weights are not measured, and their replies are not shown: they say nothing.
     Raises KVPersistError where a server does not start or does not answer.
     """
     messages: list[Message] = []
-    steps: list[Step] = []
+    replies: list[Reply] = []
     say = console().print
 
     def ask(server: StartedServer, name: str, what: str, *, is_new_turn: bool = True) -> None:
         if is_new_turn:
-            if steps:
-                messages.append({"role": "assistant", "content": steps[-1].reply.text})
-            before = "" if steps else f"{document(n_chars)}\n\n"
-            messages.append({"role": "user", "content": before + _QUESTIONS[len(steps)]})
+            if replies:
+                messages.append({"role": "assistant", "content": replies[-1].text})
+            before = "" if replies else f"{document(n_chars)}\n\n"
+            messages.append({"role": "user", "content": before + _QUESTIONS[len(replies)]})
         with ongoing(f"  {name}: {what}"):
             reply = server.chat(messages, SESSION, _MAX_TOKENS)
-        steps.append(Step(name, what, reply))
+        replies.append(reply)
         header = reply.outcome or "no X-KVPersist header"
-        say(f"  {what}: first token after {reply.ttft_s:.2f} s ({header})")
+        say(f"  {name}: {what}: first token after {reply.ttft_s:.2f} s ({header})")
         if not is_random:
             question = messages[-1]["content"].rpartition("\n")[2]
             say(f"    {question}\n    > {shown(reply.text, 200)}")
@@ -121,4 +98,4 @@ def run_steps(model: str, is_random: bool, folder: Path, n_chars: int) -> list[S
         server = StartedServer(model, log_path=folder / "stock.log")
     with server:
         ask(server, "stock", "turn after restart", is_new_turn=False)
-    return steps
+    return replies

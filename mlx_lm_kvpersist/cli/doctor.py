@@ -144,9 +144,9 @@ def activation(name: str, command: Sequence[str]) -> Finding:
 def script() -> Finding:
     """Check the `mlx_lm.server` that a shell starts, which may belong to another environment."""
     name = "mlx_lm.server on PATH"
-    if (found := shutil.which("mlx_lm.server")) is None:
-        return Finding(name, True, f"none; start it as {server_command()} …")
-    return activation(name, [found])
+    if found := shutil.which("mlx_lm.server"):
+        return activation(name, [found])
+    return Finding(name, True, f"none; start it as {server_command()} …")
 
 
 def server_command() -> str:

@@ -129,7 +129,6 @@ def rebuild(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     folder = folder_of(args)
-    check_exists(folder)
     limits = limits_of(args, folder)
     with changing(folder, limits) as disk, disk.lock.held():
         sessions = disk.index.sessions()

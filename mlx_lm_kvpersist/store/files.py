@@ -72,7 +72,8 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays) -> int:
     # mlx 0.31 cannot write arrays without elements, such as the values of an indexer.
     empty = {name: x for name, x in arrays.items() if not x.size}
     if empty:
-        described = {name: [_name_of(x.dtype), x.shape] for name, x in empty.items()}
+        # As `getattr(mx, name)` finds it, such as "float32".
+        described = {name: [f"{x.dtype}".rpartition(".")[2], x.shape] for name, x in empty.items()}
         metadata["empty"] = json.dumps(described)
     written = {name: x for name, x in arrays.items() if x.size}
     if mx.cuda.is_available():
@@ -196,11 +197,6 @@ def record_in(source: BinaryIO, n_bytes: int, name: str) -> tuple[Record, Root, 
     except MALFORMED as error:
         raise BlockCorrupt(f"{name}: its header cannot be read: {error!r}") from error
     return record, root, metadata
-
-
-def _name_of(dtype: mx.Dtype) -> str:
-    """Return the name that MLX has for a type, such as "float32"."""
-    return str(dtype).rpartition(".")[2]
 
 
 def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import RequestRefused, StoreError
@@ -175,10 +176,7 @@ class NamedSessions:
 
     def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
         """Pin all branches, or let them go; return whether there are any."""
-        ids = self._ids(namespace, name)
-        for each in ids:
-            self._stored.pin(each, pinned)
-        return bool(ids)
+        return self._each(namespace, name, partial(self._stored.pin, pinned=pinned))
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         """Pin the session of this name that was saved last; return None if none was since.
@@ -201,19 +199,20 @@ class NamedSessions:
 
     def evict(self, namespace: str, name: str) -> None:
         """Remove from RAM what the disk has; what other conversations in RAM continue stays."""
-        for each in self._ids(namespace, name):
-            self._stored.evict(each)
+        self._each(namespace, name, self._stored.evict)
 
     def remove(self, namespace: str, name: str) -> None:
         """Remove the sessions, and from RAM and disk what no other session needs."""
-        for each in self._ids(namespace, name):
-            self._stored.delete(each)
+        self._each(namespace, name, self._stored.delete)
 
-    def _ids(self, namespace: str, name: str) -> list[str]:
-        """Return the ids of the sessions, when the turns that wait are written."""
-        return self._stored.changed(
+    def _each(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
+        """Change every session, by its id, when the turns that wait are written; tell of any."""
+        ids = self._stored.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )
+        for each in ids:
+            change(each)
+        return bool(ids)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..block import Block, Checkpoint
 from ..errors import StoreError
 from .disk import DiskStore
 from .files import block_path, checkpoint_path, key_of, read_file
-from .folder import own_files, remove
+from .folder import own_files
 from .index import Index, Session
 from .lock import StoreLock
 from .rebuild import rebuild_index
@@ -99,11 +99,9 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
         for problem in now:
             if problem.fault is Fault.CORRUPT:
                 disk.files.quarantine(bytes.fromhex(problem.subject), problem.reason)
-            elif problem.fault in (Fault.MISSING, Fault.UNREACHABLE):
+            elif problem.fault is Fault.UNREACHABLE:
                 disk.files.forget(bytes.fromhex(problem.subject))
-            elif problem.fault is Fault.ORPHAN:
-                remove(disk.folder, Path(problem.subject))
-        disk.files.sweep()
+        disk.files.sweep()  # rows without a file, files without a row
         for session in disk.index.sessions():
             if _end_of(disk.index, session) is not None:
                 disk.files.remove_session(session)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed
 from mlx_lm_kvpersist.cli.bench_report import as_markdown, row
 from mlx_lm_kvpersist.cli.demo_model import make_model
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.cli.started_server import Reply
 from mlx_lm_kvpersist.errors import KVPersistError
 
 
@@ -59,6 +61,17 @@ def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Pat
         planned(tmp_path, 1.0)
     needed = int(str(error.value).partition("--minutes ")[2].partition(",")[0])
     assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
+
+
+def test_a_conversation_takes_turns(tmp_path: Path) -> None:
+    """Templates of many models refuse two questions in a row."""
+    made = Bench(str(tmp_path), tmp_path, 5)
+    reply = Reply("It is old.", 0.1, 10, 0, "", 3, 0.1)
+    server: Any = SimpleNamespace(chat=lambda messages, session, max_tokens: reply)
+    made._converse(server, made.stock, ["A story."])
+    (messages,) = made.stock.messages
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[0]["content"].startswith("A story.\n\nWho was")
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
