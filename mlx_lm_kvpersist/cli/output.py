@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..cache.geometry.precision import layout_in_words
-from ..store.records import Session
+from ..store.records import Session, Totals
 from ..units import show_bytes
 
 _PIPE_WIDTH = 200
@@ -48,6 +48,12 @@ def shown(text: str, max_chars: int = 40) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun, such as "1 block" or "1,054 blocks"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def held(totals: Totals) -> str:
+    """Return how many blocks and checkpoints there are, such as "2 blocks, 1 checkpoint"."""
+    n_blocks, n_checkpoints = totals.n_blocks, totals.n_checkpoints
+    return f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
 
 
 def named(session: Session) -> str:

@@ -12,10 +12,11 @@ from ..block import Checkpoint
 from ..errors import StoreError
 from ..store.disk import DiskStore
 from ..store.index import Index, Session
+from ..store.records import Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
 from .opening import changing, folder_of, limits_of, reading
-from .output import counted, named, progress, record, records, shown, tell
+from .output import held, named, progress, record, records, shown, tell
 
 _EXCERPT_CHARS = 240
 
@@ -122,16 +123,14 @@ def rm(args: argparse.Namespace) -> int:
         for session in chosen:
             disk.files.remove_session(session)
         disk.index.state.forget_requests(None if args.all else [one.name for one in chosen])
-        after = disk.index.totals()
-    freed, n_blocks = before.n_bytes - after.n_bytes, before.n_blocks - after.n_blocks
-    n_checkpoints = before.n_checkpoints - after.n_checkpoints
+        freed = before - disk.index.totals()
     removed = [{"id": session.id, "name": session.name} for session in chosen]
+    counts = {"blocks": freed.n_blocks, "checkpoints": freed.n_checkpoints, "bytes": freed.n_bytes}
     tell(
         args,
-        {"removed": removed, "blocks": n_blocks, "checkpoints": n_checkpoints, "bytes": freed},
+        {"removed": removed, **counts},
         *(f"removed {named(session)}" for session in chosen),
-        f"freed {show_bytes(freed)}: {counted(n_blocks, 'block')}, "
-        f"{counted(n_checkpoints, 'checkpoint')}",
+        f"freed {show_bytes(freed.n_bytes)}: {held(freed)}",
     )
     return 0
 
@@ -167,14 +166,9 @@ def load(args: argparse.Namespace) -> int:
         session, new, is_new = import_session(disk, source)
         about = describe(disk.index, session)
     n_checkpoints = sum(isinstance(item, Checkpoint) for item in new)
-    n_blocks = len(new) - n_checkpoints
-    written = {"blocks_written": n_blocks, "checkpoints_written": n_checkpoints}
+    written = Totals(len(new) - n_checkpoints, 0, n_checkpoints)
+    counts = {"blocks_written": written.n_blocks, "checkpoints_written": n_checkpoints}
     what = "is added" if is_new else "was there"
-    tell(
-        args,
-        {**about, "is_new": is_new, **written},
-        f"{named(session)}  {what}; written: {n_blocks:,} of "
-        f"{counted(len(source.blocks), 'block')}, {n_checkpoints:,} of "
-        f"{counted(len(source.checkpoints), 'checkpoint')}",
-    )
+    said = f"{named(session)}  {what}; written: {held(written)}"
+    tell(args, {**about, "is_new": is_new, **counts}, said)
     return 0

@@ -17,7 +17,7 @@ from ..store.rebuild import rebuild_index
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading
-from .output import counted, named, progress, record, records, shown, table, tell
+from .output import counted, held, named, progress, record, records, shown, table, tell
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -84,14 +84,13 @@ def verify(args: argparse.Namespace) -> int:
         with reading(folder) as index:
             left = problems = _problems(folder, index)
             totals = index.totals()
-    held = f"{counted(totals.n_blocks, 'block')} and {counted(totals.n_checkpoints, 'checkpoint')}"
     if not problems:
-        said = f"{held}, all good"
+        said = f"{held(totals)}, all good"
     elif left:
         advice = "" if args.fix else "; --fix moves bad files to quarantine"
         said = f"{counted(len(left), 'problem')}{advice}"
     else:
-        said = f"{counted(len(problems), 'problem')} fixed, {held} left"
+        said = f"{counted(len(problems), 'problem')} fixed, {held(totals)} left"
     found = [
         {"fault": problem.fault.value, "subject": problem.subject, "reason": problem.reason}
         for problem in problems
@@ -117,13 +116,12 @@ def rebuild(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     check_exists(folder)
     with StoreLock(folder / "lock").held(), progress("rebuild") as on_progress:
-        n_blocks = rebuild_index(folder, on_progress)
+        rebuild_index(folder, on_progress)
     with reading(folder) as index:
-        n_checkpoints, n_sessions = index.totals().n_checkpoints, len(index.sessions())
-    counts = {"blocks": n_blocks, "checkpoints": n_checkpoints, "sessions": n_sessions}
-    held = f"{counted(n_blocks, 'block')}, {counted(n_checkpoints, 'checkpoint')}"
-    said = f"{folder}: the index has {held}, {counted(n_sessions, 'session')}"
-    tell(args, {"folder": str(folder), **counts}, said)
+        totals, n_sessions = index.totals(), len(index.sessions())
+    counts = {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
+    said = f"{folder}: the index has {held(totals)}, {counted(n_sessions, 'session')}"
+    tell(args, {"folder": str(folder), **counts, "sessions": n_sessions}, said)
     return 0
 
 
@@ -134,27 +132,24 @@ def gc(args: argparse.Namespace) -> int:
         sessions = disk.index.sessions()
         before, n_bytes = disk.index.totals(), disk.files.used_bytes()
         fits = disk.files.make_room(0)
-        after, used_bytes = disk.index.totals(), disk.files.used_bytes()
+        went, used_bytes = before - disk.index.totals(), disk.files.used_bytes()
         left = {session.id for session in disk.index.sessions()}
     removed = [session for session in sessions if session.id not in left]
-    n_blocks = before.n_blocks - after.n_blocks
-    n_checkpoints = before.n_checkpoints - after.n_checkpoints
     content: dict[str, Any] = {
         "fits": fits,
         "sessions": [{"id": session.id, "name": session.name} for session in removed],
         "pinned": sum(session.pinned for session in sessions),
-        "blocks": n_blocks,
-        "checkpoints": n_checkpoints,
+        "blocks": went.n_blocks,
+        "checkpoints": went.n_checkpoints,
         "bytes": n_bytes - used_bytes,
         "used_bytes": used_bytes,
         **_budgets(limits),
     }
-    counts = f"{counted(n_blocks, 'block')} and {counted(n_checkpoints, 'checkpoint')}"
     tell(
         args,
         content,
         *(f"removed {named(session)}" for session in removed),
-        f"{counts}, {show_bytes(n_bytes - used_bytes)}, removed",
+        f"{held(went)}, {show_bytes(n_bytes - used_bytes)}, removed",
     )
     if not fits and not args.json:
         n_pinned = content["pinned"]

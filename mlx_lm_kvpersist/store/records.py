@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,9 @@ class Totals:
     @property
     def n_bytes(self) -> int:
         return self.block_bytes + self.checkpoint_bytes
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def test_verify_a_whole_store(run: CommandLine) -> None:
         "problems": [], "left": 0,
     }  # fmt: skip
     before = block_files(run.folder)
-    assert run("store", "verify") == 0 and "7 blocks and 0 checkpoints, all good" in run.out
+    assert run("store", "verify") == 0 and "7 blocks, 0 checkpoints, all good" in run.out
     assert run("store", "verify", "--fix") == 0
     assert block_files(run.folder) == before
 
@@ -275,7 +275,7 @@ def test_stats_with_checkpoints(run: CommandLine) -> None:
 def test_verify_a_whole_store_with_checkpoints(run: CommandLine) -> None:
     verified = run.json("store", "verify")
     assert verified["ok"] and (verified["blocks"], verified["checkpoints"]) == (7, 3)
-    assert run("store", "verify") == 0 and "7 blocks and 3 checkpoints, all good" in run.out
+    assert run("store", "verify") == 0 and "7 blocks, 3 checkpoints, all good" in run.out
 
 
 @pytest.mark.usefixtures("with_checkpoints")
