@@ -109,8 +109,9 @@ class Checkpoint:
     """What windows or recurrent layers hold at the end of the block with the key `block`.
 
     It has a file of its own, which may be evicted before the block is. `kind` says what it holds:
-    "state", of recurrent layers, or "window-512", the KV of layers that see 512 tokens. `n_tokens`
-    are the last tokens of the block that it covers, 0 for a state.
+    "state", of recurrent layers, with the newest tokens of quantized ones, or "window-512", the KV
+    of layers that see 512 tokens. `n_tokens` are the last tokens of the block that it covers, 0 for
+    a state.
     """
 
     folder: ClassVar[str] = "checkpoints"

@@ -98,7 +98,7 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
         )
     if spec.quantized:
         most = show_bytes((GRID - 1) * spec.newest_bytes)
-        yield f"The newest tokens, {GRID - 1} at most, are also kept as computed: up to {most}."
+        yield f"The newest tokens, {GRID - 1} at most, are kept as computed: up to {most}."
     for side in ("keys", "values") if spec.quantized else ():
         bits = [getattr(how, side).bits if how else FULL_BITS for how in spec.precisions.values()]
         picture = "".join("." if n == FULL_BITS else f"{n}" for n in bits)

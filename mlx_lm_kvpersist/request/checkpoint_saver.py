@@ -7,7 +7,7 @@ become one, and some places of a long prompt, until it is computed.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,8 +15,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint
-from ..cache.blocks.cut_join import copy_state, first_cached, split
-from ..cache.geometry.spec import state_arrays, token_arrays
+from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
+from ..cache.geometry.spec import token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.answers import PREFILL, REPLY
 from ..match.tree import FEW
@@ -24,14 +24,14 @@ from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
 from ..store.records import Leaf
 from .outcome import Reason
-from .saver import NEWEST, Needed, RestorePoint, Saver
+from .saver import Needed, RestorePoint, Saver
 
 if TYPE_CHECKING:
     from .serving import RunningSequence
 
 STATE = "state"
-"""The kind of the record that every checkpoint has: it holds the states of the recurrent layers,
-and nothing for a model without them."""
+"""The kind of the record that every checkpoint has: it holds the states of recurrent layers, and of
+quantized ones the newest tokens as they were computed."""
 
 MAX_CHECKPOINTS = 6
 """Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
@@ -76,12 +76,11 @@ class CheckpointSaver(Saver):
         stored = store.checkpoints([block.key for block in path])
         stored = {key: [one for one in all_ if one.key not in lost] for key, all_ in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
-            needed = self._needed_at(path, end, stored)
-            if needed is None or (point := super().find(path, end, store, lost)) is None:
-                continue
-            if point.n_tokens == end:
+            if (needed := self._needed_at(path, end, stored)) is not None:
                 # Windows and state are read first: without them the blocks are of no use.
-                return RestorePoint(end, [*needed, *point.needed])
+                blocks = path[: bisect_left(path, end, key=attrgetter("start"))]
+                full = [self._of_block(one, end) for one in blocks] if self.spec.full else []
+                return RestorePoint(end, [*needed, *full])
         return None
 
     def save(
@@ -106,7 +105,7 @@ class CheckpointSaver(Saver):
         chain = sequence.chain = self._extended(before, tokens, sequence)
         blocks = self._cut_new(chain, caches, store)
         stored = store.checkpoints([block.key for block in chain])
-        checkpoints = [*self._new(chain, caches, stored), *self._newest(chain, caches, store)]
+        checkpoints = self._new(chain, caches, stored)
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
         leaf, superseded = None, []
@@ -144,7 +143,10 @@ class CheckpointSaver(Saver):
             for (block, start), its_arrays in zip(missing, arrays, strict=True):
                 new.append((Checkpoint.at(block.key, kind, block.stop - start), its_arrays))
         if _stored_state(stored, chain[-1]) is None:
-            new.append((Checkpoint.at(chain[-1].key, STATE, 0), copy_state(self.spec, caches)))
+            newest = copy_newest(self.spec.quantized, caches, n_tokens)
+            if newest or not n_tokens % BLOCK_TOKENS or not self.spec.quantized:
+                state = {**copy_state(self.spec, caches), **newest}
+                new.append((Checkpoint.at(chain[-1].key, STATE, 0), state))
         return new
 
     def superseded(
@@ -179,7 +181,6 @@ class CheckpointSaver(Saver):
             if block.key in stay:
                 at_block = self._needed_at(chain, block.stop, stored)
                 needed.update(one.record.key for one in at_block or ())
-                needed.update(one.key for one in stored[block.key] if one.kind == NEWEST)
         held = [one for found in stored.values() for one in found if one.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         gone = {one.key: one for one in [*held, *left]}
@@ -190,12 +191,16 @@ class CheckpointSaver(Saver):
     ) -> list[Needed] | None:
         """Return the windows and the state to go on from a place; None if any is missing."""
         needed: list[Needed] = []
-        state = None
-        if self.spec.recurrent:
-            ending = path[bisect_right(path, n_tokens - 1, key=attrgetter("start")) - 1]
-            state = _stored_state(stored, ending) if ending.stop == n_tokens else None
-            if state is None:
+        at_end: list[Needed] = []
+        n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
+        if self.spec.recurrent or n_newest:
+            ending = path[bisect_left(path, n_tokens, key=attrgetter("start")) - 1]
+            state, n_after = _stored_state(stored, ending), ending.stop - n_tokens
+            is_beyond = bool(self.spec.recurrent and n_after) or n_newest + n_after >= BLOCK_TOKENS
+            if state is None or is_beyond:
                 return None
+            forms = tuple(self.spec.state_arrays(n_newest + n_after))
+            at_end = [Needed(state, 0, n_newest, forms)]
         for window, groups in self.spec.sliding.items():
             start = max(0, n_tokens - window)
             for block in path[bisect_right(path, start, key=attrgetter("start")) - 1 :]:
@@ -208,9 +213,7 @@ class CheckpointSaver(Saver):
                 found_start = block.stop - found.n_tokens
                 forms = tuple(token_arrays(groups, found.n_tokens))
                 needed.append(Needed(found, first - found_start, last - found_start, forms, window))
-        if state is not None:
-            needed.append(Needed(state, 0, 0, tuple(state_arrays(self.spec.recurrent))))
-        return needed
+        return needed + at_end
 
 
 def _is_temporary(block: Block) -> bool:

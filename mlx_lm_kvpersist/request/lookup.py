@@ -16,8 +16,8 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root, pack_ids
 from ..cache.blocks.canary import CANARY_TOLERANCE, canary_difference
-from ..cache.blocks.cut_join import BLOCK_TOKENS, Joiner, Piece
-from ..cache.geometry.spec import arrays_fit
+from ..cache.blocks.cut_join import Joiner, Piece
+from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
@@ -284,18 +284,17 @@ class Lookup:
                 seconds[loaded.tier] += loaded.read_s
                 n_bytes[loaded.tier] += loaded.n_bytes
                 read.append(one.record)
-            if loaded.tier != RAM and not one.is_newest:
-                # If a model has only states, each stands for all tokens.
-                n_tokens = one.stop - one.start if one.stop or spec.full else point.n_tokens
-                n_read[one.window] += n_tokens
             started = perf_counter()
-            if one.is_newest:
-                joiner.add_newest({name: x[:, :, : one.stop] for name, x in loaded.arrays.items()})
-                continue
+            n_tokens = one.stop - one.start
             if one.window is None and isinstance(one.record, Checkpoint):
-                joiner.add_state(loaded.arrays)
-                continue
-            joiner.add(Piece(loaded.arrays, one.start, one.stop), one.window)
+                joiner.add_state(loaded.arrays, n_tokens)
+                # If a model has only states, each stands for all tokens.
+                n_tokens = 0 if spec.full else point.n_tokens
+            elif one.window is None and spec.is_unfinished(one.record.n_tokens):
+                joiner.add_unfinished(loaded.arrays, n_tokens)
+            else:
+                joiner.add(Piece(loaded.arrays, one.start, one.stop), one.window)
+            n_read[one.window] += n_tokens if loaded.tier != RAM else 0
         caches = joiner.finish()
         seconds[RAM] += perf_counter() - started
         yield
@@ -368,12 +367,12 @@ def _is_restored(
     spec, speed, start = model.spec, model.speed, blocks[0].start
     n_bytes: Counter[str] = Counter()
     for block in blocks:
-        size = block.n_tokens * spec.bytes_per_token
+        size = forms_bytes(spec.block_arrays(block.n_tokens))
         n_bytes[RAM] += size  # what is read is joined there, too
         if (tier := store.tier_of(block.key)) != RAM:
             n_bytes[tier] += size
     for tier in n_bytes:
-        n_bytes[tier] += spec.bytes_per_checkpoint + n_tokens % BLOCK_TOKENS * spec.newest_bytes
+        n_bytes[tier] += spec.bytes_per_checkpoint
     compute_s = speed.pace.seconds(start, n_tokens - start)
     restore_s = sum(n / speed.rates[tier] for tier, n in n_bytes.items() if tier in speed.rates)
     return compute_s is None or restore_s <= compute_s

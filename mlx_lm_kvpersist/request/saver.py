@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from ..block import Block, Checkpoint, Record, block_key, pack_ids
+from ..block import Block, Record, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, n_cached_tokens, split
-from ..cache.geometry.spec import (
-    ArrayForm,
-    ModelCacheSpec,
-    forms_bytes,
-    newest_arrays,
-    token_arrays,
-)
+from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
 from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
@@ -30,9 +24,6 @@ from .outcome import Reason
 if TYPE_CHECKING:
     from .model import LoadedModel
     from .serving import RunningSequence
-
-NEWEST = "newest"
-"""The kind of the record that holds the newest tokens at a block's end as they were computed."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +43,6 @@ class Needed:
     def n_bytes(self) -> int:
         """Bytes of its arrays."""
         return forms_bytes(self.forms)
-
-    @property
-    def is_newest(self) -> bool:
-        """Whether these are the newest tokens as they were computed."""
-        return isinstance(self.record, Checkpoint) and self.record.kind == NEWEST
 
 
 @dataclass(frozen=True)
@@ -118,27 +104,21 @@ class Saver:
     ) -> RestorePoint | None:
         """Return what to restore of the first `n_tokens` of a chain, as many as are stored.
 
-        Whatever has its key in `lost` counts as missing. A place within a block of the grid needs
-        the block as it was computed; where that is missing, it is computed again.
+        Whatever has its key in `lost` counts as missing. Within a block that is stored quantized,
+        queries see it as computed: what is used of it is computed again.
         """
         needed, end = [], 0
         for block in path:
-            if block.key in lost or block.start >= n_tokens:
+            is_cut = block.stop > n_tokens and _is_full(block) and self.spec.quantized
+            if block.start >= n_tokens or block.key in lost or is_cut:
                 break
             end = min(block.stop, n_tokens)
-            if self.spec.full:
-                forms = tuple(token_arrays(self.spec.full, block.n_tokens))
-                needed.append(Needed(block, 0, end - block.start, forms))
-        if end % BLOCK_TOKENS and self.spec.quantized:
-            start, last = end - end % BLOCK_TOKENS, path[len(needed) - 1]
-            for one in store.checkpoints([last.key]).get(last.key, ()):
-                begins_at = last.stop - one.n_tokens
-                if one.kind == NEWEST and begins_at == start and one.key not in lost:
-                    # Without it the last block is of no use, so it is read first.
-                    forms = tuple(newest_arrays(self.spec.quantized, one.n_tokens))
-                    return RestorePoint(end, [Needed(one, 0, end - start, forms), *needed])
-            end, needed = start, needed[:-1]
-        return RestorePoint(end, needed) if end else None
+            needed.append(self._of_block(block, end))
+        return RestorePoint(end, needed) if needed else None
+
+    def _of_block(self, block: Block, end: int) -> Needed:
+        forms = tuple(self.spec.block_arrays(block.n_tokens))
+        return Needed(block, 0, min(block.stop, end) - block.start, forms)
 
     def save(
         self,
@@ -156,27 +136,29 @@ class Saver:
         """
         # Only full blocks stay: a partial one is replaced by a longer block.
         chain = self._extended(list(takewhile(_is_full, sequence.chain)), tokens, sequence)
+        full = list(takewhile(_is_full, chain))
+        unfinished: list[tuple[Block, Arrays]] = []
         if cache_type == PREFILL:
-            chain = list(takewhile(_is_full, chain))
+            chain = full
             if not chain or chain[-1].stop <= sequence.n_saved:
                 return
+        elif not _is_full(chain[-1]) and chain[-1].key not in store:
+            if newest := copy_newest(self.spec.full, caches, chain[-1].stop):
+                unfinished = [(chain[-1], newest)]
+            else:
+                chain = full
         sequence.chain = chain
-        blocks = self._cut_new(chain, caches, store)
-        newest = self._newest(chain, caches, store)
-        leaf = None
-        if cache_type == REPLY:
+        blocks = self._cut_new(full, caches, store)
+        if chain and cache_type == REPLY:
             replaced = _replaced_tails(chain, sequence.n_reused, store)
             keys = tuple(block.key for block in chain)
-            leaf = Leaf(sequence.request.session, keys[-1], len(tokens), keys, tuple(replaced))
-        elif not _is_full(chain[-1]):
-            *chain, tail = chain
-            store.put([*(one for one in blocks if one[0] is tail), *newest])
-            newest = []
-            blocks = [one for one in blocks if one[0] is not tail]
-        if chain:
-            checkpoints = tuple(one for one, _ in newest)
-            commit = Commit(sequence.root, tuple(chain), leaf, (), checkpoints)
-            store.commit(commit, [*blocks, *newest])
+            session, end = sequence.request.session, chain[-1].stop
+            leaf = Leaf(session, keys[-1], end, keys, tuple(replaced))
+            store.commit(Commit(sequence.root, tuple(chain), leaf), [*blocks, *unfinished])
+            return
+        store.put(unfinished)
+        if full:
+            store.commit(Commit(sequence.root, tuple(full)), blocks)
 
     def _extended(
         self, chain: Sequence[Block], ids: Sequence[int], sequence: RunningSequence
@@ -203,16 +185,6 @@ class Saver:
         new = [block for block in chain if block.key not in store]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
-
-    def _newest(
-        self, chain: Sequence[Block], caches: list[Any], store: BlockStore
-    ) -> list[tuple[Checkpoint, Arrays]]:
-        """Return the newest tokens of a chain as they were computed, unless they are stored."""
-        newest = Checkpoint.at(chain[-1].key, NEWEST, chain[-1].stop % BLOCK_TOKENS)
-        if newest.key in store:
-            return []
-        arrays = copy_newest(self.spec, caches, chain[-1].stop)
-        return [(newest, arrays)] if arrays else []
 
 
 def _is_full(block: Block) -> bool:

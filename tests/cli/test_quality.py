@@ -86,7 +86,7 @@ def test_fewer_bits_are_further_away(
     assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
     assert eight["kv_bytes_per_token"] / own["kv_bytes_per_token"] == pytest.approx(8.5 / 32)
     assert (eight["bits_per_number"], own["bits_per_number"]) == (8.5, 32)
-    assert eight["layout"] == "8b64,n256"
+    assert eight["layout"] == "8b64,c256"
 
 
 def test_the_table_names_the_texts(
@@ -133,7 +133,7 @@ def test_the_default_is_what_the_guard_has_made_of_it(
     assert report["guard"] == str(verdict) and probed == [(0, 2), (1, 2)]
     layouts = {row["precision"]: row["layout"] for row in report["rows"]}
     if len(losses) == 2:
-        assert layouts["default"] == "k8rv4rb64,n256"
+        assert layouts["default"] == "k8rv4rb64,c256"
         assert quality(*argv) == 0
         said = "default: keys 8 bits, values 4, rotated (the default loses 0.2 nats (far copy)"
         assert said in capsys.readouterr().out

@@ -35,7 +35,7 @@ def test_a_plain_model(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert re.search("KVCache +full +2 x 64 float32 +2 x 64 float32 ", said)
     # Per layer keys and values of 2 heads: 32 bytes of codes, 4 of scale and bias, for 64 numbers.
     assert "A token takes 288 B live and on disk, 0.14 of 2.0 KiB" in said
-    assert "The newest tokens, 255 at most, are also kept as computed: up to 510.0 KiB." in said
+    assert "The newest tokens, 255 at most, are kept as computed: up to 510.0 KiB." in said
     assert "Reusable: a conversation to its end, or up to any multiple of 256 tokens." in said
 
 
@@ -50,7 +50,7 @@ def test_precision_as_the_server_takes_it(
         )["layout"]
         for bits, rotate in (("4", "off"), ("8", "off"), ("auto", "on"), ("16", "on"))
     ]
-    assert layouts == ["4b64,n256", "8b64,n256", "k8rv4rb64,n256", "full"]
+    assert layouts == ["4b64,c256", "8b64,c256", "k8rv4rb64,c256", "full"]
 
 
 def test_the_bits_of_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,14 +137,14 @@ def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: 
     assert tokens_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
 
 
-def test_the_newest_tokens_are_read_too(store: BlockStore) -> None:
+def test_an_unfinished_block_has_more_bytes(store: BlockStore) -> None:
     eight = replace(FULL, precision=KVPrecision.of(8, 64))
     quantized = ModelCacheSpec((eight,), [KVCache()])
-    assert quantized.newest_bytes == 2 * 64 * 4
-    # A block in 8 bits has 0.28 of BLOCK_BYTES, its first 100 tokens as computed have 0.39.
-    nodes = blocks(1, "a")
-    assert tokens_of_model(store, nodes, 100, 0.1, quantized) == (100, None)
-    assert tokens_of_model(store, nodes, 100, 0.2, quantized) == (0, Reason.NOT_WORTH_IT)
+    (whole,) = blocks(1, "a")
+    unfinished = replace(whole, packed_ids=whole.packed_ids[:-4])
+    # A block in 8 bits has 0.28 of BLOCK_BYTES.
+    for node, n_tokens in ((whole, 100), (unfinished, 0)):
+        assert tokens_of_model(store, [node], 100, 0.2, quantized)[0] == n_tokens
 
 
 def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:

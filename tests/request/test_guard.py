@@ -103,7 +103,7 @@ def test_a_precision_that_is_borne_stays(
 
 
 @pytest.mark.parametrize(
-    ("losses", "layout"), [((0.5, 0.002), "k8v4b64,n256"), ((0.5, 0.4, 0.3), "full")]
+    ("losses", "layout"), [((0.5, 0.002), "k8v4b64,c256"), ((0.5, 0.4, 0.3), "full")]
 )
 def test_what_is_found_is_what_later_starts_take(
     provider: Any,
@@ -132,7 +132,7 @@ def test_what_is_found_is_what_later_starts_take(
     assert again.verdict == its.model.verdict
     # Nothing is left to judge, and what is asked for by name stays.
     work(Guard(replace(its, model=again), DEFAULT, "dequantize", 60.0))
-    assert prepare(provider, store, "k6v4").spec.layout == "k6v4b64,n256"
+    assert prepare(provider, store, "k6v4").spec.layout == "k6v4b64,c256"
 
 
 def test_requests_between_two_steps_change_nothing(
@@ -165,7 +165,7 @@ def test_the_verdict_of_a_server_that_was_quicker_is_taken(
     put_verdict(store.view.state, its.model.fingerprint, DEFAULT, theirs)
     monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
     work(Guard(its, DEFAULT, "dequantize", 60.0))
-    assert its.model.verdict == theirs and its.model.spec.layout == "k8v4b64,n256"
+    assert its.model.verdict == theirs and its.model.spec.layout == "k8v4b64,c256"
 
 
 def test_bits_that_a_model_cannot_be_served_in_are_not_kept(

@@ -44,8 +44,8 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("bits", "layout", "words"),
     [
-        ("default", "k8v4b64*1,k6v4b64*2,k8v4b64*1,n256", "keys 6 to 8 bits, values 4 ("),
-        ("k6v4", "k6v4b64,n256", "keys 6 bits, values 4 ("),
+        ("default", "k8v4b64*1,k6v4b64*2,k8v4b64*1,c256", "keys 6 to 8 bits, values 4 ("),
+        ("k6v4", "k6v4b64,c256", "keys 6 bits, values 4 ("),
         ("16", "full", "full precision;"),
     ],
 )

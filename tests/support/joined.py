@@ -38,8 +38,9 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
     for window, parts in pieces.windows.items():
         for piece in parts:
             joiner.add(piece, window)
-    joiner.add_state(pieces.state)
-    joiner.add_newest(pieces.newest)
+    joiner.add_state(
+        {**pieces.state, **pieces.newest}, pieces.n_tokens % 256 if pieces.newest else 0
+    )
     return joiner.finish()
 
 

@@ -157,8 +157,8 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
     for window, start in starts.items():
         (arrays,) = split(spec.sliding[window], caches, [(start, n_tokens)])
         joiner.add(Piece(arrays, 0, n_tokens - start), window)
-    joiner.add_state(copy_state(spec, caches))
-    joiner.add_newest(copy_newest(spec, caches, n_tokens))
+    newest = copy_newest(spec.quantized, caches, n_tokens)
+    joiner.add_state({**copy_state(spec, caches), **newest}, n_tokens)
     return canary_difference(model, spec, joiner.finish(), _IDS)
 
 

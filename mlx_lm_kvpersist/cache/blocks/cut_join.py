@@ -3,11 +3,13 @@
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases"
 [L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of
-numbers a head, D, and their padding. A group in full precision is two arrays, "0.k" and
-"0.v" [L, H, T, D]. A window holds a block's last tokens of the
-sliding groups with this window, in the same form. A state holds the recurrent groups' states at the
-end of a block: "2.0" [L, ...] is the first array of group 2. The newest tokens of quantized groups
-as they were computed are "0.k" and "0.v" [L, H, T, D].
+numbers a head, D, and their padding. A group in full precision is two arrays, "0.k" and "0.v"
+[L, H, T, D]. An unfinished block, of fewer tokens, has all groups so, as they were computed.
+
+Models with windows or states have blocks of any length, all packed. A window holds a block's last
+tokens of the sliding groups with this window. A state holds the recurrent groups' states at the end
+of a block: "2.0" [L, ...] is the first array of group 2; and the newest tokens of quantized groups,
+those of the unfinished block of the grid, as they were computed.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
 whole: the number of operations then depends on the number of layers, and no longer on the number
@@ -28,10 +30,12 @@ from ..geometry.spec import (
     LayerGroup,
     ModelCacheSpec,
     arrays_fit,
+    as_computed,
     forms_bytes,
     state_arrays,
     token_arrays,
 )
+from ..live import packed as pk
 from ..live.packed import GRID
 
 BLOCK_TOKENS = GRID
@@ -100,25 +104,22 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
     return state
 
 
-def copy_newest(spec: ModelCacheSpec, caches: Sequence[Any], n_tokens: int) -> dict[str, mx.array]:
+def copy_newest(
+    groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
+) -> dict[str, mx.array]:
     """Return the tokens before `n_tokens` in its block of the grid as they were computed.
 
-    They are arrays of their own. Nothing where no block is begun, or where the caches have
-    forgotten it.
+    They are evaluated arrays of their own. Nothing where no block is begun, or where the caches
+    have forgotten it.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
-    newest: dict[str, list[mx.array]] = {}
-    for group in spec.quantized if start < n_tokens else ():
-        for cache in (slots[slot] for slot in group.slots):
-            first = cache.offset - cache.newest.size()
-            if not first <= start < n_tokens <= cache.offset:
-                return {}
-            for part, kept in zip(group.shapes, cache.newest.view(), strict=True):
-                own = kept[:, :, start - first : n_tokens - first]
-                newest.setdefault(f"{group.name}.{part}", []).append(own)
-    stacked = {name: concatenated(arrays, axis=0) for name, arrays in newest.items()}
-    mx.eval(stacked)
-    return stacked
+    quantized = [slot for group in groups if group.precision for slot in group.slots]
+    firsts = (slots[slot].offset - slots[slot].newest.size() for slot in quantized)
+    if start == n_tokens or max(firsts, default=0) > start:
+        return {}
+    for slot in quantized:
+        slots[slot] = slots[slot].as_computed()
+    return split(as_computed(groups), slots, [(start, n_tokens)])[0]
 
 
 def split(
@@ -229,6 +230,7 @@ class Joiner:
             self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
         self._state: Arrays = {}
         self._newest: Arrays = {}
+        self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
         """Make one buffer before each yield; otherwise the first piece makes them all at once."""
@@ -246,13 +248,22 @@ class Joiner:
         if not self._whole and len(buffers.waiting) >= self._n_at_once:
             buffers.place()
 
-    def add_state(self, state: Arrays) -> None:
-        """Add the states of the recurrent groups after the last token."""
-        self._state = state
+    def add_unfinished(self, block: Arrays, n_tokens: int) -> None:
+        """Add the first tokens of an unfinished block, the last of all."""
+        packed: dict[str, mx.array] = {}
+        for group in self._spec.full:
+            sides = group.precision.sides if group.precision else (None, None)
+            for (part, names), side in zip(group.array_names.items(), sides, strict=True):
+                x = block[f"{group.name}.{part}"]
+                fields = pk.quantize(x, side) if side else (x,)
+                packed.update(zip(names, fields, strict=True))
+        self.add(Piece(packed, 0, n_tokens))
+        self._newest, self._n_newest = block, n_tokens
 
-    def add_newest(self, newest: Arrays) -> None:
-        """Add the newest tokens as they were computed."""
-        self._newest = newest
+    def add_state(self, state: Arrays, n_newest: int) -> None:
+        """Add the states of the recurrent groups after the last token, and the newest tokens."""
+        self._state = self._newest = state
+        self._n_newest = n_newest
 
     def finish(self) -> list[Any]:
         """Return the prompt cache, evaluated.
@@ -278,10 +289,11 @@ class Joiner:
                     )
                     cache = slots[slot]
                     kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
-        for group in self._spec.quantized if self._newest else ():
+        for group in self._spec.quantized if self._n_newest else ():
             both = [self._newest[f"{group.name}.{part}"] for part in group.shapes]
             for place, slot in enumerate(group.slots):
-                slots[slot].newest.append(*(x[place : place + 1] for x in both))
+                own = (x[place : place + 1, :, : self._n_newest] for x in both)
+                slots[slot].newest.append(*own)
                 mx.eval(slots[slot].state)
         for group in self._spec.recurrent if self._state else ():
             for number, form in enumerate(group.states):

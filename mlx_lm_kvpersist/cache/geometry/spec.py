@@ -161,8 +161,26 @@ class ModelCacheSpec:
 
     @cached_property
     def newest_bytes(self) -> int:
-        """Bytes of one token as it was computed, which the newest of a sequence take besides."""
-        return forms_bytes(newest_arrays(self.quantized, 1))
+        """Bytes of one token of the quantized groups as it was computed."""
+        return sum(group.full_precision_bytes for group in self.quantized)
+
+    def is_unfinished(self, n_tokens: int) -> bool:
+        """Whether a block of so many tokens is stored as it was computed.
+
+        Not where there are windows or states: their blocks end at checkpoints and stay so.
+        """
+        return self.any_prefix and n_tokens < GRID
+
+    def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
+        """Yield the arrays of a block's file."""
+        unfinished = self.is_unfinished(n_tokens)
+        return token_arrays(as_computed(self.full) if unfinished else self.full, n_tokens)
+
+    def state_arrays(self, n_newest: int) -> Iterator[ArrayForm]:
+        """Yield the arrays of a state's file, with `n_newest` tokens of quantized groups."""
+        yield from state_arrays(self.recurrent)
+        if n_newest:
+            yield from token_arrays(as_computed(self.quantized), n_newest)
 
     @property
     def reads_arrays(self) -> bool:
@@ -194,14 +212,15 @@ class ModelCacheSpec:
         """One word for how this model's KV is stored; different layouts have different words.
 
         It lists the precisions of layers in order, with their number if they differ:
-        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,n256". "n256" says that queries see their own block of
-        the grid as it was computed, and that scales and biases have 16 bits.
+        "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,c256". "c256" says that queries see their own block of
+        the grid as it was computed, that an unfinished one is stored so, and that scales and biases
+        have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
         parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
-        grid = [f"n{GRID}"] * bool(self.quantized)
+        grid = [f"c{GRID}"] * bool(self.quantized)
         return ",".join([*parts, *grid, *windows, *["state"] * bool(self.recurrent)])
 
     @cached_property
@@ -218,13 +237,14 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:
-        """Most bytes that a restore needs beside the full groups: windows and states."""
+        """Most bytes that a restore needs beside the blocks: windows, states, newest tokens."""
         windows = sum(
             window * group.bytes_per_token
             for window, groups in self.sliding.items()
             for group in groups
         )
-        return windows + sum(group.state_bytes for group in self.recurrent)
+        newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
+        return windows + newest + sum(group.state_bytes for group in self.recurrent)
 
     def make_cache(self) -> list[Any]:
         """Return an empty prompt cache; replaces the model's `make_cache`."""
@@ -259,12 +279,9 @@ def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayF
                 yield other, (*lead, width // quantization.group_size), scale_dtype(dtype)
 
 
-def newest_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the newest tokens of quantized groups as they were computed, [slots, H, tokens, D]."""
-    for group in groups:
-        for part, shape in group.shapes.items():
-            form = len(group.slots), shape.n_heads, n_tokens, shape.dim
-            yield f"{group.name}.{part}", form, shape.mx_dtype
+def as_computed(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
+    """Return groups as their tokens are computed: in full precision."""
+    return [replace(group, precision=None) for group in groups]
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:

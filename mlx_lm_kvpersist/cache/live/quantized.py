@@ -8,7 +8,7 @@ from operator import gt
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, create_attention_mask
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision
 from . import packed as pk
@@ -294,6 +294,13 @@ class SequenceQuantizedKVCache(PackedCache):
     def size(self) -> int:
         """Return the number of cached tokens."""
         return self.offset
+
+    def as_computed(self) -> ChunkedKVCache:
+        """Return the newest tokens, of which there must be some, as lazy views of the buffers."""
+        cache = ChunkedKVCache(pk.GRID)
+        cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
+        cache.keys, cache.values = self.newest.view()
+        return cache
 
     def _end_at(self, n_tokens: int) -> None:
         self.offset = n_tokens

@@ -39,7 +39,7 @@ def stored(
     ranges = [(start, min(start + 256, len(ids))) for start in range(0, len(ids), 256)]
     blocks = split(spec.full, caches, ranges)
     parts = [Piece(block, 0, b - a) for block, (a, b) in zip(blocks, ranges, strict=True)]
-    return spec, Pieces(len(ids), parts, newest=copy_newest(spec, caches, len(ids)))
+    return spec, Pieces(len(ids), parts, newest=copy_newest(spec.quantized, caches, len(ids)))
 
 
 def sing(model: Any, spec: ModelCacheSpec, pieces: Pieces, ids: list[int]) -> float:

@@ -247,7 +247,7 @@ def test_a_restored_conversation_goes_on_as_if_never_stored(
     ranges = [(0, min(cut, 256)), *([(256, cut)] if cut > 256 else [])]
     blocks = split(llama_spec.full, live, ranges)
     used = [Piece(x, 0, stop - start) for x, (start, stop) in zip(blocks, ranges, strict=True)]
-    newest = copy_newest(llama_spec, live, cut)
+    newest = copy_newest(llama_spec.quantized, live, cut)
     assert bool(newest) == (cut != 256)
     restored = join(llama_spec, Pieces(cut, used, newest=newest), 64)
     assert mx.array_equal(forward(restored, cut, 310), forward(live, cut, 310))

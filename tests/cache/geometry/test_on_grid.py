@@ -59,7 +59,7 @@ def test_what_is_restored_goes_on_as_it_was_computed(model: Any, n_restored: int
     ranges = [(n, min(n + 256, n_restored)) for n in range(0, n_restored, 256)]
     arrays = split(spec.full, filled, ranges)
     blocks = [Piece(x, 0, stop - start) for x, (start, stop) in zip(arrays, ranges, strict=True)]
-    newest = copy_newest(spec, filled, n_restored)
+    newest = copy_newest(spec.quantized, filled, n_restored)
     caches = join(spec, Pieces(n_restored, blocks, newest=newest), 0)
     found = logprobs(model, IDS[n_restored:], caches, 2048)
     np.testing.assert_allclose(found, expected, atol=1e-3)

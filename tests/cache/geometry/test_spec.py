@@ -24,7 +24,7 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     ModelCacheSpec,
     TensorShape,
     arrays_fit,
-    newest_arrays,
+    as_computed,
     token_arrays,
 )
 from mlx_lm_kvpersist.cache.live.quantized import AttentionPlan, SequenceQuantizedKVCache
@@ -93,7 +93,7 @@ def test_llama_is_one_group() -> None:
     assert spec.groups == (
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
     )
-    assert spec.layout == "4b64,n256" and spec.any_prefix and spec.batching is Batching.REPLIES
+    assert spec.layout == "4b64,c256" and spec.any_prefix and spec.batching is Batching.REPLIES
     assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 2)
 
 
@@ -109,7 +109,7 @@ def test_keys_and_values_may_differ() -> None:
     spec = ModelCacheSpec.probe(tiny_deepseek_v2())
     (group,) = spec.groups
     assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
-    assert spec.layout == "4b32,n256"
+    assert spec.layout == "4b32,c256"
 
 
 def test_layers_of_equal_geometry_are_a_group() -> None:
@@ -128,7 +128,7 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
 )
 def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
     """The first of several; sizes without padding have the names of stored conversations."""
-    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"{form},n256"
+    assert ModelCacheSpec.probe(tiny_qwen3(head_dim=head_dim)).layout == f"{form},c256"
 
 
 def test_keys_and_values_are_padded_each_for_itself() -> None:
@@ -142,20 +142,21 @@ def test_keys_and_values_are_padded_each_for_itself() -> None:
         "0.v.scales": (1, 2, 10, 2),
         "0.v.biases": (1, 2, 10, 2),
     }
-    assert [shape for _, shape, _ in newest_arrays([group], 3)] == [(1, 2, 3, 80), (1, 2, 3, 64)]
+    computed = token_arrays(as_computed([group]), 3)
+    assert [shape for _, shape, _ in computed] == [(1, 2, 3, 80), (1, 2, 3, 64)]
 
 
 def test_a_group_size_can_be_asked_for() -> None:
-    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32,n256"
+    assert ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8b32,c256"
     wide = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=128))
-    assert wide.layout == "4p64b128,n256"
+    assert wide.layout == "4p64b128,c256"
     with pytest.raises(ValueError, match="group size is 48"):
         ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(group_size=48))
 
 
 def test_keys_may_have_more_bits_than_values() -> None:
     spec = ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 4))
-    assert spec.layout == "k8v4b64,n256"
+    assert spec.layout == "k8v4b64,c256"
     arrays = {name: shape for name, shape, _ in token_arrays(spec.full, 10)}
     assert arrays["0.k.weights"] == (2, 2, 10, 16) and arrays["0.v.weights"] == (2, 2, 10, 8)
 
@@ -179,7 +180,7 @@ def test_the_first_and_the_last_quantized_layer_may_have_bits_of_their_own(
 ) -> None:
     choice = PrecisionChoice(6, 4, outer_key_bits=8)
     spec = ModelCacheSpec.probe(OddLayers(shapes), choice)
-    expected = "full" if layout == "full*2" else f"{layout},n256"
+    expected = "full" if layout == "full*2" else f"{layout},c256"
     assert spec.layout == expected
     assert [group.name for group in spec.groups] == [str(n) for n in range(len(spec.groups))]
     for slot, cache in enumerate(spec.make_cache()):
@@ -193,7 +194,7 @@ def test_the_first_and_the_last_layer_are_those_of_full_groups() -> None:
     full = list(gemma.precisions)
     assert 0 not in full and {str(one) for one in gemma.precisions.values()} == {"k8v4b64"}
     pairs = ModelCacheSpec.probe(Pairs(3), choice)
-    assert pairs.layout == "k8v4b64*2,k6v4b64*2,k8v4b64*2,n256"
+    assert pairs.layout == "k8v4b64*2,k6v4b64*2,k8v4b64*2,c256"
 
 
 def test_nothing_is_quantized_unless_asked_for() -> None:
@@ -237,8 +238,9 @@ def test_windows_are_a_group_of_their_own() -> None:
     sliding, full = spec.groups
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and str(full.precision) == "4b64"
-    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,n256,w16"
-    assert spec.bytes_per_checkpoint == 16 * 2 * 64 * 4
+    assert list(spec.sliding) == [16] and not spec.any_prefix and spec.layout == "4b64,c256,w16"
+    # Its window, and of the other layers the newest tokens.
+    assert spec.bytes_per_checkpoint == (16 + 255) * 2 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
 def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
     described = llama_spec.describe()
     assert json.loads(json.dumps(described)) == described
-    assert described["layout"] == "4b64,n256"
+    assert described["layout"] == "4b64,c256"
     assert described != ModelCacheSpec.probe(tiny_llama(), PrecisionChoice(8, 8)).describe()
 
 
@@ -325,10 +327,10 @@ def test_all_kinds_of_groups_are_described() -> None:
     recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
     spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
     assert spec.describe() == {
-        "layout": "k8v4b32,n256,w16,state",
+        "layout": "k8v4b32,c256,w16,state",
         "n_layers": 5,
         "bytes_per_token": 552,
-        "bytes_per_checkpoint": 16 * 512 + 192,
+        "bytes_per_checkpoint": 16 * 512 + 255 * 1152 + 192,
         "batching": "nothing",
         "groups": [
             {
@@ -389,4 +391,4 @@ def test_unlike_allocations_have_unlike_layouts() -> None:
         return ModelCacheSpec(tuple(groups), []).layout
 
     found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
-    assert len(found) == 5 and layout(4, 4, 4) == "4b64,n256"
+    assert len(found) == 5 and layout(4, 4, 4) == "4b64,c256"

@@ -57,7 +57,7 @@ def of_layout(model: Any, spec: ModelCacheSpec, layout: str) -> ModelCacheSpec:
         for slots in [[slot for slot, one in enumerate(precisions) if one == precision]]
     ]
     mixed = spec_with(model, groups)
-    assert mixed.layout == f"{layout},n256"
+    assert mixed.layout == f"{layout},c256"
     return mixed
 
 
@@ -67,7 +67,7 @@ def cut(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
     pieces = [Piece(b, 0, stop - start) for b, (start, stop) in zip(blocks, cuts, strict=True)]
     for piece in pieces:
         assert arrays_fit(token_arrays(mixed.full, piece.stop), piece.arrays) is None
-    return Pieces(300, pieces, newest=copy_newest(mixed, caches, 300))
+    return Pieces(300, pieces, newest=copy_newest(mixed.quantized, caches, 300))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

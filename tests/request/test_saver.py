@@ -1,0 +1,166 @@
+"""An unfinished block is stored as the model computed it, and a conversation goes on within it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.block import Block
+from mlx_lm_kvpersist.cache.blocks.cut_join import split
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.request.saver import insert
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
+from mlx_lm_kvpersist.store.files import block_path, read_file, write_block
+from models_check.build import build
+from models_check.conversation import random_ids
+from models_check.stored import StoredModel
+
+IDS = random_ids(3, 600)
+
+
+@pytest.fixture
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
+    """A model of the class that the test names in front of an empty store."""
+    model = build(getattr(request, "param", "llama"))
+    made = StoredModel(model, ModelCacheSpec.probe(model), tmp_path)
+    yield made
+    made.close()
+
+
+def computed(stored: StoredModel, n_tokens: int) -> tuple[mx.array, list[Any]]:
+    """Return the logits of the first tokens, [n, vocab], and the caches that hold them."""
+    caches = stored.spec.make_cache()
+    starts = range(0, n_tokens, 256)
+    chunks = [mx.array([IDS[start : min(start + 256, n_tokens)]]) for start in starts]
+    logits = mx.concatenate([stored.model(x, cache=caches)[0] for x in chunks], axis=0)
+    mx.eval(logits)
+    return logits, caches
+
+
+def keep(stored: StoredModel, n_tokens: int) -> None:
+    """Store a turn that ends there, and forget what is in RAM."""
+    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), n_tokens - 5)
+    caches = computed(stored, n_tokens)[1]
+    insert(sequence, IDS[:n_tokens], caches, REPLY, stored.store, stored.loaded)
+    stored.restart()
+
+
+def blocks_of(stored: StoredModel) -> list[Block]:
+    """Return the only chain that is stored."""
+    path: list[Block] = []
+    parent = stored.loaded.root.key
+    while children := stored.store.children(parent):
+        path += children
+        parent = path[-1].key
+    return path
+
+
+def check(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array) -> None:
+    """Ask for a text of so many tokens; its last logits are as `expected` of the whole text."""
+    row = stored.row([IDS[:n_tokens]], 1, None)
+    assert row.n_cached == n_reused
+    found = stored.model(mx.array([IDS[n_reused:n_tokens]]), cache=row.caches)[0, -1]
+    right = expected[n_tokens - 1]
+    assert float(mx.abs(found - right).max()) <= 1e-3 * float(mx.abs(right).max())
+
+
+def test_every_position_of_an_unfinished_block_is_restored(stored: StoredModel) -> None:
+    keep(stored, 511)
+    expected = computed(stored, 512)[0]
+    for n_tokens in range(258, 513):
+        check(stored, n_tokens, n_tokens - 1, expected)
+    check(stored, 257, 256, expected)
+    check(stored, 250, 0, expected)  # the first block is stored quantized
+
+
+def test_a_block_has_one_file_in_one_of_two_forms(stored: StoredModel) -> None:
+    keep(stored, 300)
+    files = sorted(stored.folder.rglob("*.safetensors"))
+    assert len(files) == 2 and stored.store.index.totals().n_checkpoints == 0
+    whole, unfinished = (read_file(block_path(stored.folder, x.key))[2] for x in blocks_of(stored))
+    assert {name.split(".")[-1] for name in whole} == {"weights", "scales", "biases"}
+    (group,) = stored.spec.full
+    assert group.keys is not None
+    assert unfinished.keys() == {"0.k", "0.v"}
+    for x in unfinished.values():
+        assert x.shape == (len(group.slots), group.keys.n_heads, 44, group.keys.dim)
+        assert x.dtype == group.keys.mx_dtype
+
+
+def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredModel) -> None:
+    keep(stored, 300)
+    expected = computed(stored, 600)[0]
+    row = stored.row([IDS[:590]], 1, None, "s")
+    assert row.n_cached == 300
+    for start, stop in ((300, 512), (512, 600)):
+        stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
+    row.keeper(IDS, row.caches)
+    stored.restart()
+    assert [block.stop for block in blocks_of(stored)] == [256, 512, 600]
+    assert len(list(stored.folder.rglob("*.safetensors"))) == 3
+    for n_tokens, n_reused in ((600, 599), (590, 589), (400, 256)):
+        check(stored, n_tokens, n_reused, expected)
+
+
+@pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
+def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
+    """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
+    expected = computed(stored, 600)[0]
+    n_before = 0
+    for n_tokens in (100, 200, 300, 555):
+        row = stored.row([IDS[: n_tokens - 5]], 1, None, "s")
+        assert row.n_cached == n_before
+        for start in [n_before, *(x for x in (256, 512) if n_before < x < n_tokens)]:
+            stop = min(n_tokens, start + 256 - start % 256)
+            stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
+        row.keeper(IDS[:n_tokens], row.caches)
+        stored.restart()
+        check(stored, n_tokens + 3, n_tokens, expected)
+        n_before = n_tokens
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+
+def packed(stored: StoredModel, path: Path) -> None:
+    """Give the file the form of a whole block."""
+    block, root, _ = read_file(path)
+    assert isinstance(block, Block)
+    at = [(block.start, block.stop)]
+    (arrays,) = split(stored.spec.full, computed(stored, block.stop)[1], at)
+    path.unlink()
+    write_block(path, block, root, arrays)
+
+
+@pytest.mark.parametrize("form", ["damaged", "packed"])
+def test_an_unfinished_block_that_is_not_right_is_computed_again(
+    stored: StoredModel, form: str
+) -> None:
+    keep(stored, 300)
+    path = block_path(stored.folder, blocks_of(stored)[-1].key)
+    damaged(path) if form == "damaged" else packed(stored, path)
+    expected = computed(stored, 310)[0]
+    check(stored, 305, 256, expected)
+    assert stored.outcomes[-1].reason is Reason.DAMAGED
+    keep(stored, 300)
+    check(stored, 305, 300, expected)
+
+
+def test_what_the_caches_have_forgotten_as_computed_is_not_stored(stored: StoredModel) -> None:
+    """They went on beyond the block's end and were cut back."""
+    sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 200)
+    caches = computed(stored, 520)[1]
+    for cache in caches:
+        cache.trim(20)
+    insert(sequence, IDS[:500], caches, REPLY, stored.store, stored.loaded)
+    stored.restart()
+    assert [block.stop for block in blocks_of(stored)] == [256]
+    assert [one.n_tokens for one in stored.store.index.sessions()] == [256]
+    check(stored, 505, 256, computed(stored, 505)[0])
