@@ -19,7 +19,7 @@ from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
 from .store.budget import StoreLimits
-from .units import number, parse_folder, parse_size
+from .units import parse_folder, parse_size
 
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
@@ -127,8 +127,7 @@ def add_options(parser: ArgumentParser, *names: str, rare: bool = False) -> None
         "max-stall-ms",
         "Longest that running replies wait for a token while a prompt is computed or "
         "restored; less makes that prompt slower (default: 250)",
-        # Less than 10 is less than a token takes on most devices.
-        type=number("milliseconds from 10 to 60000, such as 250", 10, 60_000),
+        type=float,
         default=250,
         metavar="MS",
     )
@@ -200,6 +199,11 @@ def from_args(args: Namespace) -> Config:
             "kvpersist: --kvpersist-kv-bits auto is now an old name of default; nothing is "
             "measured at the start"
         )
+    stall_ms = args.kvpersist_max_stall_ms
+    if not 10 <= stall_ms <= 60_000:  # less is less than a token takes on most devices
+        raise ConfigError(
+            f"--kvpersist-max-stall-ms {stall_ms:g} is out of range; give 10 to 60000"
+        )
     folder = args.kvpersist_dir or default_folder()
     ram, disk = args.kvpersist_ram, args.kvpersist_disk
     if ram is None:
@@ -223,7 +227,7 @@ def from_args(args: Namespace) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
-        max_stall_s=args.kvpersist_max_stall_ms / 1e3,
+        max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
     )
 

@@ -1,12 +1,9 @@
-"""How options read sizes, folders and numbers, and how messages show sizes (powers of 1024)."""
+"""How options read sizes and folders, and how messages show sizes (powers of 1024)."""
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable
 from pathlib import Path
 
 _UNITS = "KMGT"
@@ -52,20 +49,3 @@ def show_bytes(n_bytes: float) -> str:
         if abs(n_bytes) < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{n_bytes:.1f} {unit}iB"
-
-
-def number(
-    expected: str, least: float = math.ulp(0.0), most: float = sys.float_info.max
-) -> Callable[[str], float]:
-    """Return how an option reads a number from `least` to `most`; `expected` says so in words."""
-
-    def parse(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = math.nan
-        if not least <= found <= most:
-            raise ArgumentTypeError(f"{text!r} is not {expected}")
-        return found
-
-    return parse

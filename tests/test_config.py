@@ -125,6 +125,15 @@ def test_what_cannot_be_chosen(option: str, value: str) -> None:
         parsed(option, value)
 
 
+@pytest.mark.parametrize("stall_ms", ["9", "60001", "nan", "-1"])
+def test_a_stall_out_of_range(tmp_path: Path, stall_ms: str) -> None:
+    args = parsed("--kvpersist-dir", str(tmp_path), f"--kvpersist-max-stall-ms={stall_ms}")
+    with pytest.raises(ConfigError, match="out of range; give 10 to 60000"):
+        config.from_args(args)
+    args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-max-stall-ms", "10")
+    assert config.from_args(args).max_stall_s == 0.01
+
+
 def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key() -> str | None:
         return config.from_args(parsed("--kvpersist-dir", str(tmp_path))).api_key

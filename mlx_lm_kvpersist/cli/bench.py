@@ -207,7 +207,7 @@ class Bench:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, print the table and write the JSON; return the exit status."""
-    if args.minutes < 1:
+    if not args.minutes >= 1:  # nor is nan
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")

@@ -45,6 +45,8 @@ class Client:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises ConfigError where nothing can be written."""
+    if not 0 < args.port < 1 << 16:
+        raise ConfigError(f"--port {args.port} is no port; give that of the server, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
     n_context = context_of(url)
     client = CLIENTS[args.client](url, n_context)

@@ -7,14 +7,13 @@ next one finds the old index or none, never half of one, which a sweep would tak
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from ..block import Block, Checkpoint, Record, Root
+from ..block import Block, Checkpoint
 from ..errors import BlockCorrupt, StoreFormatError
 from .files import key_of, read_record
 from .folder import make_private, move, own_files, remove
@@ -112,8 +111,13 @@ def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> No
     ]
     with index.database.transaction():
         for number, path in enumerate(paths):
-            if (found := _read(path)) is not None:
-                record, root, stat = found
+            try:
+                (record, root, _), stat = read_record(path), path.stat()
+            except StoreFormatError as error:
+                raise StoreFormatError(f"{path}: {error}") from error
+            except (BlockCorrupt, FileNotFoundError) as error:
+                logger.warning("not taken into the index: %s: %s", path.name, error)
+            else:
                 known = index.block(record.block) if isinstance(record, Checkpoint) else None
                 if isinstance(record, Block) or (known is not None and known[1] == root.key):
                     index.add_blocks(root, [(record, stat.st_size)], stat.st_mtime)
@@ -128,18 +132,3 @@ def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> No
                 continue
             if session.leaf in index:
                 index.put_session(session)
-
-
-def _read(path: Path) -> tuple[Record, Root, os.stat_result] | None:
-    """Return the block or checkpoint of a file, its root, and size and times of the file.
-
-    None for a file that is not what its name promises.
-    """
-    try:
-        block, root, _ = read_record(path)
-        return block, root, path.stat()
-    except StoreFormatError as error:
-        raise StoreFormatError(f"{path}: {error}") from error
-    except (BlockCorrupt, FileNotFoundError) as error:
-        logger.warning("not taken into the index: %s: %s", path.name, error)
-        return None

@@ -238,7 +238,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
         item.key: NewFile(
             item,
             source.files[number].n_bytes,
-            partial(_write, partial(source.own_file, number)),
+            partial(_write, source, number),
         )
         for number, item in enumerate(source.items)
     }
@@ -268,7 +268,7 @@ def _session_through(index: Index, root: Root, leaf: Leaf) -> Session | None:
     return None
 
 
-def _write(content_of: Callable[[], bytes], path: Path) -> int:
+def _write(source: SessionFile, number: int, path: Path) -> int:
     """Write the file of a block or checkpoint; return its size in bytes."""
     with new_file(path) as file:
-        return file.write(content_of())
+        return file.write(source.own_file(number))

@@ -81,6 +81,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     for argv, expected in (
         (["--model", "/no/such"], "there is no model folder /no/such"),
         (["--model", "x", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
+        (["--model", "x", "--minutes", "nan"], "--minutes nan is too short; give 1 or more"),
         (["--model", "x", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
         (["--model", "not a name"], "there is no model folder not a name"),
     ):

@@ -161,6 +161,14 @@ def test_what_cannot_be_merged_is_left_alone(
     assert URL in out and "by hand" in err
 
 
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_what_is_no_port_is_written_nowhere(
+    port: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["connect", "claude", "--write", "--port", port]) == 1
+    assert f"--port {port} is no port" in capsys.readouterr().err and not list(home.iterdir())
+
+
 def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = home / FILES["claude"]
     file.parent.mkdir()
