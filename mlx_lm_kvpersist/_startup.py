@@ -2,13 +2,15 @@
 
 `install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
 executes it with its real loader, and then wraps its `main`. So the plugins are loaded when a server
-is started, whichever program starts it. No other module is touched. Every error ends the process
-with one line.
+is started, whichever program starts it. No other module is touched. While mlx_lm is imported, Python
+looks for no garbage: there is none, and looking takes a tenth of the time. Every error ends the
+process with one line.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import itertools
 import sys
@@ -19,6 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
+PACKAGE = "mlx_lm"
 TARGET = "mlx_lm.server"
 
 
@@ -103,12 +106,12 @@ def one_line(error: BaseException, plugins: Sequence[str]) -> str:
 
 
 class ServerFinder(MetaPathFinder):
-    """Finds `mlx_lm.server` as the other finders do, and wraps its loader."""
+    """Finds `mlx_lm` and `mlx_lm.server` as the other finders do, and wraps their loaders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != TARGET:
+        if fullname not in (PACKAGE, TARGET):
             return None
         for finder in sys.meta_path:
             if isinstance(finder, ServerFinder) or not hasattr(finder, "find_spec"):
@@ -122,7 +125,7 @@ class ServerFinder(MetaPathFinder):
 
 
 class ServerLoader(Loader):
-    """Executes a module with its real loader, then wraps its `main`."""
+    """Executes a module with its real loader; then wraps `main` of the server."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -139,8 +142,15 @@ class ServerLoader(Loader):
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real
-        self.real.exec_module(module)
-        wrap_main(module)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            self.real.exec_module(module)
+        finally:
+            if was_enabled:
+                gc.enable()
+        if module.__name__ == TARGET:
+            wrap_main(module)
 
     def get_code(self, fullname: str) -> CodeType:
         """Return what `python -m mlx_lm.server` runs.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import inspect
 import logging
 import os
@@ -52,25 +53,27 @@ class PluginArgumentParser(argparse.ArgumentParser):
     last, and if an option clashes with one of stock's, the error is reported for the plugin.
     """
 
-    _plugin_options_added = False
+    _plugin_option: argparse.Action | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self._plugin_options_added:
-            self._plugin_options_added = True
+        if self._plugin_option is None:
             # Its value was read before; here it is checked and documented.
-            self.add_argument_group("plugins").add_argument(
-                "--plugin",
-                action="append",
-                default=[],
-                metavar="NAME",
-                help="Load a plugin of the server; can be given more than once. "
-                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}",
+            self._plugin_option = self.add_argument_group("plugins").add_argument(
+                "--plugin", action="append", default=[], metavar="NAME"
             )
             try:
                 manager.ask("add_options", parser=self)
             except Exception as error:
                 stop(error)
         return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        if self._plugin_option is not None:
+            self._plugin_option.help = (
+                "Load a plugin of the server; can be given more than once. "
+                f"Installed: {', '.join(manager.installed_plugins()) or 'none'}"
+            )
+        return super().format_help()
 
 
 def plugin_argparse(stock: ModuleType) -> ModuleType:
@@ -93,6 +96,9 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
+        # What was imported stays, so that nothing need ever look for garbage in it. Stock does so
+        # before it loads a model.
+        gc.freeze()
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
         status = 0
