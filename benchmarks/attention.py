@@ -33,8 +33,9 @@ from mlx_lm_kvpersist.cache.live.attention import (
     packed_attention,
     tiled_attention,
 )
-from mlx_lm_kvpersist.cache.measuring.calibration import calibrate
+from mlx_lm_kvpersist.cache.measuring.calibration import calibrating
 from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
+from mlx_lm_kvpersist.cache.steps import completed
 
 from .report import Result
 
@@ -90,7 +91,7 @@ def main() -> None:
             result.add({"shape": name, **row})
             print(json.dumps(result.rows[-1]), flush=True)
         start_s = time.perf_counter()
-        plan = calibrate(SHAPES[name], precision, DTYPES[args.dtype], None)
+        plan = completed(calibrating(SHAPES[name], precision, DTYPES[args.dtype], None))
         plans[name] = {**plan.describe(), "calibration_s": time.perf_counter() - start_s}
         print(json.dumps({name: plans[name]}), flush=True)
     result.write()

@@ -2,9 +2,9 @@
 
 `install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
 executes it with its real loader, and then wraps its `main`. So the plugins are loaded when a server
-is started, whichever program starts it. No other module is touched. While mlx_lm is imported, Python
-looks for no garbage: there is none, and looking takes a tenth of the time. Every error ends the
-process with one line.
+is started, whichever program starts it. No other module is touched. While mlx_lm is imported,
+Python looks for no garbage: there is none, and looking takes a tenth of the time. Every error ends
+the process with one line.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Only this module knows all parts. `request/serving.py` does the work of a reques
 from __future__ import annotations
 
 import logging
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
@@ -29,26 +30,30 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
+from .cache.geometry.on_grid import end_on_grid
+from .cache.geometry.precision import PrecisionChoice
 from .cache.geometry.spec import Batching
 from .cache.live.quantized import batch_of
-from .errors import ModelNotSupported, RequestRefused
+from .cache.steps import Steps
+from .errors import KVPersistError, ModelNotSupported, RequestRefused
 from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, has_text_only
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .request.guard import Guard
-from .request.loading import places, prepare
+from .request.loading import Asked, Preparation, places
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
 from .request_log import RequestLog
-from .round_trip import check_round_trip
 from .store.block_store import BlockStore
 from .store.stored_sessions import NamedSessions, StoredSessions
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
+
+_ENDED = object()
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,8 @@ class KVPersistPlugin:
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
         self._roles = TemplateRoles()
+        self._steps: Steps[None] | None = None
+        """Of finding out what is not known of the loaded model."""
         self._guard: Guard | None = None
         self._warm: Callable[[], None] = lambda: None
         self._warm_model: str | None = None
@@ -90,10 +97,6 @@ class KVPersistPlugin:
             logger.info("kvpersist: %s", places(self._store))
 
     @hookimpl
-    def self_test(self) -> None:
-        check_round_trip(self._config.precision, self._config.attention)
-
-    @hookimpl
     def shutdown(self) -> None:
         self._serving = self._sessions = self._guard = None
         if self._store is not None:
@@ -105,34 +108,62 @@ class KVPersistPlugin:
     @hookimpl
     def model_loaded(self, provider: Any) -> ModelSupport | None:
         self._serving, self._guard, self._refusal = None, None, ""
+        self._steps = None
         self._roles = TemplateRoles.of(provider.tokenizer)
         store, asked = self._store, self._config
         if store is None:
             return None  # the server ends
         store.reader.release_prefetched()
         provider.cli_args.kv_bits = None
-        measured = asked.precision, asked.attention, asked.max_prefill_bytes
+        options = asked.precision, asked.attention, asked.max_prefill_bytes, asked.store_text
         try:
-            model = prepare(provider, store, *measured, with_text=asked.store_text)
+            preparation = Preparation(provider, store, Asked(*options), self._prove)
         except ModelNotSupported as error:
-            self._refusal = str(error)
-            provider.cli_args.kv_bits = asked.stock_kv_bits  # stock quantizes here
-            if provider.model_key[0] not in self._refused:
-                self._refused.add(provider.model_key[0])
-                logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
+            self._refuse(provider, error)
             return None
+        model = preparation.model
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
-        self._serving = serving = Serving(
-            store, model, self._record, isolated=isolated, step_s=step_s
-        )
-        self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
+        self._serving = serving = Serving(store, model, self._record, isolated, step_s, preparation)
+        self._steps = self._prepare(provider, serving, preparation.steps())
         return ModelSupport(
-            lambda: serving.model.spec.make_cache(),  # the guard may replace it
+            # The model may be replaced. Once it is refused, it makes the caches of its class.
+            lambda: serving.model.spec.make_cache() if self._serving is serving else None,
             batch_of,
             model.spec.batching is not Batching.NONE,
             model.speed.limits(asked.max_stall_s),
         )
+
+    def _refuse(self, provider: Any, error: Exception) -> None:
+        """Let stock serve the loaded model."""
+        self._serving, self._refusal = None, str(error)
+        provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
+        if provider.model_key[0] not in self._refused:
+            self._refused.add(provider.model_key[0])
+            logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
+
+    def _prove(self, choice: PrecisionChoice) -> None:
+        from .round_trip import check_round_trip  # seldom needed
+
+        check_round_trip(choice, self._config.attention)
+
+    def _prepare(self, provider: Any, serving: Serving, steps: Steps[None]) -> Steps[None]:
+        """Find out what is not known of the loaded model; then the guard may judge it."""
+        asked = self._config
+        try:
+            yield from steps
+        except ReferenceError:
+            return  # the server has dropped the model
+        except Exception as error:
+            level = logging.DEBUG if isinstance(error, KVPersistError) else logging.ERROR
+            logger.log(level, "kvpersist: the model could not be examined", exc_info=error)
+            end_on_grid(provider.model, False)
+            self._refuse(provider, error)
+            return
+        serving.prepared()
+        if serving.model.spec.batching is Batching.NONE:
+            provider.is_batchable = False
+        self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
 
     # A request.
 
@@ -161,6 +192,10 @@ class KVPersistPlugin:
 
     @hookimpl
     def idle(self, seconds: float) -> None:
+        until_s = time.monotonic() + self._config.max_stall_s
+        while self._steps is not None and time.monotonic() < until_s:
+            if next(self._steps, _ENDED) is _ENDED:
+                self._steps = None
         if self._guard is None or self._serving is None:
             return
         before = self._serving.model
@@ -288,10 +323,12 @@ class KVPersistPlugin:
 
     @property
     def _model(self) -> dict[str, str | None]:
+        """What is loaded, how it is kept, and what is being found out of it before it is kept."""
         model = serving.model if (serving := self._serving) else None
         return {
             "model": model.name if model else None,
             "precision": model.precision if model else None,
+            "examining": (serving.doing or None) if serving else None,
         }
 
     def _describe_sessions(self) -> dict[str, Any]:
@@ -300,7 +337,7 @@ class KVPersistPlugin:
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
-            return serving.model.describe()
+            return {**serving.model.describe(), "examining": serving.doing or None}
         why_not = self._refusal or "no model is loaded"
         return {"model": None, "kept": False, "why_not": why_not}
 

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "host",
         "match",
+        "round_trip",
         "store",
         "units",
     },

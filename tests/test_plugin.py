@@ -14,10 +14,7 @@ import pytest
 
 from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
-from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.config import Config
-from mlx_lm_kvpersist.errors import SelfTestFailed
-from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request.serving import RequestState
@@ -85,35 +82,9 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
     try:
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
-        monkeypatch.setattr("mlx_lm_kvpersist.plugin.prepare", mock.MagicMock())
+        monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.MagicMock())
         plugin.model_loaded(provider)
         assert args.kv_bits is None
-    finally:
-        plugin.shutdown()
-
-
-def test_the_self_test_checks_the_configured_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fault of the batch in full precision stops a server that was started with 16 bits."""
-    plugin = KVPersistPlugin()
-    parser = argparse.ArgumentParser()
-    plugin.add_options(parser)
-    options = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"]
-    plugin.configure(parser.parse_args(options, copy.copy(ARGS)))
-    made = manager.make_manager()
-    made.register(plugin)
-    try:
-        with manager.using(made):
-            manager.ask("self_test")
-            extract = FullPrecisionBatchKVCache.extract
-
-            def other_row(self: FullPrecisionBatchKVCache, idx: int) -> Any:
-                return extract(self, (idx + 1) % len(self._padding))
-
-            monkeypatch.setattr(FullPrecisionBatchKVCache, "extract", other_row)
-            with pytest.raises(SelfTestFailed):
-                manager.ask("self_test")
     finally:
         plugin.shutdown()
 

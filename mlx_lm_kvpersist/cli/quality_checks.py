@@ -20,9 +20,10 @@ from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.live.packed import GRID
-from ..cache.measuring.calibration import with_plans
+from ..cache.measuring.calibration import planning
 from ..cache.measuring.divergence import AT_ONCE, Predictions, compared
 from ..cache.measuring.texts import encode
+from ..cache.steps import completed
 from ..host.patching.patch import PatchSet
 from ..host.patching.patches import PATCHES
 
@@ -82,7 +83,8 @@ def served(
     They are measured unless `attention` names a strategy. Raises ModelNotSupported where nothing of
     the model is kept.
     """
-    return with_plans(model, ModelCacheSpec.probe(model, choice), None, attention)
+    spec = ModelCacheSpec.probe(model, choice)
+    return completed(planning(model, spec, None, attention))
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:

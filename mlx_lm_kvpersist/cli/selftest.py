@@ -1,4 +1,4 @@
-"""`mlx-lm-kvpersist selftest`: check what the server checks at its start, patches and plugins.
+"""`mlx-lm-kvpersist selftest`: check what the server checks: patches, plugins, numbers.
 
 Each patch is applied alone to show that its probe tells a patched server from a stock one.
 Then the server's own `main` is run with all patches, up to the point where it would listen.
@@ -19,10 +19,12 @@ from typing import Any
 from unittest import mock
 
 from .._startup import requested_plugins
+from ..config import add_options, precision_of
 from ..errors import KVPersistError, PatchNotEffective, SelfTestFailed
 from ..host import install, uninstall
 from ..host.patching.patch import Patch, PatchSet, look_up
 from ..host.patching.patches import PATCHES
+from ..round_trip import check_round_trip
 from .doctor import PLUGIN, Finding, mlx_lm, report
 
 
@@ -95,7 +97,8 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
     Parses options, configures the plugins, probes the patches, runs the plugins' `self_test`,
-    starts the generation thread, opens a port, and shuts all down. Raises what stopped it.
+    starts the generation thread, opens a port, and shuts all down; then checks the plugin's
+    numbers. Raises what stopped it.
     The plugin is kvpersist, with a temporary store, unless `server_options` name others.
     """
     plugins = requested_plugins(server_options)
@@ -115,6 +118,8 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
                 warnings.simplefilter("ignore")  # stock's, about production use
                 server.main()
     except _Listening:
+        if PLUGIN in (plugins or [PLUGIN]):
+            check_numbers(server_options)
         return
     except SystemExit as end:
         # argparse prints and exits; our own exits carry their cause.
@@ -122,6 +127,17 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
     finally:
         uninstall()
     raise SelfTestFailed("the server ended before it listened; expected it to start")
+
+
+def check_numbers(server_options: Sequence[str] = ()) -> None:
+    """Take a tiny model through the live path, in the precision that the options name.
+
+    A server does so before it stores anything with these versions. Raises SelfTestFailed.
+    """
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args, _ = parser.parse_known_args(server_options)
+    check_round_trip(precision_of(args), args.kvpersist_attention)
 
 
 class _Listening(BaseException):

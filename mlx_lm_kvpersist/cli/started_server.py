@@ -14,7 +14,7 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from ..api.admin import STATS_PATH
+from ..api.admin import SPEC_PATH, STATS_PATH
 from ..errors import KVPersistError
 from .asking import answer, ask
 
@@ -111,7 +111,7 @@ class StartedServer:
 
     def _wait_for_model(self) -> None:
         deadline = time.monotonic() + _START_S
-        while not self._is_healthy():
+        while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise self._failure("it did not start")
             time.sleep(0.05)
@@ -120,12 +120,13 @@ class StartedServer:
         except KVPersistError as error:
             raise self._failure(str(error)) from error
 
-    def _is_healthy(self) -> bool:
+    def _is_ready(self) -> bool:
+        """Say whether it serves, and a plugin keeps what it serves."""
         try:
             ask(self.url, "/health", timeout_s=2.0)
+            return "--plugin" not in self._command or not ask(self.url, SPEC_PATH).get("examining")
         except KVPersistError:
             return False
-        return True
 
     def wait_until_written(self) -> None:
         """Wait until the writer thread has nothing to do: kill -9 loses unwritten turns."""

@@ -138,13 +138,13 @@ class PrefillLimits:
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
 
-    `make_caches()` returns one cache per layer for a new sequence. `merge(caches)` returns one
-    batch cache for one layer's caches of several sequences, or None: then the first of them merges
-    them, as in stock. `batches` says whether sequences may be served together at all. Without
-    `limits` prompts are computed as in stock.
+    `make_caches()` returns one cache per layer for a new sequence, or None for those of stock.
+    `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
+    then the first of them merges them, as in stock. `batches` says whether sequences may be served
+    together at all. Without `limits` prompts are computed as in stock.
     """
 
-    make_caches: Callable[[], Sequence[Any]]
+    make_caches: Callable[[], Sequence[Any] | None]
     merge: Callable[[Sequence[Any]], Any] = lambda caches: None
     batches: bool = True
     limits: PrefillLimits | None = None

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import (
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+)
 from typing import Any
 
 import pluggy
@@ -54,12 +60,12 @@ def find_entry_point(name: str) -> EntryPoint:
 
     This package is asked first: to ask all that are installed takes longer.
     """
-    wanted = {"group": ENTRY_POINT_GROUP, "name": name}
     try:
-        own = distribution("mlx-lm-kvpersist").entry_points.select(**wanted)
+        found = distribution("mlx-lm-kvpersist").entry_points
     except PackageNotFoundError:  # a checkout on PYTHONPATH
-        own = ()
-    for entry_point in own or entry_points(**wanted):
+        found = EntryPoints()
+    found = found.select(group=ENTRY_POINT_GROUP, name=name)
+    for entry_point in found or entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point
     raise PluginNotFound(
         f"no plugin named {name!r} is installed in this environment; "

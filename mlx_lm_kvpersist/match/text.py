@@ -138,10 +138,17 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
+_LATIN_1 = {
+    **{char: chr(0x100) for char in range(0x100)},
+    **{ord(char): chr(byte) for char, byte in _BYTE_OF_CHAR.items()},
+}
+"""From a stand-in to its byte in Latin-1; other characters have none there."""
+
+
 def _byte_level_piece(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF_CHAR[c] for c in token)
-    except KeyError:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 

@@ -12,20 +12,11 @@ from typing import Literal
 
 import mlx.core as mx
 
-from ..cache.blocks.canary import warm_up
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
-from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
-from ..cache.measuring.calibration import with_plans
-from ..cache.measuring.guard import (
-    Loss,
-    is_guarded,
-    judge,
-    known_verdict,
-    own_caches,
-    put_verdict,
-)
+from ..cache.measuring.guard import Loss, is_guarded, judge, known_verdict, put_verdict
+from .loading import fitting
 from .serving import Serving
 
 _QUIET_S = 2.0
@@ -37,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Guard:
     """Judges the default precision of a model that was not judged before, one step at a time.
 
-    A step takes about `step_s`. If the model gets another precision, three more take as long as
-    they do when a model is loaded. No request runs during a step, so the next one has the new
+    A step takes about `step_s`, those that fit another precision to the model as long as they do
+    after it was loaded. No request runs during a step, so the next one has the new
     caches and the new root. Between steps the guard holds the text in two caches.
     """
 
@@ -92,19 +83,14 @@ class Guard:
         spec = loaded.spec
         if verdict.n_refused:
             yield
-            with own_caches(model):
-                spec = ModelCacheSpec.probe(model, verdict.choice(self._default))
-            yield
-            spec = with_plans(model, spec, state, self._attention)
-            yield
-            warm_up(model, spec)
-            if spec.reads_arrays:
-                end_on_grid(model)
+            choice = verdict.choice(self._default)
+            spec = yield from fitting(model, choice, self._attention, state)
         # Last: a model that cannot be served in other bits is not refused at the next start.
         kept = loaded.fingerprint, self._default, verdict
         serving.store.change_index(
             "keep what the guard found", lambda index: put_verdict(index.state, *kept)
         )
+        end_on_grid(model, spec.reads_arrays)
         serving.model = replace(loaded, spec=spec, verdict=verdict)
         if verdict.n_refused:
             words = layout_in_words(spec.layout)

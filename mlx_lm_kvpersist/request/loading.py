@@ -1,26 +1,46 @@
-"""A model that the server has loaded is made ready: its caches probed, its speed measured.
+"""A model that the server has loaded is made ready; what takes time, while nobody asks.
 
-Generation thread.
+What was found out of it before is read from the store's index, and it is ready at once. Else it is
+served in caches that its shapes allow, and nothing is stored or restored until the steps of its
+`Preparation` are done. Generation thread, but for the thread that reads the model's files.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
+import mlx.core as mx
+import xxhash
+
+from .. import __version__
 from ..cache.blocks.canary import warm_up
-from ..cache.geometry.fingerprint import local_path, model_fingerprint
-from ..cache.geometry.on_grid import end_on_grid
+from ..cache.geometry.fingerprint import (
+    content_hash,
+    is_quickly_hashed,
+    local_path,
+    model_fingerprint,
+)
+from ..cache.geometry.on_grid import end_on_grid, ending_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
+from ..cache.geometry.probe import probing
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
-from ..cache.measuring.calibration import with_plans
-from ..cache.measuring.guard import Verdict, is_guarded, known_verdict
-from ..cache.measuring.persisted import hash_once
-from ..cache.measuring.prefill_memory import measure_prefill
+from ..cache.measuring.calibration import device_key, planned, planning, read_plans
+from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
+from ..cache.measuring.persisted import Persisted, hash_once
+from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
+from ..cache.steps import Result, Steps
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
@@ -29,59 +49,304 @@ from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
 
+_MODEL_KEY = "model/1/"
+_ROUND_TRIP_KEY = "round-trip/1/"
+"""The numbers grow when what is found out changes: then it is found out anew."""
+
+_STAGES = (
+    "its files are read",
+    "the round trip of a tiny model is checked",
+    "its caches are tried, alone and in a batch",
+    "its attention is measured",
+    "its caches are restored",
+    "the memory of its prompts is measured",
+)
+_SAY_EVERY_S = 4.0
+"""How often the log says what is being found out."""
+
 _BATCHING = {
     Batching.REPLIES: "replies in batches",
     Batching.NONE: "one request at a time",
 }
 
 
-def prepare(
-    provider: Any,
-    store: BlockStore,
+@dataclass(frozen=True)
+class Asked:
+    """The options that decide how a model's prompts are computed and kept.
+
+    `with_text`: whether its prompts may be stored as text. `max_prefill_bytes`: what a chunk of a
+    prompt may take beside model and caches.
+    """
+
+    choice: PrecisionChoice
+    attention: Strategy | Literal["auto"]
+    max_prefill_bytes: int
+    with_text: bool
+
+
+class Preparation:
+    """A model that the provider has loaded: what is known of it, and the steps to all of it.
+
+    `doing` says what is being found out; it is "" once `model` is ready, so that conversations may
+    be stored and restored. `prove` checks, for a precision, that what is stored and restored gives
+    the logits that it should. It is called once for a combination of versions, device and options.
+
+    Raises:
+        ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
+            and whatever `prove` raises.
+    """
+
+    def __init__(
+        self,
+        provider: Any,
+        store: BlockStore,
+        asked: Asked,
+        prove: Callable[[PrecisionChoice], None],
+    ) -> None:
+        model_path, adapter_path, draft_path = provider.model_key
+        if draft_path is not None:
+            raise ModelNotSupported("a draft model is in use")
+        self._store, self._asked, self._prove = store, asked, prove
+        self._state = _State(store)
+        adapter = Path(adapter_path) if adapter_path else None
+        self._files = _Files(local_path(model_path), adapter, self._state)
+        text = TokenText.of(provider.tokenizer) if asked.with_text else None
+        if text is None and asked.with_text:
+            logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
+        self.doing, self._said_s = "", 0.0
+        self._model = weakref.proxy(provider.model)
+        verdict, choice = self._choice()
+        spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
+        known = self._known(choice, spec)
+        speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
+        about = provider.tokenizer, spec, self._files.fingerprint or "", text, str(model_path)
+        self.model = LoadedModel(self._model, *about, speed, verdict)
+        if known is not None:
+            self._finish(*known, verdict)
+        else:
+            end_on_grid(self._model, spec.reads_arrays)
+            self._say(0)
+
+    def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
+        """Return what the guard found, and the model's precision, as far as they are known."""
+        choice, fingerprint = self._asked.choice, self._files.fingerprint
+        if fingerprint is None or not is_guarded(choice):
+            return None, choice
+        verdict = known_verdict(self._state, fingerprint, choice)
+        return verdict, verdict.choice(choice) if verdict else choice
+
+    def steps(self) -> Steps[None]:
+        """Find out what is not known. What is found is kept in the index."""
+        if not self.doing:
+            if _has_kernels():
+                yield
+                warm_up(self._model, self.model.spec)
+            return
+        while (fingerprint := self._files.read()) is None:
+            self._say(0, self._files.progress)
+            yield
+        verdict, choice = self._choice()
+        if not self._is_proven(choice):
+            self._say(1)
+            yield
+            self._prove(choice)
+            self._state.put(self._key(_ROUND_TRIP_KEY, "", choice), True)
+        yield
+        with own_caches(self._model):
+            spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
+        known = self._known(choice, spec)  # another server of this store may have been quicker
+        if known is None:
+            attention, state = self._asked.attention, self._state
+            spec = yield from fitting(self._model, choice, attention, state, self._say)
+            self._say(5)
+            yield
+            context = partial(ending_on_grid, self._model, spec.reads_arrays)
+            measured = yield from _within(context, measuring_prefill(self._model, spec))
+            known = spec, measured
+            found = {
+                "spec": spec.describe(),
+                "plans": {name: plan.describe() for name, plan in spec.plans.items()},
+                "prefill": measured,
+            }
+            state.put_sealed(self._key(_MODEL_KEY, fingerprint, choice), found)
+        self._finish(*known, verdict)
+
+    def _key(self, kind: str, fingerprint: str, choice: PrecisionChoice) -> str:
+        versions = f"{device_key()} mlx-lm {version('mlx-lm')} kvpersist {__version__}"
+        return f"{kind}{fingerprint} {choice!r} {self._asked.attention} {versions}"
+
+    def _is_proven(self, choice: PrecisionChoice) -> bool:
+        return self._state.get(self._key(_ROUND_TRIP_KEY, "", choice)) is True
+
+    def _known(
+        self, choice: PrecisionChoice, spec: ModelCacheSpec
+    ) -> tuple[ModelCacheSpec, tuple[float, float]] | None:
+        """Return what was found out of a model with these shapes; None unless it was all of it."""
+        fingerprint = self._files.fingerprint
+        if fingerprint is None or not self._is_proven(choice):
+            return None
+        found = self._state.get_sealed(self._key(_MODEL_KEY, fingerprint, choice))
+        try:
+            spec = replace(spec, batching=Batching(found["spec"]["batching"]))
+            if found["spec"] != json.loads(json.dumps(spec.describe())):
+                return None  # its shapes do not tell all
+            token_bytes, score_bytes = map(float, found["prefill"])
+            return planned(spec, read_plans(found["plans"], spec)), (token_bytes, score_bytes)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _say(self, stage: int, detail: str = "") -> None:
+        what = f"{_STAGES[stage]}{detail} ({stage + 1} of {len(_STAGES)})"
+        now_s = time.monotonic()
+        if now_s - self._said_s > _SAY_EVERY_S or not self.doing:
+            self._said_s = now_s
+            logger.info("kvpersist: %s: nothing is kept yet: %s", self.model.name, what)
+        self.doing = what
+
+    def _finish(
+        self, spec: ModelCacheSpec, measured: tuple[float, float], verdict: Verdict | None
+    ) -> None:
+        """From now on the model is computed, stored and restored so."""
+        end_on_grid(self._model, spec.reads_arrays)
+        model, asked = self.model, self._asked
+        model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
+        fingerprint = self._files.fingerprint or ""
+        self.model = replace(model, spec=spec, fingerprint=fingerprint, verdict=verdict)
+        self.doing = ""
+        about = described(spec, verdict), places(self._store)
+        logger.info("kvpersist: %s: %s; %s", model.name, *about)
+        for group in spec.full:
+            if group.precision is None and not asked.choice.is_full_precision:
+                logger.warning(
+                    "kvpersist: %d of its layers stay in full precision: %s",
+                    len(group.slots),
+                    group.why,
+                )
+
+
+def fitting(
+    model: Any,
     choice: PrecisionChoice,
     attention: Strategy | Literal["auto"],
-    max_prefill_bytes: int,
-    *,
-    with_text: bool,
-) -> LoadedModel:
-    """Return what is known of the model that the provider has loaded, and log it.
+    persisted: Persisted,
+    say: Callable[[int], None] = lambda stage: None,
+) -> Steps[ModelCacheSpec]:
+    """Find how a model's caches are made, batched and read, and that they can be restored.
 
-    What is measured of it is persisted in the store's index. with_text: whether its prompts may be
-    stored as text. max_prefill_bytes: what a chunk of a prompt may take beside model and caches.
-    Raises ModelNotSupported where its conversations cannot be kept.
+    `say` is called with the stage that begins. Raises ModelNotSupported.
     """
-    model_path, adapter_path, draft_path = provider.model_key
-    if draft_path is not None:
-        raise ModelNotSupported("a draft model is in use")
-    fingerprint = model_fingerprint(
-        local_path(model_path),
-        Path(adapter_path) if adapter_path else None,
-        partial(hash_once, store.view.state),
-    )
-    verdict = None
-    if is_guarded(choice):
-        verdict = known_verdict(store.view.state, fingerprint, choice)
-        choice = verdict.choice(choice) if verdict else choice
-    spec = ModelCacheSpec.probe(provider.model, choice)
-    spec = with_plans(provider.model, spec, store.view.state, attention)
-    warm_up(provider.model, spec)
-    if spec.reads_arrays:
-        end_on_grid(provider.model)
-    speed = Speed(measure_prefill(provider.model, spec, max_prefill_bytes))
-    text = TokenText.of(provider.tokenizer) if with_text else None
-    if text is None and with_text:
-        logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-    logger.info("kvpersist: %s: %s; %s", model_path, described(spec, verdict), places(store))
-    for group in spec.full:
-        if group.precision is None and not choice.is_full_precision:
-            logger.warning(
-                "kvpersist: %d of its layers stay in full precision: %s",
-                len(group.slots),
-                group.why,
-            )
-    model = weakref.proxy(provider.model)
-    name = str(model_path)
-    return LoadedModel(model, provider.tokenizer, spec, fingerprint, text, name, speed, verdict)
+    say(2)
+    probe = probing(model, choice, evaluate=True)
+    spec = yield from _within(partial(own_caches, model), probe)
+    say(3)
+    yield
+    spec = yield from planning(model, spec, persisted, attention)
+    say(4)
+    yield
+    warm_up(model, spec, has_kernels=_has_kernels())
+    return spec
+
+
+def _has_kernels() -> bool:
+    """Say whether the device compiles or loads kernels when they are first used."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[Any]], steps: Steps[Result]
+) -> Steps[Result]:
+    """Do each step within a context, which requests between two of them do not see."""
+    while True:
+        with context():
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        yield
+
+
+class _State:
+    """Values that are persisted in a store's index. The writer thread writes them: it may wait."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._put: dict[str, Any] = {}
+
+    def get(self, key: str) -> Any:
+        return self._put[key] if key in self._put else self._store.view.state.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        self._put[key] = value
+        what = "keep what was found out of a model"
+        self._store.change_index(what, lambda index: index.state.put(key, value))
+
+    def get_sealed(self, key: str) -> Any:
+        """Return a value that `put_sealed` put, None for any other."""
+        match self.get(key):
+            case [str(seal), str(text)] if seal == _seal(key, text):
+                return json.loads(text)
+        return None
+
+    def put_sealed(self, key: str, value: Any) -> None:
+        """Put a value with a checksum: a wrong one would change what is computed."""
+        text = json.dumps(value)
+        self.put(key, [_seal(key, text), text])
+
+
+def _seal(key: str, text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{key}\n{text}".encode())
+
+
+class _NotRead(Exception):
+    """A file is large and was not read before."""
+
+
+class _Files:
+    """The fingerprint of a model's files. A thread reads those that were not read before.
+
+    Raises what `model_fingerprint` does, here or in `read`.
+    """
+
+    def __init__(self, model_path: Path, adapter_path: Path | None, state: _State) -> None:
+        self._paths, self._state = (model_path, adapter_path), state
+        self._error: Exception | None = None
+        self._n_read, self._n_bytes = 0, 1
+        self.fingerprint: str | None = None
+        """None until all files were read."""
+        try:
+            self.fingerprint = self._hashed(_quick_hash)
+        except _NotRead:
+            self._n_bytes = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+            Thread(target=self._run, name="kvpersist-files", daemon=True).start()
+
+    @property
+    def progress(self) -> str:
+        return f", {min(1.0, self._n_read / self._n_bytes):.0%}"
+
+    def read(self) -> str | None:
+        """Return the fingerprint, None until it is known."""
+        if self._error is not None:
+            raise self._error
+        return self.fingerprint
+
+    def _run(self) -> None:
+        try:
+            self.fingerprint = self._hashed(lambda path: content_hash(path, self._count))
+        except Exception as error:
+            self._error = error
+
+    def _hashed(self, read: Callable[[Path], str]) -> str:
+        return model_fingerprint(*self._paths, partial(hash_once, self._state, read=read))
+
+    def _count(self, n_bytes: int) -> None:
+        self._n_read += n_bytes
+
+
+def _quick_hash(path: Path) -> str:
+    if not is_quickly_hashed(path):
+        raise _NotRead
+    return content_hash(path)
 
 
 def places(store: BlockStore) -> str:

@@ -47,9 +47,12 @@ class Speed:
         """Return how prompts are computed beside replies that wait `max_stall_s` at most."""
         if self.memory is None:
             return None
-        return PrefillLimits(
-            max_stall_s, self.memory.most_tokens, self.memory.limit_bytes, self.pace
-        )
+
+        def most_tokens(position: int) -> int:
+            assert self.memory is not None
+            return self.memory.most_tokens(position)  # which is measured while requests come
+
+        return PrefillLimits(max_stall_s, most_tokens, self.memory.limit_bytes, self.pace)
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""

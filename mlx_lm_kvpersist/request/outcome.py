@@ -54,6 +54,7 @@ class Reason(Enum):
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
     NO_CHECKPOINT = "no-checkpoint", "the model can go on only from an earlier checkpoint"
     STORE_FAILED = "store-failed", "the store could not be read, the log says why"
+    NOT_READY = "not-ready", "the model is still being examined"
     NOT_KEPT = "not-kept", "this request is served as the stock server does"
 
     def __init__(self, word: str, text: str) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import mlx.core as mx
+
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..errors import ClientGone
-from ..host.answers import ClientRequest, Prepared, Prompt, TakenRequest
+from ..host.answers import PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
+from .loading import Preparation
 from .lookup import Lookup, Reuse
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
@@ -102,7 +105,8 @@ class Serving:
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
-    those whose prompts are being computed, and some that have been.
+    those whose prompts are being computed, and some that have been. While there is a `preparation`,
+    nothing is looked up, and what is saved is held.
     """
 
     store: BlockStore
@@ -110,7 +114,48 @@ class Serving:
     record: Callable[[RequestState, Outcome], None]
     isolated: bool
     step_s: float
+    preparation: Preparation | None = None
     computing: list[RunningSequence] = field(default_factory=list)
+    _held: list[tuple[RunningSequence, list[int], list[Any], str]] = field(default_factory=list)
+
+    @property
+    def doing(self) -> str:
+        """What is being found out of the model, in words; "" when all is known."""
+        return self.preparation.doing if self.preparation is not None else ""
+
+    def root_of(self, state: RequestState) -> Root:
+        """Return the root of the tree that the request's tenant may see."""
+        session = (state.session or "") if self.isolated else ""
+        return replace(self.model.root, namespace=state.namespace, session=session)
+
+    def save(
+        self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
+    ) -> None:
+        """Save what was computed of a sequence, or hold the ends of its parts for now."""
+        if sequence.request.root is not None:
+            try:
+                insert(sequence, tokens, caches, cache_type, self.store, self.model)
+            except Exception:
+                logger.exception("kvpersist: a turn could not be saved")
+            self.remember(sequence.request)
+        elif cache_type != PREFILL:
+            mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
+            if self.model.spec.any_prefix:
+                self._held = [one for one in self._held if one[0] is not sequence]
+            self._held.append((sequence, list(tokens), caches, cache_type))
+            while _n_bytes(self._held) > self.store.limits.max_ram_bytes:
+                self._held.pop(0)
+
+    def prepared(self) -> None:
+        """Take the model as it was found to be, and save what was held. No request runs."""
+        assert self.preparation is not None
+        before, self.model, self.preparation = self.model, self.preparation.model, None
+        held, self._held = self._held, []
+        if self.model.spec != before.spec:
+            return  # what was held is of other caches, or wrong in a batch
+        for sequence, tokens, caches, cache_type in held:
+            sequence.request.root = self.root_of(sequence.request)
+            self.save(sequence, tokens, caches, cache_type)
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -135,10 +180,11 @@ class ServedRequest(TakenRequest):
             state.lookup = None
         self._waits: bool | None = None
         self._n_shared: dict[RunningSequence, int] = {}
+        state.messages, state.root = prompt.messages, None
+        if serving.doing:
+            return
         store, model = serving.store, serving.model
-        session = (state.session or "") if serving.isolated else ""
-        state.root = root = replace(model.root, namespace=state.namespace, session=session)
-        state.messages = prompt.messages
+        state.root = root = serving.root_of(state)
         try:
             fed = retokenize(prompt, root, store, model)
             state.lookup = Lookup(fed, root, store, model)
@@ -171,15 +217,17 @@ class ServedRequest(TakenRequest):
             except Exception:
                 logger.exception("kvpersist: the prompt could not be restored")
         if reuse is None:
-            fed = self._rendered
-            reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
+            fed, doing = self._rendered, serving.doing
+            reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
+            detail = f"{reason.text}: {doing}" if doing else ""
+            reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=reason, detail=detail))
         serving.record(state, reuse.outcome)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
         n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         self._sequence = RunningSequence(
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
-        if state.is_kept:
+        if state.is_kept and state.root is not None:
             running = serving.computing
             running = [one for one in running if not (one.is_computed or one.request.is_over)]
             serving.computing = [*running, self._sequence]
@@ -190,11 +238,11 @@ class ServedRequest(TakenRequest):
         state, serving, sequence = self._state, self._serving, self._sequence
         if not state.is_kept or (serving.isolated and state.session is None):
             return  # no other request may, or could, find it
-        try:
-            insert(sequence, tokens, caches, cache_type, serving.store, serving.model)
-        except Exception:
-            logger.exception("kvpersist: a turn could not be saved")
-        serving.remember(state)
+        serving.save(sequence, tokens, caches, cache_type)
+
+
+def _n_bytes(held: Sequence[tuple[Any, Any, list[Any], str]]) -> int:
+    return sum(int(cache.nbytes) for _, _, caches, _ in held for cache in caches)
 
 
 def awaits_another(

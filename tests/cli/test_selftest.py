@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding
 from mlx_lm_kvpersist.cli.main import main as command
@@ -40,6 +41,18 @@ def _attributes(module: ModuleType) -> dict[str, Any]:
 def test_a_plugin_that_is_not_installed_fails_the_start() -> None:
     finding = selftest.tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
     assert not finding.passed and finding.found.startswith("no plugin named 'nothing'")
+
+
+def test_the_round_trip_is_that_of_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the batch in full precision is found with 16 bits."""
+    extract = FullPrecisionBatchKVCache.extract
+
+    def other_row(self: FullPrecisionBatchKVCache, idx: int) -> Any:
+        return extract(self, (idx + 1) % len(self._padding))
+
+    monkeypatch.setattr(FullPrecisionBatchKVCache, "extract", other_row)
+    with pytest.raises(SelfTestFailed):
+        selftest.check_startup(["--kvpersist-kv-bits", "16"])
 
 
 def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:

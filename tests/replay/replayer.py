@@ -206,7 +206,7 @@ class Replayer:
         prompt, segments, types, *_ = self._generator._tokenize(self.tokenizer, request, args)
         caches, rest = self._cache.fetch_nearest_cache(self._key, prompt)
         n_reused = len(prompt) - len(rest)
-        caches = caches or list(self._make_caches())
+        caches = caches or list(self._make_caches() or ())
         assert {cache.size() for cache in caches} == {n_reused}
         logits = self._prefill(prompt, segments, types, caches, n_reused)
         self._assert_as_computed(prompt, logits)
@@ -255,7 +255,7 @@ class Replayer:
         return logits
 
     def _assert_as_computed(self, prompt: list[int], logits: mx.array) -> None:
-        cold = self._forward(prompt, list(self._make_caches()))
+        cold = self._forward(prompt, list(self._make_caches() or ()))
         difference = float(mx.abs(logits - cold).max())
         assert difference < LOGIT_TOLERANCE, f"logits differ by {difference}"
         second, first = sorted(float(x) for x in mx.topk(cold, 2))

@@ -10,10 +10,13 @@ import pytest
 from mlx_lm.utils import load
 
 from mlx_lm_kvpersist.block import Root
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
+from mlx_lm_kvpersist.cache.steps import completed
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.lookup import Lookup, Reuse
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.outcome import Outcome
@@ -41,6 +44,14 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return LoadedModel(
         model, tokenizer, ModelCacheSpec.probe(model), "fingerprint", TokenText.of(tokenizer)
     )
+
+
+def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> LoadedModel:
+    """Return a model of which everything has been found out."""
+    asked = Asked(choice, "dequantize", 1 << 30, with_text=True)
+    made = Preparation(provider, store, asked, lambda choice: None)
+    completed(made.steps())
+    return made.model
 
 
 @dataclass

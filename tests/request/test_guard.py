@@ -31,6 +31,8 @@ from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
 from tests.support.host import patched_attention
 
+from .conftest import prepared
+
 DEFAULT = KV_BITS[DEFAULT_BITS]
 STEPS = 400
 IDLE_S = 1e6
@@ -66,7 +68,7 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(provider: Any, store: BlockStore, bits: str = DEFAULT_BITS) -> LoadedModel:
     choice = KV_BITS[bits]
-    return loading.prepare(provider, store, choice, "dequantize", 1 << 30, with_text=True)
+    return prepared(provider, store, choice)
 
 
 def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> Serving:
@@ -176,7 +178,7 @@ def test_bits_that_a_model_cannot_be_served_in_are_not_kept(
     refused = Verdict((("far copy", 0.5), ("far copy", 0.001)))
     with monkeypatch.context() as broken:
         broken.setattr(guarding, "known_verdict", lambda *_: refused)
-        broken.setattr(guarding, "with_plans", lambda *_: 1 / 0)
+        broken.setattr(loading, "planning", lambda *_: 1 / 0)
         work(Guard(its, DEFAULT, "dequantize", 60.0))
     store.drain()
     assert its.model is before

@@ -12,11 +12,12 @@ import pytest
 from mlx_lm import load
 
 from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
 from tests.support.host import patched_attention
+
+from .conftest import prepared
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,6 @@ def test_the_first_and_the_last_layer_have_more_bits_by_default(
     words: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    loaded = loading.prepare(provider, store, KV_BITS[bits], "dequantize", 1 << 30, with_text=True)
+    loaded = prepared(provider, store, KV_BITS[bits])
     assert loaded.spec.layout == loaded.root.layout == layout
     assert words in caplog.text

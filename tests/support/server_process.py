@@ -16,6 +16,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mlx_lm_kvpersist.api.admin import KEY_VARIABLE, SPEC_PATH
+
 from .reply import PortTaken, Reply, ServerError, read_events, read_reply, response_headers
 from .zygote import VARIABLES, Forked, Zygote
 
@@ -65,7 +67,8 @@ class ServerProcess:
     ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
     mlx_lm is run. launcher: what Python runs as the server. log_path: where stdout and stderr
     go, appended across restarts; without it a temporary file that `stop` removes.
-    start_timeout_s: until /health must have answered.
+    start_timeout_s: until /health must have answered. examined: whether a start waits until the
+    plugin keeps the model's conversations.
 
     Requests may be sent from several threads at once.
     """
@@ -88,6 +91,7 @@ class ServerProcess:
         port: int | None = None,
         start_timeout_s: float = 120.0,
         request_timeout_s: float = 300.0,
+        examined: bool = True,
     ) -> None:
         self.model = str(model)
         self.extra = list(extra)
@@ -98,6 +102,7 @@ class ServerProcess:
         self.port = port
         self.start_timeout_s = start_timeout_s
         self.request_timeout_s = request_timeout_s
+        self.examined = examined
         self._fixed_port = port is not None
         self._owns_log = log_path is None
         if log_path is None:
@@ -275,6 +280,21 @@ class ServerProcess:
                 continue
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
+        while self.examined and self._is_examining() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _is_examining(self) -> bool:
+        """Say whether the plugin does not know yet how to keep the loaded model's conversations."""
+        if "kvpersist" not in self.extra:
+            return False
+        try:
+            key = {**os.environ, **self.env}.get(KEY_VARIABLE, "")
+            status, _, body = self.request(
+                "GET", SPEC_PATH, headers={"Authorization": f"Bearer {key}"}
+            )
+            return status == 200 and bool(json.loads(body).get("examining"))
+        except (OSError, HTTPException):
+            return False  # it has ended
 
     def _is_taken(self) -> bool:
         """Say whether another process listens on this server's port."""

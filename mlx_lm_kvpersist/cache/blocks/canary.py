@@ -113,11 +113,12 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
     ]
 
 
-def warm_up(model: Any, spec: ModelCacheSpec) -> None:
+def warm_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> None:
     """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
 
     A GPU's kernels are compiled, or loaded, when they are first used. The kernel of attention
-    depends on the number of keys, so the canary also runs over a long cache of zeros. If caches can
+    depends on the number of keys, so the canary also runs over a long cache of zeros, where the
+    device has such kernels. If caches can
     step back, the short canary also shows whether the model goes on from restored caches as it did
     from those that it filled.
 
@@ -134,7 +135,8 @@ def warm_up(model: Any, spec: ModelCacheSpec) -> None:
             "it keeps state outside its caches"
         )
     try:
-        _warm_up_long(model, spec)
+        if has_kernels:
+            _warm_up_long(model, spec)
     except Exception as error:
         logger.debug("the first long restore will be slower: %r", error)
     mx.clear_cache()

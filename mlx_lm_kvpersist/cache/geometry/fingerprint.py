@@ -70,23 +70,36 @@ def local_path(model: str) -> Path:
     return Path(config).parent
 
 
-def content_hash(path: Path) -> str:
+def content_hash(path: Path, on_read: Callable[[int], None] = lambda n_bytes: None) -> str:
     """Return a hex hash of a file's content: its sha256 in a hub cache, else xxh3_128.
 
-    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so it is not read.
+    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so it is not read. `on_read`
+    is called with the size of each piece that was.
 
     Raises:
         OSError: the file cannot be read.
     """
-    if path.is_symlink():
-        target = path.resolve(strict=True)
-        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
-            return target.name
+    if known := _hash_in_name(path):
+        return known
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
+            on_read(len(chunk))
     return digest.hexdigest()
+
+
+def is_quickly_hashed(path: Path) -> bool:
+    """Say whether a file is small, or need not be read. Raises OSError where it is not there."""
+    return path.stat().st_size <= _READ_BYTES or bool(_hash_in_name(path))
+
+
+def _hash_in_name(path: Path) -> str | None:
+    if path.is_symlink():
+        target = path.resolve(strict=True)
+        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+            return target.name
+    return None
 
 
 def _config(path: Path) -> Any:

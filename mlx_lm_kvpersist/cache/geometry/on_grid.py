@@ -7,6 +7,8 @@ it: the server's own batch, stock where it serves one request at a time, a comma
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +17,20 @@ from ..live.packed import GRID
 from ..live.quantized import PackedCache
 from .kinds import slots_of
 
+_MARK = "ends_on_grid"
+"""An attribute of the classes that are made here."""
 
-def end_on_grid(model: Any) -> None:
-    """Have `model` compute a prompt of one row up to the end of a block of the grid at a time."""
+
+def end_on_grid(model: Any, wanted: bool = True) -> None:
+    """Have `model` compute a prompt of one row up to the end of a block of the grid at a time.
+
+    If that is not wanted, it computes as before.
+    """
     own: Any = model.__class__  # of what a proxy stands for
+    if _MARK in vars(own):
+        own = model.__class__ = own.__base__
+    if not wanted:
+        return
 
     def call(self: Any, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
         n_rows, n_left = inputs.shape[:2]
@@ -35,5 +47,16 @@ def end_on_grid(model: Any) -> None:
             start, stop = stop, stop + GRID
         return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]
 
-    named = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    named = {"__module__": own.__module__, "__qualname__": own.__qualname__, _MARK: True}
     model.__class__ = type(own.__name__, (own,), {"__call__": call, **named})
+
+
+@contextmanager
+def ending_on_grid(model: Any, wanted: bool) -> Iterator[None]:
+    """Have a model end its prompts on the grid, or not, within a `with` block."""
+    before: Any = model.__class__
+    end_on_grid(model, wanted)
+    try:
+        yield
+    finally:
+        model.__class__ = before

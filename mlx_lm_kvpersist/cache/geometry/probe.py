@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
+from ..steps import Steps
 from .kinds import COMPOSITE, KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
 from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
@@ -39,8 +40,8 @@ spread, or this many times the difference between two cuts of a prompt (some per
 """
 
 
-def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
-    """Return the spec of a model for the requested precision.
+def probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[ModelCacheSpec]:
+    """Find the spec of a model for the requested precision. In each step it makes its own caches.
 
     Full groups get the precision whose group size needs the least padding, if it saves memory and a
     forward pass works with it; the others stay in full precision. Without `evaluate` nothing is
@@ -53,7 +54,7 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelC
     """
     choice.candidates()  # its ValueError is about the choice, not about the model
     try:
-        return _probe(model, choice, evaluate=evaluate)
+        return (yield from _probing(model, choice, evaluate=evaluate))
     except ModelNotSupported:
         raise
     except Exception as error:
@@ -61,7 +62,7 @@ def probe_spec(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelC
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
-def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCacheSpec:
+def _probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[ModelCacheSpec]:
     caches = make_prompt_cache(model)
     _check_classes(caches)
     logits = _forward(model, caches)
@@ -75,13 +76,15 @@ def _probe(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> ModelCache
     for place, group in enumerate(groups):
         if group.precision is not None:
             trial = spec_with(model, [*working[:place], group])
+            yield
             why = _why_not(model, trial, evaluate=evaluate)
             working[place] = replace(working[place], why=why) if why else group
     layers = [layer for layer, cache in enumerate(caches) for _ in slots_of([cache])]
     spec = spec_with(model, _with_outer(working, layers, choice))
     if not evaluate:
         return spec
-    return replace(spec, batching=_batching(model, spec, spec_with(model, plain)))
+    batching = yield from _batching(model, spec, spec_with(model, plain))
+    return replace(spec, batching=batching)
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
@@ -233,20 +236,25 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
     return None
 
 
-def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Batching:
+def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Steps[Batching]:
     """Find out whether the replies of sequences of unequal length can be decoded together.
 
     Caches in full precision, without the noise of quantizing, show whether the results are right.
     Those of `spec` need only not fail.
     """
-    alone = [_alone(model, full_precision, [row]) for row in _ROWS]
-    cut = [_alone(model, full_precision, [row[:2], row[2:]]) for row in _ROWS]
-    mx.eval(alone, cut)
+    alone, cut = [], []
+    for row in _ROWS:
+        yield
+        alone.append(_alone(model, full_precision, [row]))
+        yield
+        cut.append(_alone(model, full_precision, [row[:2], row[2:]]))
     noise = max(map(logits_difference, alone, cut))
     tolerance = min(max(_BATCH_TOLERANCE, _TIMES_NOISE * noise), _MOST_TOLERANCE)
     try:
+        yield
         together = _decoded_together(model, full_precision)
-        mx.eval(together, _decoded_together(model, spec))
+        yield
+        _decoded_together(model, spec)
     except Exception as error:
         logger.debug("a batch fails: %s", error)
         return Batching.NONE
@@ -262,6 +270,7 @@ def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) ->
     for chunk in chunks:
         model(mx.array([list(chunk)], mx.int32), cache=caches)
     logits: mx.array = model(mx.array([[_NEXT_ID]], mx.int32), cache=caches)[0, -1]
+    mx.eval(logits)
     return logits
 
 
@@ -276,6 +285,7 @@ def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
     logits = list(model(mx.full((len(_ROWS), 1), _NEXT_ID, mx.int32), cache=batch)[:, -1])
     for cache in batch:
         cache.extract(0)  # as the server does with a row that has ended
+    mx.eval(logits)
     return logits
 
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from ..live.packed import GRID, scale_dtype
 from ..live.quantized import AttentionPlan
+from ..steps import completed
 from .kinds import GroupKind
 from .precision import KVPrecision, PrecisionChoice
 
@@ -138,10 +139,10 @@ class ModelCacheSpec:
     def probe(
         cls, model: Any, choice: PrecisionChoice | None = None, *, evaluate: bool = True
     ) -> ModelCacheSpec:
-        """Find a model's spec by running it: see `probe_spec`."""
-        from .probe import probe_spec  # probe imports this module
+        """Find a model's spec by running it: see `probing`."""
+        from .probe import probing  # probe imports this module
 
-        return probe_spec(model, choice or PrecisionChoice(), evaluate=evaluate)
+        return completed(probing(model, choice or PrecisionChoice(), evaluate=evaluate))
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:

@@ -39,7 +39,8 @@ from ..live.attention import (
 )
 from ..live.packed import Packed
 from ..live.quantized import PHASES, AttentionPlan, forced_plan
-from .observe import AttentionShape, probe_packed
+from ..steps import Steps
+from .observe import AttentionShape, probing_packed
 from .persisted import Persisted
 
 logger = logging.getLogger(__name__)
@@ -90,41 +91,64 @@ _LADDERS: Mapping[str, tuple[_Work, ...]] = {
 }
 
 
-def with_plans(
+def planning(
     model: Any,
     spec: ModelCacheSpec,
     persisted: Persisted | None,
     choice: Strategy | Literal["auto"] = "auto",
-) -> ModelCacheSpec:
-    """Return the spec with a plan for every quantized group, measured on this device if necessary.
+) -> Steps[ModelCacheSpec]:
+    """Find a plan for every quantized group, measured on this device if necessary.
 
     A forward pass shows which groups the model can attend to packed, and with how many query
-    heads; the others are dequantized. See `calibrate` for `persisted` and `choice`.
+    heads; the others are dequantized. See `calibrating` for `persisted` and `choice`.
     """
     plans: dict[str, AttentionPlan] = {}
-    slots = slots_of(spec.make_cache())
-    for group in spec.full:
-        if group.precision is None or group.keys is None:
-            continue
-        found = probe_packed(model, spec.make_cache, group.slots)
+    for group in spec.quantized:
+        assert group.precision is not None and group.keys is not None
+        found = yield from probing_packed(model, spec.make_cache, group.slots)
         shape, *others = {found[slot] for slot in group.slots}
         plan = AttentionPlan()
         if shape is not None and not others:
-            plan = calibrate(shape, group.precision, group.keys.mx_dtype, persisted, choice)
+            its = shape, group.precision, group.keys.mx_dtype
+            plan = yield from calibrating(*its, persisted, choice)
         plans[group.name] = plan
+    return planned(spec, plans)
+
+
+def planned(spec: ModelCacheSpec, plans: Mapping[str, AttentionPlan]) -> ModelCacheSpec:
+    """Return the spec with these plans, by the names of its quantized groups."""
+    slots = slots_of(spec.make_cache())
+    for group in spec.quantized:
         for slot in group.slots:
-            slots[slot].plan = plan
+            slots[slot].plan = plans[group.name]
     return replace(spec, template=replaced(spec.template, slots), plans=plans)
 
 
-def calibrate(
+def read_plans(described: Any, spec: ModelCacheSpec) -> dict[str, AttentionPlan]:
+    """Return the plans of a spec's groups from what `AttentionPlan.describe` said of each.
+
+    Raises KeyError, TypeError or ValueError where that is something else.
+    """
+    return {
+        group.name: AttentionPlan(
+            **{phase: its[phase]["strategy"] for phase in PHASES},
+            measured_ms={phase: its[phase]["ms"] for phase in PHASES},
+            **{name: its[name] for name in ("can_take_packed", "max_dequantized_bytes")},
+            tile_bytes=its["tile_bytes"],
+        )
+        for group in spec.quantized
+        for its in [described[group.name]]
+    }
+
+
+def calibrating(
     shape: AttentionShape,
     precision: KVPrecision,
     dtype: mx.Dtype,
     persisted: Persisted | None,
     choice: Strategy | Literal["auto"] = "auto",
-) -> AttentionPlan:
-    """Return the quickest plan for layers of `shape` that compute in `dtype` and take packed keys.
+) -> Steps[AttentionPlan]:
+    """Find the quickest plan for layers of `shape` that compute in `dtype` and take packed keys.
 
     Measuring takes about a second. Nothing is measured if `persisted` has the results, or if
     `choice` is a strategy instead of "auto". Evaluates MLX.
@@ -138,16 +162,13 @@ def calibrate(
     key = f"{_KEY}{device_key()} {heads} {dims} {kernels} {dtype}"
     plan = None if persisted is None else _read_plan(persisted.get(key))
     if plan is None:
-        start_s = time.perf_counter()
-        measured = {phase: _measure(shape, kernels, dtype, phase) for phase in PHASES}
-        mx.clear_cache()
+        measured = {}
+        for phase in PHASES:
+            yield
+            measured[phase] = _measure(shape, kernels, dtype, phase)
+            mx.clear_cache()
         plan = _plan(measured)
-        logger.debug(
-            "attention of %s measured in %.2f s: %s",
-            key,
-            time.perf_counter() - start_s,
-            plan.describe(),
-        )
+        logger.debug("attention of %s: %s", key, plan.describe())
         if persisted is not None:
             persisted.put(key, measured)
     return plan

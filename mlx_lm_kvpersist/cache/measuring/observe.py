@@ -15,6 +15,7 @@ from ..geometry.kinds import slots_of
 from ..geometry.probe import logits_difference
 from ..live.attention import PackedKV
 from ..live.quantized import SequenceQuantizedKVCache, forced_plan
+from ..steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,10 @@ def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
         setattr(base, _TARGET, before)
 
 
-def probe_packed(
+def probing_packed(
     model: Any, make_caches: Callable[[], Sequence[Any]], layers: Sequence[int]
-) -> list[AttentionShape | None]:
-    """Return, for each slot, the shape of its layer's attention, or None if it must dequantize.
+) -> Steps[list[AttentionShape | None]]:
+    """Find, for each slot, the shape of its layer's attention, or None if it must dequantize.
 
     `make_caches` returns a new prompt cache, without plans. Its quantized slots at the places
     `layers` are tried packed, together. If the model fails, or its logits differ from those over
@@ -90,9 +91,10 @@ def probe_packed(
                     if shapes[i] is None:
                         logger.debug("layer %d does not attend over its packed keys", i)
                         return refused
-            if not _agrees(model, make_caches, logits):
-                logger.debug("packed keys change the model's output")
-                return refused
+            mx.eval(logits)
+        if not (yield from _agreeing(model, make_caches, logits)):
+            logger.debug("packed keys change the model's output")
+            return refused
     except Exception as error:
         # A model may raise anything when it gets keys that it does not expect.
         logger.debug("the model does not take packed keys: %r", error)
@@ -100,15 +102,19 @@ def probe_packed(
     return shapes
 
 
-def _agrees(model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.array) -> bool:
-    """Return whether `logits` of the last token are those over dequantized keys, but for rounding.
+def _agreeing(
+    model: Any, make_caches: Callable[[], Sequence[Any]], logits: mx.array
+) -> Steps[bool]:
+    """Find whether `logits` of the last token are those over dequantized keys, but for rounding.
 
     The same prompt in other chunks shows how much difference rounding makes.
     """
     compared: list[mx.array] = []
     for prompt in (_PROMPT, _CUT):
+        yield
         caches = list(make_caches())
         compared.append([model(mx.array([ids]), cache=caches)[:, -1] for ids in prompt][-1])
+        mx.eval(compared)
     expected, cut = compared
     noise = _TIMES_NOISE * logits_difference(expected, cut)
     tolerance = min(max(noise, _LEAST_TOLERANCE), _MOST_TOLERANCE)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..geometry.fingerprint import content_hash
-
-logger = logging.getLogger(__name__)
 
 
 class Persisted(Protocol):
@@ -25,14 +23,13 @@ class Persisted(Protocol):
         """Write a value, in place of any before."""
 
 
-def hash_once(persisted: Persisted, path: Path) -> str:
+def hash_once(persisted: Persisted, path: Path, read: Callable[[Path], str] = content_hash) -> str:
     """Hash a file once: weights are gigabytes, and when they change, so does their stamp."""
     stat = path.stat()
     stamp = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
     match persisted.get(f"hash/{path}"):
         case [str(then), str(known)] if then == stamp:
             return known
-    logger.info("kvpersist: reading %s once, to tell models apart", path.name)
-    found = content_hash(path)
+    found = read(path)
     persisted.put(f"hash/{path}", [stamp, found])
     return found

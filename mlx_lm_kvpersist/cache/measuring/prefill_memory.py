@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..geometry.kinds import slots_of
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
+from ..steps import Steps
 
 MIN_CHUNK = 32
 """Tokens that are computed at once however little memory there is."""
@@ -51,6 +52,18 @@ class PrefillMemory:
     stops_every: int | None = None
     """Chunks end at the multiples of this, where a checkpoint is made; None without checkpoints."""
 
+    @classmethod
+    def of(
+        cls, spec: ModelCacheSpec, limit_bytes: int, measured: tuple[float, float] | None = None
+    ) -> PrefillMemory:
+        """Return that of a model whose bytes of a token and of a score were measured.
+
+        Until they are, a chunk has half of stock's tokens at most.
+        """
+        token_bytes, score_bytes = measured or (limit_bytes / _LONGEST, float(_SCORE_BYTES))
+        stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
+        return cls(token_bytes, score_bytes, _key_bytes(spec), limit_bytes, stops_every)
+
     def peak_bytes(self, n_tokens: int, position: int) -> int:
         """Return the most bytes that a chunk after `position` cached tokens takes."""
         n_keys = position + n_tokens
@@ -69,14 +82,13 @@ class PrefillMemory:
         return most
 
 
-def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
-    """Compute pairs of short chunks, and derive the memory of longer ones from theirs.
+def measuring_prefill(model: Any, spec: ModelCacheSpec) -> Steps[tuple[float, float]]:
+    """Compute pairs of short chunks; find the bytes of a token and of a score: see `PrefillMemory`.
 
     The second chunk of a pair follows the first and has its length. It takes more memory than the
     first only for the keys of the first.
     """
-    # Of a token in one layer, quantized or not.
-    key_bytes = max((one.full_precision_bytes // len(one.slots) for one in spec.full), default=0)
+    key_bytes = _key_bytes(spec)
     longest = min((position_limit(model) or 2 * _LONGEST) // 2, _LONGEST)
     most_s = _CPU_MEASURE_S if mx.default_device() == mx.Device(mx.cpu) else _MEASURE_S
     n_tokens = min(_SHORTEST, longest)
@@ -88,13 +100,18 @@ def measure_prefill(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> Prefi
         if 2 * n_tokens > longest or seconds > most_s:
             break
         n_tokens *= 2
+        yield
     score_bytes = (second - first) / n_tokens**2 - key_bytes / n_tokens
     score_bytes = min(max(0.0, score_bytes), _MOST_SCORE_BYTES)
     token_bytes = max(0.0, first / n_tokens - n_tokens * score_bytes - key_bytes)
     if n_tokens < _MIN_MEASURED:
         score_bytes = _SCORE_BYTES
-    stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
-    return PrefillMemory(token_bytes, score_bytes, key_bytes, limit_bytes, stops_every)
+    return token_bytes, score_bytes
+
+
+def _key_bytes(spec: ModelCacheSpec) -> int:
+    """Return the bytes of a token in one layer, quantized or not, in full precision."""
+    return max((one.full_precision_bytes // len(one.slots) for one in spec.full), default=0)
 
 
 def _peak(model: Any, caches: list[Any], n_tokens: int) -> int:

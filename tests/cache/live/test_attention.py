@@ -38,8 +38,9 @@ from mlx_lm_kvpersist.cache.live.quantized import (
 from mlx_lm_kvpersist.cache.measuring.observe import (
     AttentionShape,
     observed_attention,
-    probe_packed,
+    probing_packed,
 )
+from mlx_lm_kvpersist.cache.steps import completed
 from tests.support.host import patched_attention
 
 from ..conftest import ARCHITECTURES, N_HEADS, address, random_kv, same_bits, tiny_gemma3
@@ -604,9 +605,8 @@ def test_models_whose_attention_takes_packed_keys(
     model = ARCHITECTURES[architecture]()
 
     def probed(precision: KVPrecision) -> list[AttentionShape | None]:
-        return probe_packed(
-            model, lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers], [0, 1]
-        )
+        made = lambda: [SequenceQuantizedKVCache(precision) for _ in model.layers]  # noqa: E731
+        return completed(probing_packed(model, made, [0, 1]))
 
     shapes = {
         "llama": AttentionShape(4, 2, 64, 64),
@@ -628,9 +628,9 @@ def test_layers_of_which_some_are_ours() -> None:
         ]
 
     shapes = [None, AttentionShape(2, 1, 64, 64)]
-    assert probe_packed(model, make_caches, [0, 1]) == shapes
-    assert probe_packed(model, make_caches, [0]) == [None, None]
-    assert probe_packed(model, make_caches, [1]) == shapes
+    assert completed(probing_packed(model, make_caches, [0, 1])) == shapes
+    assert completed(probing_packed(model, make_caches, [0])) == [None, None]
+    assert completed(probing_packed(model, make_caches, [1])) == shapes
 
 
 class OneLayer:
@@ -688,7 +688,8 @@ def probed(attend: Callable[[Any, Any, Any, mx.array], mx.array], noise: float) 
     """Whether one layer that attends so is found to take packed keys."""
     precision = KVPrecision.of(8, 32)
     model = OneLayer(attend, noise)
-    return probe_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0]) != [None]
+    made = probing_packed(model, lambda: [SequenceQuantizedKVCache(precision)], [0])
+    return completed(made) != [None]
 
 
 @pytest.mark.parametrize("noise", [0.0, 3.0])

@@ -23,8 +23,9 @@ from mlx_lm_kvpersist.cache.live.attention import (
 )
 from mlx_lm_kvpersist.cache.live.quantized import PHASES, AttentionPlan, forced_plan
 from mlx_lm_kvpersist.cache.measuring import calibration
-from mlx_lm_kvpersist.cache.measuring.calibration import calibrate, with_plans
+from mlx_lm_kvpersist.cache.measuring.calibration import calibrating, planning
 from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
+from mlx_lm_kvpersist.cache.steps import completed
 
 from ..conftest import tiny_gemma3
 from .in_memory import InMemory
@@ -45,7 +46,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
     """The plan of a device on which every phase takes these times."""
     monkeypatch.setattr(calibration, "_measure", lambda *args: dict(ms))
-    return calibrate(SHAPE, PRECISION, mx.float32, None)
+    return completed(calibrating(SHAPE, PRECISION, mx.float32, None))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
 )
 def test_takes_about_a_second(shape: AttentionShape) -> None:
     start_s = time.perf_counter()
-    plan = calibrate(shape, KVPrecision.of(8, 64, 4), mx.float32, None)
+    plan = completed(calibrating(shape, KVPrecision.of(8, 64, 4), mx.float32, None))
     assert time.perf_counter() - start_s < 6  # others may be using the machine
     assert plan.can_take_packed
     for phase in PHASES:
@@ -83,7 +84,7 @@ def test_a_winner_must_win_clearly(
 
 @pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
 def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy) -> None:
-    plan = calibrate(SHAPE, PRECISION, mx.float32, None, choice)
+    plan = completed(calibrating(SHAPE, PRECISION, mx.float32, None, choice))
     assert plan.decode == plan.prefill == choice
 
 
@@ -98,9 +99,9 @@ def test_results_are_persisted_for_each_shape_device_and_precision(
         return {"dequantize": 1.0, "packed": 0.5}
 
     monkeypatch.setattr(calibration, "_measure", measure)
-    first = calibrate(SHAPE, PRECISION, mx.float32, persisted)
+    first = completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
     assert len(measured) == len(PHASES)
-    assert calibrate(SHAPE, PRECISION, mx.float32, persisted) == first
+    assert completed(calibrating(SHAPE, PRECISION, mx.float32, persisted)) == first
     assert len(measured) == len(PHASES)
     others: list[tuple[AttentionShape, KVPrecision, mx.Dtype]] = [
         (AttentionShape(8, 2, 64, 64), PRECISION, mx.float32),
@@ -108,10 +109,10 @@ def test_results_are_persisted_for_each_shape_device_and_precision(
         (SHAPE, PRECISION, mx.bfloat16),
     ]
     for n, other in enumerate(others, 2):
-        calibrate(*other, persisted)
+        completed(calibrating(*other, persisted))
         assert len(measured) == n * len(PHASES)
     monkeypatch.setattr(calibration, "device_key", lambda: "another device")
-    calibrate(SHAPE, PRECISION, mx.float32, persisted)
+    completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
     assert len(measured) == 5 * len(PHASES)
     assert len(persisted) == 5
 
@@ -143,12 +144,12 @@ def test_damaged_results_are_measured_again(monkeypatch: pytest.MonkeyPatch, dam
         return {"dequantize": 1.0, "packed": 0.5}
 
     monkeypatch.setattr(calibration, "_measure", measure)
-    first = calibrate(SHAPE, PRECISION, mx.float32, persisted)
+    first = completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
     (key,) = persisted
     persisted[key] = damaged
     measured.clear()
     for _ in range(2):
-        assert calibrate(SHAPE, PRECISION, mx.float32, persisted) == first
+        assert completed(calibrating(SHAPE, PRECISION, mx.float32, persisted)) == first
     assert len(measured) == len(PHASES)
 
 
@@ -166,7 +167,7 @@ def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()
     mx.random.seed(3)
-    calibrate(SHAPE, PRECISION, mx.float32, None)
+    completed(calibrating(SHAPE, PRECISION, mx.float32, None))
     assert mx.random.uniform().item() == expected.item()
 
 
@@ -275,7 +276,7 @@ def test_a_strategy_that_computes_something_else_never_wins(
     assert calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
     monkeypatch.setattr(calibration, "packed_attention", lambda *given: right(*given) * wrong)
     assert not calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
-    plan = calibrate(SHAPE, PRECISION, mx.float32, None)
+    plan = completed(calibrating(SHAPE, PRECISION, mx.float32, None))
     assert all("packed" not in ms for ms in plan.measured_ms.values())
     assert "packed" not in (plan.prefill, plan.decode, plan.batch_decode)
 
@@ -314,7 +315,7 @@ def test_every_quantized_group_has_the_plan_of_its_shape(
     model = tiny_gemma3()
     spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
     persisted = InMemory()
-    planned = with_plans(model, spec, persisted)
+    planned = completed(planning(model, spec, persisted))
     assert planned == spec and list(planned.plans) == ["1"]
     assert planned.plans["1"].prefill == planned.plans["1"].decode == "packed"
     precision = KVPrecision.of(8, 64, 4)
@@ -339,7 +340,7 @@ def test_models_that_need_plain_keys_are_not_measured(
 ) -> None:
     """Nor layers of one group that attend in several ways."""
     spec = ModelCacheSpec.probe(model, evaluate=False)
-    planned = with_plans(model, spec, InMemory(), "packed")
+    planned = completed(planning(model, spec, InMemory(), "packed"))
     expected = forced_plan("packed", can_take_packed=True) if is_taken else AttentionPlan()
     assert planned.plans == {"0": expected}
     assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
@@ -348,6 +349,6 @@ def test_models_that_need_plain_keys_are_not_measured(
 def test_layers_in_full_precision_have_no_plan(no_measuring: None) -> None:
     model = Layers(4, 4)
     spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16), evaluate=False)
-    planned = with_plans(model, spec, InMemory())
+    planned = completed(planning(model, spec, InMemory()))
     assert planned.plans == {}
     assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]

@@ -17,8 +17,9 @@ from mlx_lm_kvpersist.cache.measuring.prefill_memory import (
     CHECKPOINT_EVERY,
     MIN_CHUNK,
     PrefillMemory,
-    measure_prefill,
+    measuring_prefill,
 )
+from mlx_lm_kvpersist.cache.steps import completed
 
 from ..conftest import tiny_gemma3
 from ..geometry.test_spec import OddLayers
@@ -26,10 +27,14 @@ from ..geometry.test_spec import OddLayers
 MIB = 1 << 20
 
 
+def measured(model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
+    return PrefillMemory.of(spec, limit_bytes, completed(measuring_prefill(model, spec)))
+
+
 def test_a_chunk_takes_no_more_than_was_told(tiny_model: Path) -> None:
     model = load(str(tiny_model))[0]
     spec = ModelCacheSpec.probe(model)
-    memory = measure_prefill(model, spec, 64 * MIB)
+    memory = measured(model, spec, 64 * MIB)
     caches = [BatchQuantizedKVCache.merge([cache]) for cache in spec.make_cache()]
     for position in range(0, 2048, 256):
         mx.reset_peak_memory()
@@ -131,7 +136,7 @@ def test_what_is_told_is_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, llama_spec: ModelCacheSpec
 ) -> None:
     device = Device(monkeypatch)
-    memory = measure_prefill(None, llama_spec, 64 * MIB)
+    memory = measured(None, llama_spec, 64 * MIB)
     assert device.chunks[-1][0] >= 512 and memory.key_bytes == KEY_BYTES
     for n_tokens, position in ((1, 0), (700, 0), (700, 30_000), (2048, 100)):
         told = memory.peak_bytes(n_tokens, position)
@@ -144,7 +149,7 @@ def test_a_slow_device_is_measured_on_little(
 ) -> None:
     """Short chunks do not tell what scores take: more than usual is assumed."""
     device = Device(monkeypatch, token_s=1.0)
-    memory = measure_prefill(None, llama_spec, 64 * MIB)
+    memory = measured(None, llama_spec, 64 * MIB)
     assert len(device.chunks) == 2
     assert memory.peak_bytes(512, 30_000) > 4 * device.bytes(512, 30_000)
 
@@ -154,7 +159,7 @@ def test_memory_that_is_none_of_the_scores_is_not_taken_for_it(
     monkeypatch: pytest.MonkeyPatch, llama_spec: ModelCacheSpec, score_bytes: float
 ) -> None:
     device = Device(monkeypatch, score_bytes=score_bytes)
-    memory = measure_prefill(None, llama_spec, 64 * MIB)
+    memory = measured(None, llama_spec, 64 * MIB)
     assert memory.score_bytes == (0 if score_bytes < 0 else 512)
     n_tokens = device.chunks[-1][0]
     assert memory.peak_bytes(n_tokens, 0) >= min(device.bytes(n_tokens, 0), n_tokens * KEY_BYTES)
@@ -166,7 +171,7 @@ def test_no_position_beyond_the_table_is_measured(
 ) -> None:
     device = Device(monkeypatch)
     model = SimpleNamespace(args=SimpleNamespace(n_positions=limit))
-    measure_prefill(model, llama_spec, 64 * MIB)
+    measured(model, llama_spec, 64 * MIB)
     n_read = max(n_tokens + position for n_tokens, position in device.chunks)
     assert limit / 2 < n_read <= limit
 
@@ -174,12 +179,12 @@ def test_no_position_beyond_the_table_is_measured(
 def test_the_largest_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     Device(monkeypatch)
     spec = ModelCacheSpec.probe(OddLayers([(2, 64, 64), (4, 128, 64), (2, 64, 64)]))
-    assert measure_prefill(None, spec, 64 * MIB).key_bytes == 4 * (128 + 64) * 4
+    assert measured(None, spec, 64 * MIB).key_bytes == 4 * (128 + 64) * 4
 
 
 def test_models_with_windows_stop_where_a_checkpoint_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Device(monkeypatch)
-    memory = measure_prefill(None, ModelCacheSpec.probe(tiny_gemma3()), 64 * MIB)
+    memory = measured(None, ModelCacheSpec.probe(tiny_gemma3()), 64 * MIB)
     assert memory.stops_every == CHECKPOINT_EVERY

@@ -1,0 +1,293 @@
+"""What is found out of a loaded model while nobody asks: once, and nothing wrong is kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+
+from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import Batching
+from mlx_lm_kvpersist.config import KV_BITS
+from mlx_lm_kvpersist.errors import ModelNotSupported, SelfTestFailed
+from mlx_lm_kvpersist.host.answers import REPLY
+from mlx_lm_kvpersist.request import loading
+from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence, Serving
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.budget import StoreLimits
+from tests.support import make_tiny_model
+from tests.support.host import patched_attention
+
+K6V4 = Asked(KV_BITS["k6v4"], "auto", 1 << 30, with_text=True)
+N_READY = 1
+"""Steps of a model of which all is known: the one that says so."""
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = make_tiny_model(tmp_path_factory.mktemp("model"), n_layers=2)
+    loaded: Any = load(str(path))
+    key = (str(path), None, None)
+    return SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=key)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    with patched_attention():
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Callable[[], BlockStore]]:
+    """Open the store, as a server that starts does; what was opened before stays as it is."""
+    made: list[BlockStore] = []
+
+    def open_store() -> BlockStore:
+        made.append(BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0)))
+        return made[-1]
+
+    yield open_store
+    for one in made:
+        one.close()
+
+
+class Starts:
+    """Prepares one model after the other, and counts what is done for it."""
+
+    def __init__(self, provider: Any) -> None:
+        self.provider, self.proofs, self.n_steps = provider, 0, 0
+
+    def begin(self, store: BlockStore, asked: Asked = K6V4) -> Preparation:
+        return Preparation(self.provider, store, asked, self._prove)
+
+    def _prove(self, choice: PrecisionChoice) -> None:
+        self.proofs += 1
+
+    def finish(self, one: Preparation, store: BlockStore) -> int:
+        """Do all steps; return how many."""
+        n_steps = sum(1 for _ in one.steps())
+        assert one.doing == ""
+        store.drain()
+        return n_steps
+
+
+def test_a_second_start_finds_out_nothing(
+    provider: Any, opened: Callable[[], BlockStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    starts, store = Starts(provider), opened()
+    first = starts.begin(store)
+    provisional = first.model
+    assert first.doing.endswith("(1 of 6)") and "nothing is kept yet" in caplog.text
+    assert starts.finish(first, store) > 10
+    found = first.model
+    assert found.spec.plans["0"].can_take_packed and found.spec == provisional.spec
+    assert provisional.spec.reads_arrays and not found.spec.reads_arrays
+    again = starts.begin(opened())
+    assert again.doing == "" and again.model.spec == found.spec
+    assert again.model.spec.plans == found.spec.plans
+    assert again.model.speed.memory == found.speed.memory
+    assert (again.model.root, again.model.verdict) == (found.root, found.verdict)
+    assert starts.finish(again, store) == 0 and starts.proofs == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "n_proofs"),
+    [("version", 2), ("device", 2), ("precision", 2), ("attention", 2), ("weights", 1)],
+)
+def test_what_something_else_was_found_for_is_found_anew(
+    provider: Any,
+    opened: Callable[[], BlockStore],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    n_proofs: int,
+) -> None:
+    starts, store, asked = Starts(provider), opened(), K6V4
+    starts.finish(starts.begin(store), store)
+    if changed == "version":
+        monkeypatch.setattr(loading, "version", lambda name: "9.9.9")
+    elif changed == "device":
+        monkeypatch.setattr(loading, "device_key", lambda: "another")
+    elif changed == "precision":
+        asked = replace(asked, choice=KV_BITS["8"])
+    elif changed == "attention":
+        asked = replace(asked, attention="packed")
+    else:
+        other = make_tiny_model(tmp_path / "other", n_layers=2, seed=5)
+        loaded: Any = load(str(other))
+        starts.provider = SimpleNamespace(
+            model=loaded[0], tokenizer=loaded[1], model_key=(str(other), None, None)
+        )
+    again = starts.begin(store, asked)
+    assert again.doing
+    starts.finish(again, store)
+    assert starts.proofs == n_proofs
+    assert starts.begin(store, asked).doing == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda value: None,
+        lambda value: 7,
+        lambda value: [value[0], value[1].replace("true", "false")],
+        lambda value: [value[0], value[1], 3],
+        lambda value: ["", "{}"],
+        lambda value: {"spec": []},
+    ],
+)
+def test_a_damaged_value_is_found_out_again(
+    provider: Any, opened: Callable[[], BlockStore], damage: Callable[[Any], Any]
+) -> None:
+    starts, store = Starts(provider), opened()
+    first = starts.begin(store)
+    starts.finish(first, store)
+    state = store.index.state
+    (key,) = [
+        key
+        for (key,) in store.index.ask("SELECT key FROM state")
+        if key.startswith(loading._MODEL_KEY)
+    ]
+    state.put(key, damage(state.get(key)))
+    again = starts.begin(store)
+    assert again.doing
+    assert starts.finish(again, store) > 0 and again.model.spec.plans == first.model.spec.plans
+
+
+def test_an_end_in_the_middle_leaves_nothing_that_counts(
+    provider: Any, opened: Callable[[], BlockStore]
+) -> None:
+    """After any number of steps: a later start begins anew, and finds the same."""
+    starts, store = Starts(provider), opened()
+    for n_steps in (1, 3, 8, 15):
+        steps = starts.begin(store).steps()
+        for _ in range(n_steps):
+            next(steps)
+        steps.close()
+        store.drain()
+        again = starts.begin(opened())
+        assert again.doing and again.model.spec.reads_arrays
+    starts.finish(again, store)
+    assert starts.begin(store).doing == "" and starts.proofs == 1
+
+
+def test_two_servers_of_one_folder_do_not_find_out_twice(
+    provider: Any, opened: Callable[[], BlockStore]
+) -> None:
+    starts, store, theirs = Starts(provider), opened(), opened()
+    ours, other = starts.begin(store), starts.begin(theirs)
+    assert ours.doing and other.doing
+    n_steps = starts.finish(other, theirs)
+    assert starts.finish(ours, store) <= N_READY < n_steps and starts.proofs == 1
+    assert ours.model.spec.plans == other.model.spec.plans
+
+
+def test_large_files_are_read_beside_requests(
+    provider: Any,
+    opened: Callable[[], BlockStore],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A start does not wait for them, and the next does not read them."""
+    caplog.set_level(logging.INFO)
+    read: list[Path] = []
+
+    def slow_hash(path: Path, *count: Any) -> str:
+        read.append(path)
+        time.sleep(0.2)
+        return content_hash(path, *count)
+
+    monkeypatch.setattr(loading, "is_quickly_hashed", lambda path: path.suffix != ".safetensors")
+    monkeypatch.setattr(loading, "content_hash", slow_hash)
+    monkeypatch.setattr(loading, "_SAY_EVERY_S", 0.05)
+    starts, store = Starts(provider), opened()
+    one = starts.begin(store)
+    steps = one.steps()
+    next(steps)
+    assert one.doing == "its files are read, 0% (1 of 6)" and one.model.fingerprint == ""
+    while "its files" in one.doing:
+        time.sleep(0.02)
+        next(steps)
+    assert caplog.text.count("its files are read, 0%") >= 2
+    starts.finish(one, store)
+    weights = [path for path in read if path.suffix == ".safetensors"]
+    again = starts.begin(store)
+    assert again.doing == "" and again.model.fingerprint == one.model.fingerprint
+    assert [path for path in read if path.suffix == ".safetensors"] == weights
+    os.utime(weights[0])
+    assert starts.begin(store).doing.startswith("its files")
+
+
+def test_what_fails_is_told_and_not_kept(
+    provider: Any, opened: Callable[[], BlockStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, store = Starts(provider), opened()
+
+    def prove(choice: PrecisionChoice) -> None:
+        raise SelfTestFailed("other logits")
+
+    with pytest.raises(SelfTestFailed):
+        list(Preparation(provider, store, K6V4, prove).steps())
+    with monkeypatch.context() as broken:
+        broken.setattr("mlx_lm_kvpersist.cache.blocks.canary._difference", lambda *_: 1.0)
+        with pytest.raises(ModelNotSupported):
+            list(starts.begin(store).steps())
+    store.drain()
+    again = starts.begin(store)
+    assert again.doing
+    starts.finish(again, store)
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_what_was_computed_meanwhile_is_kept_if_it_is_right(
+    provider: Any, opened: Callable[[], BlockStore], batching: Batching
+) -> None:
+    starts, store = Starts(provider), opened()
+    one = starts.begin(store)
+    serving = Serving(store, one.model, lambda *_: None, False, 0.1, one)
+    ids = [7 * i % 300 for i in range(300)]
+    caches = one.model.spec.make_cache()
+    for start in range(0, 300, 256):
+        mx.eval(provider.model(mx.array([ids[start : start + 256]]), cache=caches))
+    state = RequestState(namespace="theirs")
+    serving.save(RunningSequence(state, 290), ids, caches, REPLY)
+    starts.finish(one, store)
+    assert one.model.spec.batching is Batching.REPLIES
+    one.model = replace(one.model, spec=replace(one.model.spec, batching=batching))
+    assert serving.doing == ""
+    serving.prepared()
+    store.drain()
+    assert store.index.totals().n_blocks == (2 if batching is Batching.REPLIES else 0)
+    if state.root is not None:
+        assert state.root == replace(one.model.root, namespace="theirs")
+
+
+def test_what_is_held_is_bounded(provider: Any, opened: Callable[[], BlockStore]) -> None:
+    starts, store = Starts(provider), opened()
+    one = starts.begin(store)
+    serving = Serving(store, one.model, lambda *_: None, False, 0.1, one)
+    store.limits = replace(store.limits, max_ram_bytes=1 << 10)
+    caches = one.model.spec.make_cache()
+    mx.eval(provider.model(mx.array([[5] * 256]), cache=caches))
+    serving.save(RunningSequence(RequestState(), 200), [5] * 256, caches, REPLY)
+    starts.finish(one, store)
+    serving.prepared()
+    store.drain()
+    assert store.index.totals().n_blocks == 0
