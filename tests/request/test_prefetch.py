@@ -132,6 +132,10 @@ class Server:
         self.generator.stop_and_join()
 
 
+def knows_its_model(plugin: KVPersistPlugin) -> bool:
+    return plugin._serving is not None and not plugin._serving.doing
+
+
 @pytest.fixture
 def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(lookup, "MIN_PREFETCH_BYTES", 0)
@@ -153,6 +157,7 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
             generator = module.ResponseGenerator(provider, module.LRUPromptCache(10))
             made = Server(module, plugin, generator, str(tiny_model))
             try:
+                wait_until(lambda: knows_its_model(plugin), "what the model needs")
                 yield made
             finally:
                 made.close()
