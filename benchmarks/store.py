@@ -384,9 +384,7 @@ def turns(spec: ModelCacheSpec, folder: Path, n_turns: int = 6) -> list[dict[str
 
 
 def _zeros(spec: ModelCacheSpec, n_tokens: int) -> dict[str, mx.array]:
-    arrays = {
-        name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, n_tokens)
-    }
+    arrays = {name: mx.zeros(form, dtype) for name, form, dtype in spec.block_arrays(n_tokens)}
     mx.eval(arrays)
     return arrays
 

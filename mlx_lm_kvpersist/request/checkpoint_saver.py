@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..block import Block, Checkpoint
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first_cached, split
-from ..cache.geometry.spec import token_arrays
+from ..cache.geometry.spec import as_computed, state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.answers import PREFILL, REPLY
 from ..match.tree import FEW
@@ -199,7 +199,8 @@ class CheckpointSaver(Saver):
             is_beyond = bool(self.spec.recurrent and n_after) or n_newest + n_after >= BLOCK_TOKENS
             if state is None or is_beyond:
                 return None
-            forms = tuple(self.spec.state_arrays(n_newest + n_after))
+            newest = token_arrays(as_computed(self.spec.quantized), n_newest + n_after)
+            forms = *state_arrays(self.spec.recurrent), *newest
             at_end = [Needed(state, 0, n_newest, forms)]
         for window, groups in self.spec.sliding.items():
             start = max(0, n_tokens - window)

@@ -228,8 +228,7 @@ class Joiner:
                 for name, (n_slots, *rest), dtype in forms
             }
             self._buffers[at] = _Buffers(groups, n_cached, room, forms, arrays)
-        self._state: Arrays = {}
-        self._newest: Arrays = {}
+        self._at_end: Arrays = {}
         self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
@@ -258,12 +257,11 @@ class Joiner:
                 fields = pk.quantize(x, side) if side else (x,)
                 packed.update(zip(names, fields, strict=True))
         self.add(Piece(packed, 0, n_tokens))
-        self._newest, self._n_newest = block, n_tokens
+        self.add_state(block, n_tokens)
 
     def add_state(self, state: Arrays, n_newest: int) -> None:
         """Add the states of the recurrent groups after the last token, and the newest tokens."""
-        self._state = self._newest = state
-        self._n_newest = n_newest
+        self._at_end, self._n_newest = state, n_newest
 
     def finish(self) -> list[Any]:
         """Return the prompt cache, evaluated.
@@ -290,15 +288,15 @@ class Joiner:
                     cache = slots[slot]
                     kind_of(cache).refill(cache, keys, values, start, self._n_tokens)
         for group in self._spec.quantized if self._n_newest else ():
-            both = [self._newest[f"{group.name}.{part}"] for part in group.shapes]
+            both = [self._at_end[f"{group.name}.{part}"] for part in group.shapes]
             for place, slot in enumerate(group.slots):
                 own = (x[place : place + 1, :, : self._n_newest] for x in both)
                 slots[slot].newest.append(*own)
                 mx.eval(slots[slot].state)
-        for group in self._spec.recurrent if self._state else ():
+        for group in self._spec.recurrent if self._at_end else ():
             for number, form in enumerate(group.states):
                 if form is not None:
-                    rows = mx.split(self._state[f"{group.name}.{number}"], len(group.slots))
+                    rows = mx.split(self._at_end[f"{group.name}.{number}"], len(group.slots))
                     for slot, row in zip(group.slots, rows, strict=True):
                         kind_of(slots[slot]).states(slots[slot])[number] = row
                     mx.eval(rows)

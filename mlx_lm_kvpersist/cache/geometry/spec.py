@@ -174,14 +174,8 @@ class ModelCacheSpec:
 
     def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
         """Yield the arrays of a block's file."""
-        unfinished = self.is_unfinished(n_tokens)
-        return token_arrays(as_computed(self.full) if unfinished else self.full, n_tokens)
-
-    def state_arrays(self, n_newest: int) -> Iterator[ArrayForm]:
-        """Yield the arrays of a state's file, with `n_newest` tokens of quantized groups."""
-        yield from state_arrays(self.recurrent)
-        if n_newest:
-            yield from token_arrays(as_computed(self.quantized), n_newest)
+        groups = as_computed(self.full) if self.is_unfinished(n_tokens) else self.full
+        return token_arrays(groups, n_tokens)
 
     @property
     def reads_arrays(self) -> bool:
@@ -265,8 +259,11 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order."""
-    for group in groups:
+    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...], in stored order.
+
+    No tokens have none.
+    """
+    for group in groups if n_tokens else ():
         sides = group.precision.sides if group.precision else (None, None)
         for (part, shape), quantization in zip(group.shapes.items(), sides, strict=False):
             name, *others = group.array_names[part]
