@@ -7,7 +7,7 @@ it: the server's own batch, stock where it serves one request at a time, a comma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,11 +34,9 @@ def end_on_grid(model: Any, wanted: bool = True) -> None:
 
     def call(self: Any, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
         n_rows, n_left = inputs.shape[:2]
-        slots = slots_of(cache or ()) if n_left > 1 and n_rows == 1 else []
-        packed = [slot for slot in slots if isinstance(slot, PackedCache)]
-        if not packed:
+        if n_left == 1 or n_rows > 1 or cache is None:
             return own.__call__(self, inputs, cache=cache, **others)
-        start, stop, logits = 0, GRID - packed[0].size() % GRID, []
+        start, stop, logits = 0, GRID - _position(cache) % GRID, []
         while start < n_left:
             at = slice(start, stop)
             # Images: what each token is embedded as.
@@ -60,3 +58,13 @@ def ending_on_grid(model: Any, wanted: bool) -> Iterator[None]:
         yield
     finally:
         model.__class__ = before
+
+
+def _position(cache: Sequence[Any]) -> int:
+    """Return how many tokens a prompt cache of one row holds, be it quantized or not."""
+    for slot in slots_of(cache):
+        if isinstance(slot, PackedCache):
+            return slot.lengths[0]
+        if isinstance(offset := getattr(slot, "offset", None), int):
+            return offset
+    return 0
