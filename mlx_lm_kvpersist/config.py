@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,29 +67,39 @@ class Config:
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
-_PAGE = "https://github.com/mlx-lm-kvpersist/mlx-lm-kvpersist/blob/main/docs/configuration.md"
 RARE = ("max-writes-per-hour", "kv-rotate", "attention", "isolation", "show-text")
-"""Options that the page of options explains, and --help leaves out."""
+"""Options that --help-all shows, and --help does not."""
 
 
-def add_options(parser: ArgumentParser, *names: str, rare: bool = False) -> None:
-    """Add the plugin's options, in a group of their own, or those of these names alone.
+class HelpAll(Action):
+    """Prints the help with the rare options, too. `const` has these, with their help."""
 
-    rare: whether the help shows all options of the group, also those that few need.
-    """
+    def __call__(self, parser: ArgumentParser, *args: Any) -> None:
+        for action, told in self.const:
+            action.help = told
+        parser.print_help()
+        parser.exit()
+
+
+def add_options(parser: ArgumentParser, *names: str) -> None:
+    """Add the plugin's options, in a group of their own, or those of these names alone."""
     group: Any = parser
+    hidden: list[tuple[Action, str]] = []
     if not names:
         about = "Keep the KV cache of every conversation, quantized, across restarts."
-        group = parser.add_argument_group("kvpersist", f"{about} More options: {_PAGE}")
+        group = parser.add_argument_group("kvpersist", about)
+        told = "Show this help with the plugin's rare options, too"
+        group.add_argument("--help-all", action=HelpAll, nargs=0, const=hidden, help=told)
 
     def add(name: str, told: str, **argument: Any) -> None:
         if names and name not in names:
             return
-        if name in RARE and not (names or rare):
-            told = SUPPRESS
         if (metavar := _METAVARS.get(argument.get("type"))) is not None:
             argument["metavar"] = metavar
-        group.add_argument(f"--kvpersist-{name}", help=told, **argument)
+        action = group.add_argument(f"--kvpersist-{name}", help=told, **argument)
+        if name in RARE and not names:
+            hidden.append((action, told))
+            action.help = SUPPRESS
 
     add("dir", "Where conversations are kept (default: the user's cache folder)", type=parse_folder)
     add(

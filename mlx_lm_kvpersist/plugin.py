@@ -19,11 +19,12 @@ from .api.admin import (
     REQUESTS_PATH,
     SPEC_PATH,
     STATS_PATH,
+    answering,
     operator_change,
     operator_view,
 )
 from .api.agents import AgentsAPI, Service
-from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI, empty_answer
+from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
@@ -289,7 +290,7 @@ class KVPersistPlugin:
                 Route("POST", path, operator_change(change, read_json, key))
                 for path, change in session_changes(self._stored_sessions, self._log.forget).items()
             ),
-            *(Route("HEAD", path, empty_answer) for path in HELLO_PATHS),
+            *(Route("HEAD", path, answering(lambda handler: b"")) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),

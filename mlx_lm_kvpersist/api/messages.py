@@ -84,13 +84,6 @@ class MessagesAPI:
         return anthropic_error(status, message)
 
 
-def empty_answer(handler: Any) -> None:
-    """Answer a request with status 200 and no body."""
-    handler.send_response(200)
-    handler.send_header("Content-Length", "0")
-    handler.end_headers()
-
-
 def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
     """Yield each tool by its name, as a chat completion has it, and whether it is deferred.
 

@@ -39,8 +39,11 @@ _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 def server_options() -> str:
     """Return a table for each group. Raises ValueError where an option is in none, or in two."""
     parser = argparse.ArgumentParser(add_help=False)
-    config.add_options(parser, rare=True)
-    actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in parser._actions}
+    config.add_options(parser)
+    help_all, *own = parser._actions
+    for action, told in help_all.const:
+        action.help = told
+    actions = {a.option_strings[0].removeprefix("--kvpersist-"): a for a in own}
     grouped = [name for names in GROUPS.values() for name in names]
     if sorted(grouped) != sorted(actions):
         raise ValueError(f"in no group, or unknown: {sorted({*grouped} ^ {*actions})}")
