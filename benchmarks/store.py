@@ -33,7 +33,7 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     BLOCK_TOKENS,
     Piece,
 )
-from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, token_arrays
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import headroom
 from mlx_lm_kvpersist.host.answers import Prompt
 from mlx_lm_kvpersist.request.lookup import Lookup
@@ -140,22 +140,23 @@ def measure(
 
 
 def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[Stored]:
-    """Return a chain of whole blocks whose arrays are random and all different."""
+    """Return a chain of blocks whose arrays are random and all different."""
     rng = np.random.Generator(np.random.SFC64(0))
-    arrays: dict[str, mx.array] = {}
-    for name, shape, dtype in token_arrays(spec.full, BLOCK_TOKENS):
-        if dtype == mx.uint32:
-            arrays[name] = mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
-        else:
-            arrays[name] = mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
+    forms: dict[int, dict[str, mx.array]] = {}
     blocks: list[Stored] = []
     for node in chain(n_tokens):
         # Numbers as good as new, without the time that making them takes.
-        n = len(blocks)
+        n, n_tokens = len(blocks), node.n_tokens
+        if n_tokens not in forms:
+            forms[n_tokens] = {
+                name: mx.array(rng.integers(0, 1 << 32, shape, np.uint32))
+                if dtype == mx.uint32
+                else mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
+                for name, shape, dtype in spec.block_arrays(n_tokens)
+            }
         new = {
             name: array ^ n if array.dtype == mx.uint32 else array + n
-            for name, whole in arrays.items()
-            for array in [whole[:, :, : node.n_tokens]]
+            for name, array in forms[n_tokens].items()
         }
         mx.eval(new)
         blocks.append((node, new))
@@ -286,8 +287,7 @@ class _Bench:
             started = time.perf_counter()
             reuse = Lookup(prompt, ROOT, store, model, canary=False).restore()
             took = time.perf_counter() - started
-        n_whole = len(ids) - len(ids) % BLOCK_TOKENS * bool(self.spec.quantized)
-        assert reuse.outcome.n_restored == n_whole
+        assert reuse.outcome.n_restored == len(ids)
         return took
 
     @contextmanager
@@ -320,7 +320,8 @@ class _Bench:
 
     def _join_hot(self) -> float:
         """Return the seconds of making caches of blocks in RAM, until they can be decoded with."""
-        pieces = [Piece(arrays, 0, node.n_tokens) for node, arrays in self.blocks] * self.n_hot
+        whole = [arrays for node, arrays in self.blocks if node.n_tokens == BLOCK_TOKENS]
+        pieces = [Piece(arrays, 0, BLOCK_TOKENS) for arrays in whole] * self.n_hot
         n_tokens = sum(piece.stop for piece in pieces)
         mx.clear_cache()
         touch_memory(2 * self.n_bytes * self.n_hot)

@@ -217,8 +217,7 @@ class Joiner:
         self._n_at_once = _PIECES_AT_ONCE if prefers_few_copies() else 1
         self._buffers: dict[int | None, _Buffers] = {}
         n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
-        for window, n_cached in windows.items():
-            n_held[window] = n_cached
+        n_held.update(windows.items())
         for at, n_cached in n_held.items():
             groups = spec.full if at is None else spec.sliding[at]
             room = headroom if at is None else 0

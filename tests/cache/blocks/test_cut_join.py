@@ -13,7 +13,6 @@ from mlx_lm_kvpersist.cache.blocks.cut_join import (
     BLOCK_TOKENS,
     Joiner,
     Piece,
-    copy_newest,
     copy_state,
     n_cached_tokens,
     split,
@@ -26,11 +25,10 @@ from mlx_lm_kvpersist.cache.geometry.spec import (
     arrays_fit,
     token_arrays,
 )
-from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache
 from tests.support.joined import Pieces, join, n_bytes
 
-from ..conftest import VOCAB, address, packed_tokens, random_kv, same_packed
+from ..conftest import address, packed_tokens, random_kv, same_packed
 from ..live.test_quantized import PRECISION
 
 
@@ -229,28 +227,6 @@ def test_no_blocks_are_empty_caches() -> None:
 def test_a_range_beyond_what_a_cache_holds() -> None:
     with pytest.raises(ValueError, match="of a cache that holds 0 to 100"):
         split(SPEC.full, caches_of(100), [(90, 101)])
-
-
-@pytest.mark.parametrize("cut", [1, 255, 256, 257, 300])
-def test_a_restored_conversation_goes_on_as_if_never_stored(
-    llama_model: Any, llama_spec: ModelCacheSpec, cut: int
-) -> None:
-    prompt = mx.random.randint(0, VOCAB, (1, 310), key=mx.random.key(3))
-
-    def forward(caches: list[Any], start: int, stop: int) -> mx.array:
-        line = min(stop, start + GRID - start % GRID)
-        logits: mx.array = llama_model(prompt[:, start:line], cache=caches)
-        return logits if line == stop else forward(caches, line, stop)
-
-    live = llama_spec.make_cache()
-    forward(live, 0, cut)
-    ranges = [(0, min(cut, 256)), *([(256, cut)] if cut > 256 else [])]
-    blocks = split(llama_spec.full, live, ranges)
-    used = [Piece(x, 0, stop - start) for x, (start, stop) in zip(blocks, ranges, strict=True)]
-    newest = copy_newest(llama_spec.quantized, live, cut)
-    assert bool(newest) == (cut != 256)
-    restored = join(llama_spec, Pieces(cut, used, newest=newest), 64)
-    assert mx.array_equal(forward(restored, cut, 310), forward(live, cut, 310))
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 20])
