@@ -58,7 +58,7 @@ class Rounded(KVCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(6, 64, True)), (values, Quantization(4, 64, True)))
         # No newest tokens; the rest is read in their dtype.
-        read = (pk.read(pk.quantize(x, how), how, x[:, :, :0]) for x, how in both)
+        read = (pk.read(pk.quantize(x, how), how, x.dtype) for x, how in both)
         return super().update_and_fetch(*read)
 
 

@@ -92,8 +92,8 @@ def one_token_on(result: Any, *args: Any) -> None:
             packed.each(lambda x: mx.roll(x, 1, 2), x) if isinstance(x, tuple) else mx.roll(x, 1, 2)
             for x in both
         )
-        if hasattr(result, "newest"):
-            one_token_on(result.newest)
+    if hasattr(result, "newest"):
+        one_token_on(result.newest)
 
 
 def offset_one_on(result: Any, cache: Any, *args: Any) -> None:

@@ -290,7 +290,7 @@ class Joiner:
             both = [self._at_end[f"{group.name}.{part}"] for part in group.shapes]
             for place, slot in enumerate(group.slots):
                 own = (x[place : place + 1, :, : self._n_newest] for x in both)
-                slots[slot].newest.append(*own)
+                slots[slot].recall(*own)
                 mx.eval(slots[slot].state)
         for group in self._spec.recurrent if self._at_end else ():
             for number, form in enumerate(group.states):

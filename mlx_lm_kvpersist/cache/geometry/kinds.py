@@ -68,12 +68,11 @@ class CacheKind:
         first, end = self.positions(cache)
         if not first <= start <= stop <= end:
             raise ValueError(f"positions {start} to {stop} of a cache that holds {first} to {end}")
+        if isinstance(cache, SequenceQuantizedKVCache):
+            return cache.packed(start, stop)
         at = slice(start - first, stop - first)
-        keys, values = (
-            tuple(self.in_order(cache, x)[:, :, at] for x in pk.arrays_of(held))
-            for held in (cache.keys, cache.values)
-        )
-        return keys, values
+        keys, values = (self.in_order(cache, x)[:, :, at] for x in (cache.keys, cache.values))
+        return (keys,), (values,)
 
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
         """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.

@@ -22,7 +22,7 @@ multiplied by one orthonormal matrix, or padded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -48,13 +48,12 @@ class Computed(NamedTuple):
 
     `n_own` tokens before the queries are in the first query's block of the grid, and the last
     `n_held` of them are here. Rows of which this is not true alike have one query each; these are
-    the most of a row, and `is_own` [B, n] says which tokens are a row's, None for all.
+    the most of a row, and in front of a row's own are zeros.
     """
 
     array: mx.array
     n_own: int
     n_held: int
-    is_own: mx.array | None = None
 
 
 class _Span(NamedTuple):
@@ -76,13 +75,11 @@ class _Span(NamedTuple):
 class PackedKV(tuple[mx.array, mx.array, mx.array]):
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    As a tuple: weights, scales and biases of the cached tokens, as lazy views. `buffers` are the
-    cache's own, with spare room behind the first `n_tokens`. `strategy` says how to attend to them,
-    `tile_bytes` in tiles of which size.
+    As a tuple: weights, scales and biases, the cache's own buffers, with spare room behind the
+    first `n_tokens`. `strategy` says how to attend to them, `tile_bytes` in tiles of which size.
     """
 
     quantization: Quantization
-    buffers: Packed
     n_tokens: int
     strategy: Strategy
     tile_bytes: int
@@ -99,8 +96,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         newest: Computed | None = None,
     ) -> PackedKV:
         """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
-        made = cls(pk.view(buffers, 0, n_tokens))
-        made.quantization, made.buffers, made.n_tokens = quantization, buffers, n_tokens
+        made = cls(buffers)
+        made.quantization, made.n_tokens = quantization, n_tokens
         made.strategy, made.tile_bytes, made.newest = strategy, tile_bytes, newest
         return made
 
@@ -144,13 +141,6 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         """Return the same tokens in the form that is packed."""
         return pk.prepared(self.computed(rows, heads, first, last), self.quantization)
 
-    def is_own(self, rows: slice, first: int, last: int) -> mx.array | None:
-        """Return which of tokens [first, last) are their row's to see so [B, n]; None for all."""
-        if self.newest is None or self.newest.is_own is None:
-            return None
-        before = self.n_tokens - self.newest.array.shape[2]
-        return self.newest.is_own[rows, first - before : last - before]
-
 
 def dequantized_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
@@ -172,25 +162,27 @@ def _fused(
 ) -> mx.array:
     """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
 
-    Queries are, and the result is, in the form that is packed.
-    The tokens of all spans are made precise first; those of a span that is done are then written
-    over by their quantized form, in place.
+    Queries are, and the result is, in the form that is packed. The tokens of all spans are made
+    precise first; those of a span that is done are then written over in place, rounded.
     """
-    spans, every = keys.spans(queries.shape[2], mask), slice(None)
-    both = []
+    spans = keys.spans(queries.shape[2], mask)
+    first, last = spans[0].first, keys.n_tokens
+    both, rounded = [], []
     for x in (keys, values):
-        array = x.dequantized(*where, every, after, queries.dtype)
-        if (first := spans[0].first) < (last := x.n_tokens):
+        array = x.dequantized(*where, slice(last), after, queries.dtype)
+        if len(spans) > 1:
+            rounded.append(x.dequantized(*where, slice(first, last), after, queries.dtype))
+        if first < last:
             own = x.prepared(*where, first, last)
-            pk.write_over(array, slice(first, last), own, x.is_own(where[0], first, last))
+            array[:, :, first:last] = _joined(array[:, :, first:last], own, spans)
         both.append(array)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
         if done is not None:
             both = mx.depends(both, out[-1:])
-            for array, x in zip(both, (keys, values), strict=True):
-                at = slice(done.first, done.last)
-                array[:, :, at] = x.dequantized(*where, at, out[-1], array.dtype)
+            its = slice(done.first - first, done.last - first)
+            for array, older in zip(both, rounded, strict=True):
+                array[:, :, done.first : done.last] = older[:, :, its]
         seen = mask
         if len(spans) > 1 and isinstance(mask, mx.array):
             seen = _cut(_cut(_with_axes(mask), 2, span.queries), 3, slice(span.last))
@@ -203,6 +195,15 @@ def _fused(
             )
         )
     return mx.concatenate(out, axis=2)
+
+
+def _joined(packed: mx.array, own: mx.array, spans: Sequence[_Span]) -> mx.array:
+    """Return what the queries of a span see of their own block.
+
+    With a single span, each of both has zeros where a row's tokens are in the other. With several,
+    the block may be packed already, for the queries of later ones.
+    """
+    return packed + own if len(spans) == 1 else own
 
 
 def packed_attention(
@@ -221,31 +222,29 @@ def packed_attention(
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys[0].shape[1], keys.n_tokens
     every = slice(None)
-    # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
-    # whole, and masks hide the spare room; otherwise the tokens are copied.
     all_keys: Packed = keys
     all_values: Packed = values
-    capacity = keys.buffers[0].shape[2]
-    if (capacity - n_keys) * 4 <= capacity and values.buffers[0].shape[2] == capacity:
-        all_keys, all_values = keys.buffers, values.buffers
-    # This copies only arrays that are slices. Each product would convert the scales by itself.
-    all_keys, all_values = (
-        pk.with_scales(pk.each(mx.contiguous, x), queries.dtype) for x in (all_keys, all_values)
-    )
-    capacity = all_keys[0].shape[2]
+    # CUDA's quantized_matmul refuses slices. If little of the buffers is spare, they are used
+    # whole, and what is spare is hidden; otherwise the tokens are copied.
+    capacity = keys[0].shape[2]
+    if (capacity - n_keys) * 4 > capacity or values[0].shape[2] != capacity:
+        capacity = n_keys
+        all_keys, all_values = (
+            pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (keys, values)
+        )
+    # Each product would convert the scales by itself.
+    all_keys, all_values = (pk.with_scales(x, queries.dtype) for x in (all_keys, all_values))
     queries = queries * scale
-    prepared = pk.prepared(queries, keys.quantization)
-    scaled, prepared = (
-        x.reshape(n_rows, n_kv_heads, -1, n_queries, x.shape[3]) for x in (queries, prepared)
-    )
     step = max(1, max_score_bytes // (n_rows * n_heads * capacity * queries.dtype.size))
     parts: list[mx.array] = []
-    for span, at in _span_slices(keys.spans(n_queries, mask), step):
-        both = [scaled[:, :, :, at], prepared[:, :, :, at]]
+    spans = keys.spans(n_queries, mask)
+    for span, at in _span_slices(spans, step):
+        block = queries[:, :, at]
         if parts:
-            both = mx.depends(both, parts[-1:])
-        n_repeats, n = both[0].shape[2:4]
-        block, packable = (x.reshape(n_rows, n_kv_heads, n_repeats * n, -1) for x in both)
+            (block,) = mx.depends([block], parts[-1:])
+        n = block.shape[2]
+        packable = pk.prepared(block, keys.quantization)
+        block, packable = (x.reshape(n_rows, n_kv_heads, -1, x.shape[3]) for x in (block, packable))
         scores = mx.quantized_matmul(
             packable,
             *all_keys,
@@ -254,23 +253,18 @@ def packed_attention(
             bits=keys.quantization.bits,
         )
         first, last = span.first, span.last
-        is_own = keys.is_own(every, first, last)
-        if is_own is not None:
-            is_own = is_own[:, None, None]
         if first < last:
             own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
-            if is_own is not None:
-                own = mx.where(is_own, own, scores[..., first:last])
-            scores[..., first:last] = own
-        scores = scores.reshape(n_rows, n_kv_heads, n_repeats, n, capacity)
+            scores[..., first:last] = _joined(scores[..., first:last], own, spans)
+        if mask is not None:
+            scores = scores.reshape(n_rows, n_kv_heads, -1, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at, slice(0, capacity))
         weights = mx.softmax(scores, axis=-1, precise=True)
-        weights = weights.reshape(n_rows, n_kv_heads, n_repeats * n, capacity)
+        weights = weights.reshape(n_rows, n_kv_heads, -1, capacity)
         if first < last:
             own = weights[..., first:last]
-            rest = 0 if is_own is None else mx.where(is_own, 0, own)
-            own = own if is_own is None else mx.where(is_own, own, 0)
-            weights[..., first:last] = rest
+            if len(spans) > 1:
+                weights[..., first:last] = 0
         out = mx.quantized_matmul(
             weights,
             *all_values,
@@ -340,7 +334,8 @@ def _one_head(
     scaled = (queries * scale)[:, None]
     n_tile = max(1, tile_bytes // _token_bytes(keys, values, dtype))
     n_block = max(1, tile_bytes // (4 * n_repeats * n_tile))
-    blocks = list(_span_slices(keys.spans(n_queries, mask), n_block))
+    spans = keys.spans(n_queries, mask)
+    blocks = list(_span_slices(spans, n_block))
     running: list[_Running | None] = [None] * len(blocks)
     for tokens in _slices(n_keys, n_tile):
         tile = [x.dequantized(*where, tokens, after, dtype) for x in (keys, values)]
@@ -352,10 +347,10 @@ def _one_head(
             )
             seen = tile
             if first < last:
-                own, is_own = slice(first - n, last - n), keys.is_own(where[0], first, last)
-                seen = [copy.copy(x) for x in tile]
+                its, seen = slice(first - n, last - n), [copy.copy(x) for x in tile]
                 for array, x in zip(seen, (keys, values), strict=True):
-                    pk.write_over(array, own, x.prepared(*where, first, last), is_own)
+                    own = x.prepared(*where, first, last)
+                    array[:, :, its] = _joined(array[:, :, its], own, spans)
             tile_keys, tile_values = (x[:, :, None] for x in seen)
             block = scaled[:, :, :, at]
             if after is not None:
@@ -395,36 +390,34 @@ class _Running:
 def _hidden(
     scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice, keys: slice
 ) -> mx.array:
-    """Return `scores` [B, Hkv, Hq / Hkv, n, t] with the lowest number for hidden keys.
+    """Return `scores` [B, Hkv, Hq / Hkv, n, t] with the lowest number for hidden keys, in place.
 
     `queries` and `keys` say which of all queries and keys the scores are for. Keys behind the last
     token are hidden from every query.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f'the mask is "{mask}"; expected None, "causal" or an array')
-    lowest = mx.finfo(scores.dtype).min
-    at = mx.arange(keys.start, keys.stop)
+    lowest, n_spare = mx.finfo(scores.dtype).min, max(0, keys.stop - n_keys)
     if isinstance(mask, str):
         first = n_keys - n_queries
         if keys.stop - 1 <= first + queries.start:
             return scores
         own = mx.arange(first + queries.start, first + queries.stop)
-        return mx.where(at <= own[:, None], scores, lowest)
+        return mx.where(mx.arange(keys.start, keys.stop) <= own[:, None], scores, lowest)
     if mask is not None:
         rows, heads, *rest = _with_axes(mask).shape
         groups = (1, 1) if heads == 1 else (scores.shape[1], heads // scores.shape[1])
-        last = min(keys.stop, n_keys)
         part = _cut(mask.reshape(rows, *groups, *rest), 3, queries)
-        part = _cut(part, 4, slice(keys.start, last))
-        if keys.stop > last and part.shape[4] > 1:
-            part = mx.pad(part, [(0, 0)] * 4 + [(0, keys.stop - last)])
+        part = _cut(part, 4, slice(keys.start, keys.stop - n_spare))
+        if n_spare and part.shape[4] > 1:
+            part = mx.pad(part, [(0, 0)] * 4 + [(0, n_spare)])
         if part.dtype == mx.bool_:
             scores = mx.where(part, scores, lowest)
         else:
             # -inf everywhere would end in NaN.
             scores = mx.maximum(scores + part.astype(scores.dtype), lowest)
-    if keys.stop > n_keys:
-        scores = mx.where(at < n_keys, scores, lowest)
+    if n_spare:
+        scores[..., scores.shape[-1] - n_spare :] = lowest
     return scores
 
 

@@ -16,9 +16,7 @@ from .batch import PaddedBatch
 
 
 class Newest(PaddedBatch):
-    """Keys and values of the last tokens of B rows, [B, H, S, D]."""
-
-    _is_own: mx.array | None
+    """Keys and values of the last tokens of B rows, [B, H, S, D]; a row's padding is zeros."""
 
     def __init__(self, n_rows: int) -> None:
         self._place([0] * n_rows, 0)
@@ -44,14 +42,21 @@ class Newest(PaddedBatch):
         kept = list(map(min, n_tokens, self.lengths))
         if kept == self.lengths:
             return
-        width = max(kept)
-        first, stop = self._idx - width, self._idx
+        both, width = self.only(kept), max(kept)
         self._place([width - n for n in kept], width)
         room = self._capacity(width) - width
-        self.keys, self.values = (
-            pk.append(None, 0, x[:, :, first:stop], room) if width else None
-            for x in (self.keys, self.values)
-        )
+        self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in both)
+
+    def only(self, n_tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Return so many of the last tokens of each row, behind zeros, [B, H, most of these, D]."""
+        width = max(n_tokens)
+        both = self.last(width)
+        if min(n_tokens) == width:
+            return both
+        padding = mx.array([width - n for n in n_tokens])
+        is_kept = (mx.arange(width) >= padding[:, None])[:, None, :, None]
+        keys, values = (mx.where(is_kept, x, mx.zeros((), x.dtype)) for x in both)
+        return keys, values
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of each row, or all."""
@@ -68,18 +73,8 @@ class Newest(PaddedBatch):
         """Return all keys and values, as lazy views."""
         return self.last(self._idx)
 
-    def is_own(self) -> mx.array | None:
-        """Return which tokens of `view` are no padding [B, n]; None for all."""
-        if not any(self._padding):
-            return None
-        if self._is_own is None or self._is_own.shape[1] < self._idx:
-            # Long enough for the steps until rows forget a block.
-            width = mx.arange(max(self._idx, pk.GRID))
-            self._is_own = width >= mx.array(self._padding)[:, None]
-        return self._is_own[:, : self._idx]
-
     def _capacity(self, n_tokens: int) -> int:
         return max(n_tokens, pk.GRID)
 
     def _place(self, padding: list[int], idx: int) -> None:
-        self._padding, self._idx, self._is_own = padding, idx, None
+        self._padding, self._idx = padding, idx

@@ -134,27 +134,17 @@ def dequantize(
     )
 
 
-def read(
-    packed: Packed,
-    quantization: Quantization,
-    newest: mx.array | None = None,
-    is_own: mx.array | None = None,
-) -> mx.array:
-    """Return all tokens [B, H, T, D] as they came, rounded.
-
-    The `newest` [B, H, n, D] are exact, and give the dtype; else the scales do.
-    """
-    dtype = packed[1].dtype if newest is None else newest.dtype
-    x = as_it_came(dequantize(packed, quantization, dtype), quantization)
-    if newest is not None:
-        write_over(x, slice(x.shape[2] - newest.shape[2], None), newest, is_own)
-    return x
+def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:
+    """Return all tokens [B, H, T, D] in `dtype` as they came, rounded."""
+    return as_it_came(dequantize(packed, quantization, dtype), quantization)
 
 
-def write_over(x: mx.array, at: slice, new: mx.array, is_own: mx.array | None) -> None:
-    """Write `new` [B, H, n, D] over tokens `at` of `x` in place; where `is_own` [B, n] is given,
-    only over those."""
-    x[:, :, at] = new if is_own is None else mx.where(is_own[:, None, :, None], new, x[:, :, at])
+def zeros(x: mx.array, quantization: Quantization) -> Packed:
+    """Return packed zeros in the place of `x` [B, H, T, D]."""
+    width, shape = x.shape[3] + quantization.padding, x.shape[:3]
+    weights = mx.zeros((*shape, width * quantization.bits // 32), mx.uint32)
+    scales = mx.zeros((*shape, width // quantization.group_size), scale_dtype(x.dtype))
+    return weights, scales, mx.zeros_like(scales)
 
 
 def view(held: Held, start: int, stop: int) -> Held:
@@ -195,6 +185,12 @@ def append(held: Held | None, start: int, new: Held, room: int | None = None) ->
         return grown([buffer[:, :, :start], x.astype(buffer.dtype)] if start else [x])
 
     return each(appended, held, new)
+
+
+def write(held: Packed, rows: slice, tokens: slice, new: Packed) -> None:
+    """Write `new` over these tokens of some rows, in place where nothing else refers to `held`."""
+    for buffer, x in zip(held, new, strict=True):
+        buffer[rows, :, tokens] = x
 
 
 def n_bytes(held: Packed | mx.array | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import gt
+from operator import gt, sub
 from typing import Any
 
 import mlx.core as mx
@@ -104,35 +104,6 @@ class PackedCache(Buffers):
     precision: KVPrecision
     newest: Newest
     plan: AttentionPlan | None = None
-    _keys: Any = None  # `Packed`, or None in an empty cache
-    _values: Any = None
-    _n_waiting = 0
-    """How many of the newest tokens of all rows are not packed yet."""
-
-    @property
-    def keys(self) -> Any:
-        """The buffer of keys; whatever waits is packed first."""
-        self._pack()
-        return self._keys
-
-    @keys.setter
-    def keys(self, held: Any) -> None:
-        self._pack()  # the other side keeps what it has
-        self._keys = held
-
-    @property
-    def values(self) -> Any:
-        """The buffer of values; whatever waits is packed first."""
-        self._pack()
-        return self._values
-
-    @values.setter
-    def values(self, held: Any) -> None:
-        self._pack()
-        self._values = held
-
-    def empty(self) -> bool:
-        return self._keys is None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
@@ -146,11 +117,12 @@ class PackedCache(Buffers):
         """
         n_own = self.forget()
         n_held, n_new = self.newest.lengths, keys.shape[2]
+        first = self.n_packed if n_new > 1 else []
         self.newest.append(keys, values)
         self._end_at(self.size() + n_new)
-        self._n_waiting += n_new
-        if n_new > 1 or not self._has_room():
-            self._pack()
+        self._make_room(keys, values)
+        if n_new > 1:
+            self._pack(first, self.n_packed)
         plan = self.plan
         if plan is None or not plan.can_take_packed:
             all_keys, all_values = self.keys_and_values()
@@ -161,7 +133,6 @@ class PackedCache(Buffers):
         width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
         strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
-        is_own = self.newest.is_own()
         fetched_keys, fetched_values = (
             PackedKV.of(
                 packed,
@@ -169,10 +140,10 @@ class PackedCache(Buffers):
                 self.size(),
                 strategy,
                 plan.tile_bytes,
-                Computed(newest, max(n_own), max(n_held), is_own),
+                Computed(newest, max(n_own), max(n_held)),
             )
             for packed, quantization, newest in zip(
-                (self._keys, self._values), sides, self.newest.view(), strict=True
+                (self.keys, self.values), sides, self.newest.view(), strict=True
             )
         )
         if n_new > pk.GRID:
@@ -198,47 +169,79 @@ class PackedCache(Buffers):
         Return how many tokens each row has in the block of the grid where it goes on.
         """
         n_own = [n % pk.GRID for n in self.lengths]
-        if any(map(gt, self.newest.lengths, n_own)):
-            self._pack()
-            self.newest.keep(n_own)
+        n_held = self.newest.lengths
+        if any(map(gt, n_held, n_own)):
+            kept = list(map(min, n_own, n_held))
+            self._pack(self.n_packed, list(map(sub, self.lengths, kept)))
+            self.newest.keep(kept)
         return n_own
 
-    def _pack(self) -> None:
-        """Pack the tokens that wait, and make room for more.
+    @property
+    def n_packed(self) -> list[int]:
+        """How many of the first tokens of each row are packed: all before its last block, and what
+        is not known as it was computed."""
+        return [
+            max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
+            for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)
+        ]
 
-        A query sees the tokens of its own block as they were computed. So they are packed when it
-        is complete, or when somebody reads the buffers: one operation for many tokens.
-        """
-        n, self._n_waiting = self._n_waiting, 0
-        if not n:
+    def _pack(self, first: Sequence[int], last: Sequence[int]) -> None:
+        """Pack tokens [first, last) of each row: a whole block, or several, in one operation."""
+        if first == last:
             return
-        self._keys, self._values = (
-            pk.append(packed, self.size() - n, pk.quantize(own, quantization))
-            for packed, own, quantization in zip(
-                (self._keys, self._values), self.newest.last(n), self.precision.sides, strict=True
-            )
-        )
+        # Rows end at one column, here and in `newest`.
+        ranges = [(n - a, n - b) for n, a, b in zip(self.lengths, first, last, strict=True)]
+        rows = [slice(i, i + 1) for i in range(len(ranges))]
+        if len(set(ranges)) == 1:
+            rows, ranges = [slice(None)], ranges[:1]
+        for row, (start, stop) in zip(rows, ranges, strict=True):
+            if start > stop:
+                at, its = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
+                for packed, computed, quantization in zip(
+                    (self.keys, self.values),
+                    (self.newest.keys, self.newest.values),
+                    self.precision.sides,
+                    strict=True,
+                ):
+                    pk.write(packed, row, at, pk.quantize(computed[row, :, its], quantization))
 
-    def _has_room(self) -> bool:
-        """Return whether all tokens are within the buffers, packed or not."""
-        held = (self._keys, self._values)
-        return all(x is not None and x[0].shape[2] >= self.size() for x in held)
+    def _make_room(self, *new: mx.array) -> None:
+        """Make the buffers long enough, with zeros, for all tokens; the `new` ones are the last."""
+        if self.keys is None or self.keys[0].shape[2] < self.size():
+            start = self.size() - new[0].shape[2]
+            self.keys, self.values = (
+                pk.append(packed, start, pk.zeros(x, quantization))
+                for packed, x, quantization in zip(
+                    (self.keys, self.values), new, self.precision.sides, strict=True
+                )
+            )
+
+    def _clear(self, stop: int) -> None:
+        """Make what is not packed zeros again, up to token `stop` of the buffers."""
+        first = [self.size() - n + m for n, m in zip(self.lengths, self.n_packed, strict=True)]
+        at = slice(min(first), stop)
+        is_packed = (mx.arange(at.start, stop) < mx.array(first)[:, None])[:, None, :, None]
+        for buffer in (*self.keys, *self.values):
+            buffer[:, :, at] = mx.where(is_packed, buffer[:, :, at], mx.zeros((), buffer.dtype))
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens, or all; return how many. The buffers keep their size."""
+        n_packed, stop = self.n_packed, self.size()
         n = super().trim(n)
-        self._n_waiting = max(0, self._n_waiting - n)
-        return self.newest.trim(n)
+        self.newest.trim(n)
+        if self.n_packed != n_packed:
+            self._clear(stop)
+        return n
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, padding and spare room included; 0 when empty."""
-        return pk.n_bytes(self._keys) + pk.n_bytes(self._values) + self.newest.nbytes
+        return super().nbytes + self.newest.nbytes
 
     @property
     def state(self) -> tuple[Any, ...]:
         """The arrays to evaluate, and the number of tokens."""
-        return self._keys, self._values, self.size(), self.newest.keys, self.newest.values
+        return *super().state, self.newest.keys, self.newest.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
@@ -249,14 +252,18 @@ class PackedCache(Buffers):
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
-        new_keys, new_values = self.newest.view() if self.newest.size() else (None, None)
-        is_own = self.newest.is_own()
+        # The scales of a float32 model have 16 bits.
+        dtype = (self.keys[1] if self.newest.keys is None else self.newest.keys).dtype
         keys, values = (
-            pk.read(pk.view(packed, 0, self.size()), quantization, new, is_own)
-            for packed, quantization, new in zip(
-                (self.keys, self.values), self.precision.sides, (new_keys, new_values), strict=True
+            pk.read(pk.view(packed, 0, self.size()), quantization, dtype)
+            for packed, quantization in zip(
+                (self.keys, self.values), self.precision.sides, strict=True
             )
         )
+        n_own = list(map(sub, self.lengths, self.n_packed))
+        if any(n_own):
+            for x, own in zip((keys, values), self.newest.only(n_own), strict=True):
+                x[:, :, self.size() - max(n_own) :] += own
         return keys, values
 
 
@@ -290,6 +297,33 @@ class SequenceQuantizedKVCache(PackedCache):
             N, offset=self.offset, return_array=return_array, window_size=window_size
         )
         return mask
+
+    def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
+        """Return keys and values of tokens [start, stop), lazy; those of the last block are packed
+        for it."""
+        (n_packed,), first = self.n_packed, self.offset - self.newest.size()
+        middle = min(max(start, n_packed), stop)
+        keys, values = (
+            pk.each(
+                lambda x, y: mx.concatenate([x, y], axis=2) if start < middle else y,
+                pk.view(packed, start, middle),
+                pk.quantize(computed[:, :, middle - first : stop - first], side),
+            )
+            if middle < stop
+            else pk.view(packed, start, stop)
+            for packed, computed, side in zip(
+                (self.keys, self.values),
+                (self.newest.keys, self.newest.values),
+                self.precision.sides,
+                strict=True,
+            )
+        )
+        return keys, values
+
+    def recall(self, keys: mx.array, values: mx.array) -> None:
+        """Take the last tokens [1, H, n, D] as they were computed, instead of what is packed."""
+        self.newest.append(keys, values)
+        self._clear(self.offset)
 
     def size(self) -> int:
         """Return the number of cached tokens."""
@@ -361,8 +395,6 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         if other.precision != self.precision:
             raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
         self.plan = self.plan or other.plan
-        for batch in (self, other):
-            batch.forget()
         super().extend(other)
         self.newest.extend(other.newest)
 

@@ -85,7 +85,7 @@ def probing_packed(
         with observed_attention() as calls:
             for tokens in _PROMPT:
                 logits = model(mx.array([tokens]), cache=caches)[:, -1]
-                found = {id(keys.buffers[0]): shape for shape, keys in calls}
+                found = {id(keys[0]): shape for shape, keys in calls}
                 for i in tried:
                     shapes[i] = found.get(id(slots[i].keys[0]))
                     if shapes[i] is None:
