@@ -253,7 +253,7 @@ class Joiner:
             sides = group.precision.sides if group.precision else (None, None)
             for (part, names), side in zip(group.array_names.items(), sides, strict=True):
                 x = block[f"{group.name}.{part}"]
-                fields = pk.quantize(x, side) if side else (x,)
+                fields = pk.zeros(x, side) if side else (x,)
                 packed.update(zip(names, fields, strict=True))
         self.add(Piece(packed, 0, n_tokens))
         self.add_state(block, n_tokens)

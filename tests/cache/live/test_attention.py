@@ -118,8 +118,8 @@ def written_out(
     n_repeats = queries.shape[1] // keys[0].shape[1]
     plain = []
     for x in (keys, values):
-        cached = pk.view(tuple(x), 0, x.n_tokens)
-        held = pk.as_it_came(pk.dequantize(cached, x.quantization, mx.float32), x.quantization)
+        held = pk.as_it_came(pk.dequantize(x, x.quantization, mx.float32), x.quantization)
+        held = held[:, :, : x.n_tokens]
         plain.append(mx.repeat(held, n_repeats, axis=1))
     scores = (queries.astype(mx.float32) @ plain[0].swapaxes(-1, -2)) * scale
     n, s = scores.shape[-2:]
