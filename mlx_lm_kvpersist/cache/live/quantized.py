@@ -97,8 +97,8 @@ class PackedCache(Buffers):
     `group_size` exist only where fetches are packed. Without a plan they are arrays. All queries
     see the same ones, so they should all be of one block of the grid.
 
-    What a query no longer sees as computed is forgotten before the next fetch: until then a draft's
-    tokens can be taken back.
+    What a query no longer sees as computed is packed, and forgotten before the next fetch: until
+    then a draft's tokens can be taken back. Where a token is not packed, the buffers hold zeros.
     """
 
     precision: KVPrecision
@@ -299,8 +299,9 @@ class SequenceQuantizedKVCache(PackedCache):
         return mask
 
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
-        """Return keys and values of tokens [start, stop), lazy; those of the last block are packed
-        for it."""
+        """Return keys and values of tokens [start, stop), lazy; those of an unfinished block are
+        packed for it."""
+        self.forget()
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
         keys, values = (
