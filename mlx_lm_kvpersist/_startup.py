@@ -15,7 +15,8 @@ import importlib
 import itertools
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -67,9 +68,22 @@ def prepare(names: Sequence[str]) -> None:
     try:
         from .host import install as install_host
 
-        install_host(names)
+        with without_garbage():
+            install_host(names)
     except Exception as error:
         stop(error)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Look for no garbage inside the block: imports leave none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def stop(error: BaseException) -> NoReturn:
@@ -142,13 +156,8 @@ class ServerLoader(Loader):
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with without_garbage():
             self.real.exec_module(module)
-        finally:
-            if was_enabled:
-                gc.enable()
         if module.__name__ == TARGET:
             wrap_main(module)
 

@@ -143,10 +143,10 @@ class KVPersistPlugin:
             self._refused.add(provider.model_key[0])
             logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
 
-    def _prove(self, choice: PrecisionChoice) -> None:
-        from .round_trip import check_round_trip  # seldom needed
+    def _prove(self, choice: PrecisionChoice) -> Steps[None]:
+        from .round_trip import checking  # seldom needed
 
-        check_round_trip(choice, self._config.attention)
+        return checking(choice, self._config.attention)
 
     def _prepare(self, provider: Any, serving: Serving, steps: Steps[None]) -> Steps[None]:
         """Find out what is not known of the loaded model; then the guard may judge it."""

@@ -34,6 +34,7 @@ from .cache.live.packed import GRID
 from .cache.live.quantized import AttentionPlan, batch_of, forced_plan
 from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
+from .cache.steps import Steps, completed
 from .errors import SelfTestFailed
 from .host.answers import REPLY, ModelSupport, PrefillLimits, Prompt
 from .host.scheduling.batch_generator import PluginBatchGenerator
@@ -66,6 +67,11 @@ Precisions = Sequence[KVPrecision | None]
 def check_round_trip(
     choice: PrecisionChoice | None = None, attention: Strategy | Literal["auto"] = "auto"
 ) -> None:
+    """Do all of `checking` at once."""
+    completed(checking(choice or PrecisionChoice(), attention))
+
+
+def checking(choice: PrecisionChoice, attention: Strategy | Literal["auto"]) -> Steps[None]:
     """Check the live path in this precision, with this way of attention.
 
     With "auto" prefill dequantizes and decoding attends both packed and tiled, or tiled alone where
@@ -74,7 +80,6 @@ def check_round_trip(
     Raises:
         SelfTestFailed: the live path is not taken, or its logits are not those of the reference.
     """
-    choice = choice or PrecisionChoice()
     n_inner = 1 if choice.outer_key_bits else 0
     model = tiny_model(head_dim=max(64, choice.group_size or 0), n_layers=2 + n_inner)
     spec = ModelCacheSpec.probe(model, choice)
@@ -94,14 +99,18 @@ def check_round_trip(
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))
         try:
             loaded = LoadedModel(model, None, spec, "selftest", None)
-            sequences = _run(loaded, store)
+            sequences = yield from _run(loaded, store)
         except SelfTestFailed:
             raise
         except Exception as error:
             raise SelfTestFailed(f"the live path fails: {type(error).__name__}: {error}") from error
         finally:
             store.close()
-    references = [_reference(model, one.ids, precisions) for one in sequences]
+    references = []
+    for one in sequences:
+        yield
+        references.append(_reference(model, one.ids, precisions))
+    yield
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
         # Both round alike, except for numbers so near to a rounding step that the order of a sum
@@ -213,12 +222,13 @@ class _Batch:
                 sequence.caches = response.prompt_cache
                 del self.running[response.uid]
 
-    def until_ended(self, sequence: _Sequence) -> None:
+    def until_ended(self, sequence: _Sequence) -> Steps[None]:
         while sequence in self.running.values():
+            yield
             self.step()
 
 
-def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
+def _run(loaded: LoadedModel, store: BlockStore) -> Steps[list[_Sequence]]:
     """Take four sequences through everything that the server does with a sequence."""
     batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
@@ -227,17 +237,18 @@ def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
     uid = batch.add(cancelled, 20)
     batch.add(short, 4)
     for _ in range(4):
+        yield
         batch.step()
     batch.generator.remove([uid])
     del batch.running[uid]
-    batch.until_ended(short)
+    yield from batch.until_ended(short)
     restored = _restored(short, loaded, store, canary=False)
     batch.add(late, 9)  # goes on into another block of the grid
     batch.add(short, 9, restored)
     for sequence in (long, short, late):
-        batch.until_ended(sequence)
+        yield from batch.until_ended(sequence)
     batch.add(long, 4, _restored(long, loaded, store, canary=True))
-    batch.until_ended(long)
+    yield from batch.until_ended(long)
     batch.generator.close()
     return [long, cancelled, short, late]
 
@@ -268,7 +279,9 @@ def _reference(model: Any, ids: list[int], precisions: Precisions) -> mx.array:
     """Return the log-probabilities [len(ids), _VOCAB] that mlx-lm's own caches give."""
     caches = [KVCache() if one is None else _RoundedKVCache(one) for one in precisions]
     logits: mx.array = model(mx.array([ids]), cache=caches)[0]
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logits)
+    return logits
 
 
 def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.array) -> float:

@@ -88,8 +88,9 @@ class Preparation:
     """A model that the provider has loaded: what is known of it, and the steps to all of it.
 
     `doing` says what is being found out; it is "" once `model` is ready, so that conversations may
-    be stored and restored. `prove` checks, for a precision, that what is stored and restored gives
-    the logits that it should. It is called once for a combination of versions, device and options.
+    be stored and restored. `prove` returns steps that check, for a precision, that what is stored
+    and restored gives the logits that it should. They are done once for a combination of versions,
+    device and options.
 
     Raises:
         ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
@@ -101,7 +102,7 @@ class Preparation:
         provider: Any,
         store: BlockStore,
         asked: Asked,
-        prove: Callable[[PrecisionChoice], None],
+        prove: Callable[[PrecisionChoice], Steps[None]],
     ) -> None:
         model_path, adapter_path, draft_path = provider.model_key
         if draft_path is not None:
@@ -149,7 +150,7 @@ class Preparation:
         if not self._is_proven(choice):
             self._say(1)
             yield
-            self._prove(choice)
+            yield from self._prove(choice)
             self._state.put(self._key(_ROUND_TRIP_KEY, "", choice), True)
         yield
         with own_caches(self._model):

@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.block import Root
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
-from mlx_lm_kvpersist.cache.steps import completed
+from mlx_lm_kvpersist.cache.steps import Steps, completed
 from mlx_lm_kvpersist.host.answers import REPLY, Prompt
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
@@ -46,10 +46,14 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
+def unproven() -> Steps[None]:
+    yield
+
+
 def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> LoadedModel:
     """Return a model of which everything has been found out."""
     asked = Asked(choice, "dequantize", 1 << 30, with_text=True)
-    made = Preparation(provider, store, asked, lambda choice: None)
+    made = Preparation(provider, store, asked, lambda choice: unproven())
     completed(made.steps())
     return made.model
 

@@ -18,6 +18,7 @@ from mlx_lm import load
 from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import Batching
+from mlx_lm_kvpersist.cache.steps import Steps
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.errors import ModelNotSupported, SelfTestFailed
 from mlx_lm_kvpersist.host.answers import REPLY
@@ -76,7 +77,8 @@ class Starts:
     def begin(self, store: BlockStore, asked: Asked = K6V4) -> Preparation:
         return Preparation(self.provider, store, asked, self._prove)
 
-    def _prove(self, choice: PrecisionChoice) -> None:
+    def _prove(self, choice: PrecisionChoice) -> Steps[None]:
+        yield
         self.proofs += 1
 
     def finish(self, one: Preparation, store: BlockStore) -> int:
@@ -240,7 +242,8 @@ def test_what_fails_is_told_and_not_kept(
 ) -> None:
     starts, store = Starts(provider), opened()
 
-    def prove(choice: PrecisionChoice) -> None:
+    def prove(choice: PrecisionChoice) -> Steps[None]:
+        yield
         raise SelfTestFailed("other logits")
 
     with pytest.raises(SelfTestFailed):

@@ -1,0 +1,150 @@
+"""From the first moment on requests are served right, and what they computed is kept in the end.
+
+At a first start what a model's caches can do is found out between requests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
+from mlx_lm_kvpersist.api.page import SESSIONS_PATH
+from tests.support import Message, ServerProcess, StartServer, synthetic_text, wait_until
+from tests.support.lock_holder import lock_holder
+
+from .stored import wait_for_writer
+
+QUESTION: list[Message] = [{"role": "user", "content": synthetic_text(300)}]
+
+
+def told(server: ServerProcess, path: str) -> Any:
+    status, _, body = server.request("GET", path)
+    assert status == 200
+    return json.loads(body)
+
+
+def wait_until_known(server: ServerProcess) -> None:
+    wait_until(lambda: not told(server, SPEC_PATH)["examining"], "all of the model", 60)
+
+
+def begun(start_server: StartServer, model: Path, store: Path, *extra: str) -> ServerProcess:
+    """Start a server; it answers, and does not know its model."""
+    options = "--kvpersist-dir", str(store), "--kvpersist-attention", "auto", *extra
+    return start_server.with_plugin(model, *options, examined=False)
+
+
+def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    stock = start_server(tiny_model)
+    server = begun(start_server, tiny_model, tmp_path / "store", "--kvpersist-kv-bits", "16")
+    talk, n_unknown = list(QUESTION), 0
+    for turn in range(6):
+        its, expected = (
+            one.chat(talk, max_tokens=8, temperature=0.0, session="s") for one in (server, stock)
+        )
+        assert its.text == expected.text
+        n_unknown += "reason=not-ready" in its.headers["x-kvpersist"]
+        if turn == 0:
+            assert n_unknown, "the first reply waits for what is found out"
+            said = told(server, SESSIONS_PATH)
+            assert said["examining"] is None or said["examining"].endswith(" of 6)")
+            (record,) = told(server, REQUESTS_PATH)
+            assert "the model is still being examined: its files are read" in record["sentence"]
+        talk += [
+            {"role": "assistant", "content": its.text},
+            {"role": "user", "content": f"And number {turn}?"},
+        ]
+        if turn == 3:
+            wait_until_known(server)
+    assert n_unknown <= 4
+    # The last turn that was held is there, so the first that was looked up went on from it.
+    outcomes = [one["outcome"] for one in told(server, REQUESTS_PATH)[::-1]]
+    assert outcomes[4:] == ["EXTEND", "EXTEND"]
+    wait_for_writer(server)
+    server.restart(kill=True)
+    again = server.chat(talk, max_tokens=8, temperature=0.0, session="s")
+    assert "outcome=EXTEND" in again.headers["x-kvpersist"]
+    assert "nothing is kept yet" in server.log and server.log.count("nothing is kept yet") == 1
+
+
+def test_an_end_in_the_middle_and_a_second_server_change_nothing(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    server = begun(start_server, tiny_model, store)
+    for pause_s in (0.0, 0.3, 0.8):
+        time.sleep(pause_s)
+        server.restart(kill=True)
+    other = begun(start_server, tiny_model, store)
+    first = server.chat(QUESTION, max_tokens=8, temperature=0.0)
+    assert other.chat(QUESTION, max_tokens=8, temperature=0.0).text == first.text
+    wait_until_known(server)
+    wait_until_known(other)
+    plans = [told(one, SPEC_PATH)["attention"] for one in (server, other)]
+    for one in (server, other):
+        wait_for_writer(one)
+        one.restart(kill=True)
+        assert told(one, SPEC_PATH)["examining"] is None
+    assert told(server, SPEC_PATH)["attention"] == told(other, SPEC_PATH)["attention"]
+    assert told(server, SPEC_PATH)["attention"] in plans
+
+
+def test_a_start_does_not_wait_for_the_stores_lock(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It says who has it, within 5 s, and serves."""
+    store = tmp_path / "store"
+    begun(start_server, tiny_model, store).terminate()
+    with lock_holder(store):
+        server = begun(start_server, tiny_model, store)
+        assert server.chat(QUESTION, max_tokens=4).text
+        wait_until(lambda: "is being changed by process" in server.log, "who has the lock", 5.0)
+        wait_until_known(server)
+    wait_for_writer(server)
+    server.restart(kill=True)
+    assert told(server, SPEC_PATH)["examining"] is None
+
+
+@pytest.mark.parametrize("fault", ["round_trip", "canary"])
+def test_a_model_that_fails_is_served_as_stock_does(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, fault: str
+) -> None:
+    """Nothing is stored of it, before and after."""
+    (tmp_path / "fault.py").write_text(FAULTS[fault])
+    stock = start_server(tiny_model)
+    server = start_server.with_plugin(
+        tiny_model,
+        *("--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"),
+        launcher=(str(tmp_path / "fault.py"),),
+        examined=False,
+    )
+    talk = QUESTION
+    expected = stock.chat(talk, max_tokens=8, temperature=0.0)
+    assert server.chat(talk, max_tokens=8, temperature=0.0).text == expected.text
+    wait_until(lambda: not told(server, SPEC_PATH)["kept"], "the refusal", 60)
+    assert "served as stock does, nothing is kept" in server.log
+    its = server.chat(talk, max_tokens=8, temperature=0.0)
+    assert its.text == expected.text and "outcome=STOCK" in its.headers["x-kvpersist"]
+    assert not list((tmp_path / "store").glob("blocks/*/*"))
+
+
+_FAULT = """
+import sys
+from mlx_lm_kvpersist import _startup
+from mlx_lm_kvpersist.{module} import {name}
+import mlx_lm_kvpersist.{module} as module
+module.{name} = {wrong}
+_startup.serve(sys.argv[1:])
+"""
+FAULTS = {
+    "round_trip": _FAULT.format(module="round_trip", name="_NOISE", wrong="-1.0"),
+    "canary": _FAULT.format(
+        module="cache.blocks.canary", name="_difference", wrong="lambda *_: 1.0"
+    ),
+}
