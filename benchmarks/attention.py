@@ -91,7 +91,7 @@ def main() -> None:
             result.add({"shape": name, **row})
             print(json.dumps(result.rows[-1]), flush=True)
         start_s = time.perf_counter()
-        plan = completed(calibrating(SHAPES[name], precision, DTYPES[args.dtype], None))
+        plan = completed(calibrating(SHAPES[name], precision, DTYPES[args.dtype]))
         plans[name] = {**plan.describe(), "calibration_s": time.perf_counter() - start_s}
         print(json.dumps({name: plans[name]}), flush=True)
     result.write()

@@ -84,7 +84,7 @@ def served(
     the model is kept.
     """
     spec = ModelCacheSpec.probe(model, choice)
-    return completed(planning(model, spec, None, attention))
+    return completed(planning(model, spec, attention))
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:

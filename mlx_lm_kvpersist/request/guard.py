@@ -84,7 +84,7 @@ class Guard:
         if verdict.n_refused:
             yield
             choice = verdict.choice(self._default)
-            spec = yield from fitting(model, choice, self._attention, state)
+            spec = yield from fitting(model, choice, self._attention)
         # Last: a model that cannot be served in other bits is not refused at the next start.
         kept = loaded.fingerprint, self._default, verdict
         serving.store.change_index(

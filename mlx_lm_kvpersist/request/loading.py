@@ -38,7 +38,7 @@ from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import device_key, planned, planning, read_plans
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
-from ..cache.measuring.persisted import Persisted, hash_once
+from ..cache.measuring.persisted import hash_once
 from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
 from ..cache.steps import Result, Steps
 from ..errors import ModelNotSupported
@@ -157,8 +157,7 @@ class Preparation:
             spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
         known = self._known(choice, spec)  # another server of this store may have been quicker
         if known is None:
-            attention, state = self._asked.attention, self._state
-            spec = yield from fitting(self._model, choice, attention, state, self._say)
+            spec = yield from fitting(self._model, choice, self._asked.attention, self._say)
             self._say(5)
             yield
             context = partial(ending_on_grid, self._model, spec.reads_arrays)
@@ -169,7 +168,7 @@ class Preparation:
                 "plans": {name: plan.describe() for name, plan in spec.plans.items()},
                 "prefill": measured,
             }
-            state.put_sealed(self._key(_MODEL_KEY, fingerprint, choice), found)
+            self._state.put_sealed(self._key(_MODEL_KEY, fingerprint, choice), found)
         self._finish(*known, verdict)
 
     def _key(self, kind: str, fingerprint: str, choice: PrecisionChoice) -> str:
@@ -229,7 +228,6 @@ def fitting(
     model: Any,
     choice: PrecisionChoice,
     attention: Strategy | Literal["auto"],
-    persisted: Persisted,
     say: Callable[[int], None] = lambda stage: None,
 ) -> Steps[ModelCacheSpec]:
     """Find how a model's caches are made, batched and read, and that they can be restored.
@@ -241,7 +239,7 @@ def fitting(
     spec = yield from _within(partial(own_caches, model), probe)
     say(3)
     yield
-    spec = yield from planning(model, spec, persisted, attention)
+    spec = yield from planning(model, spec, attention)
     say(4)
     yield
     warm_up(model, spec, has_kernels=_has_kernels())

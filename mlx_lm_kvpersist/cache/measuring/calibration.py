@@ -3,8 +3,7 @@
 Each phase (see `AttentionPlan`) starts with few tokens and grows while its time allows, because
 the same work takes microseconds on one device and seconds on another. The strategies take turns,
 so that a disturbance hits all of them. A strategy that computes something else takes no part:
-MLX 0.32.4 multiplies wrongly by packed float32 keys on a Hopper GPU. The result is
-persisted.
+MLX 0.32.4 multiplies wrongly by packed float32 keys on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from math import inf, isfinite
+from math import inf
 from statistics import median
 from typing import Any, Literal
 
@@ -41,12 +40,8 @@ from ..live.packed import Packed
 from ..live.quantized import PHASES, AttentionPlan, forced_plan
 from ..steps import Steps
 from .observe import AttentionShape, probing_packed
-from .persisted import Persisted
 
 logger = logging.getLogger(__name__)
-
-_KEY = "attention/4/"
-"""The number grows when measurements change: then they are made anew."""
 
 _PHASE_S = 0.25
 _N_ROUNDS = 5
@@ -92,15 +87,12 @@ _LADDERS: Mapping[str, tuple[_Work, ...]] = {
 
 
 def planning(
-    model: Any,
-    spec: ModelCacheSpec,
-    persisted: Persisted | None,
-    choice: Strategy | Literal["auto"] = "auto",
+    model: Any, spec: ModelCacheSpec, choice: Strategy | Literal["auto"] = "auto"
 ) -> Steps[ModelCacheSpec]:
-    """Find a plan for every quantized group, measured on this device if necessary.
+    """Find a plan for every quantized group, measured on this device if it is "auto".
 
     A forward pass shows which groups the model can attend to packed, and with how many query
-    heads; the others are dequantized. See `calibrating` for `persisted` and `choice`.
+    heads; the others are dequantized.
     """
     plans: dict[str, AttentionPlan] = {}
     for group in spec.quantized:
@@ -109,8 +101,10 @@ def planning(
         shape, *others = {found[slot] for slot in group.slots}
         plan = AttentionPlan()
         if shape is not None and not others:
-            its = shape, group.precision, group.keys.mx_dtype
-            plan = yield from calibrating(*its, persisted, choice)
+            if choice != "auto":
+                plan = forced_plan(choice, can_take_packed=True)
+            else:
+                plan = yield from calibrating(shape, group.precision, group.keys.mx_dtype)
         plans[group.name] = plan
     return planned(spec, plans)
 
@@ -142,35 +136,22 @@ def read_plans(described: Any, spec: ModelCacheSpec) -> dict[str, AttentionPlan]
 
 
 def calibrating(
-    shape: AttentionShape,
-    precision: KVPrecision,
-    dtype: mx.Dtype,
-    persisted: Persisted | None,
-    choice: Strategy | Literal["auto"] = "auto",
+    shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype
 ) -> Steps[AttentionPlan]:
-    """Find the quickest plan for layers of `shape` that compute in `dtype` and take packed keys.
+    """Measure the quickest plan for layers of `shape` that compute in `dtype` and take packed keys.
 
-    Measuring takes about a second. Nothing is measured if `persisted` has the results, or if
-    `choice` is a strategy instead of "auto". Evaluates MLX.
+    Takes about a second. Evaluates MLX.
     """
-    if choice != "auto":
-        return forced_plan(choice, can_take_packed=True)
     kernels = KVPrecision.of(precision.keys.bits, precision.group_size, precision.values.bits)
     k_width, v_width = shape.k_dim + precision.keys.padding, shape.v_dim + precision.values.padding
     shape = replace(shape, k_dim=k_width, v_dim=v_width)
-    heads, dims = f"{shape.n_q_heads}/{shape.n_kv_heads}", f"{k_width}/{v_width}"
-    key = f"{_KEY}{device_key()} {heads} {dims} {kernels} {dtype}"
-    plan = None if persisted is None else _read_plan(persisted.get(key))
-    if plan is None:
-        measured = {}
-        for phase in PHASES:
-            yield
-            measured[phase] = _measure(shape, kernels, dtype, phase)
-            mx.clear_cache()
-        plan = _plan(measured)
-        logger.debug("attention of %s: %s", key, plan.describe())
-        if persisted is not None:
-            persisted.put(key, measured)
+    measured = {}
+    for phase in PHASES:
+        yield
+        measured[phase] = _measure(shape, kernels, dtype, phase)
+        mx.clear_cache()
+    plan = _plan(measured)
+    logger.debug("attention of %s, %s: %s", shape, kernels, plan.describe())
     return plan
 
 
@@ -324,14 +305,3 @@ def _random_packed(shape: tuple[int, ...], quantization: Quantization, dtype: mx
     packed = pk.quantize(some, quantization)
     times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
     return pk.each(lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), packed)
-
-
-def _read_plan(measured: Any) -> AttentionPlan | None:
-    """Return the plan of stored results, or None if they are malformed."""
-    try:
-        ms = {phase: {str(k): float(v) for k, v in measured[phase].items()} for phase in PHASES}
-        if not all(isfinite(v) and v >= 0 for times in ms.values() for v in times.values()):
-            return None
-        return _plan(ms)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        return None

@@ -18,7 +18,6 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
-    Strategy,
     packed_attention,
 )
 from mlx_lm_kvpersist.cache.live.quantized import PHASES, AttentionPlan, forced_plan
@@ -28,7 +27,6 @@ from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
 from mlx_lm_kvpersist.cache.steps import completed
 
 from ..conftest import tiny_gemma3
-from .in_memory import InMemory
 
 SHAPE = AttentionShape(4, 2, 64, 64)
 PRECISION = KVPrecision.of(4, 32)
@@ -46,7 +44,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
     """The plan of a device on which every phase takes these times."""
     monkeypatch.setattr(calibration, "_measure", lambda *args: dict(ms))
-    return completed(calibrating(SHAPE, PRECISION, mx.float32, None))
+    return completed(calibrating(SHAPE, PRECISION, mx.float32))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
 )
 def test_takes_about_a_second(shape: AttentionShape) -> None:
     start_s = time.perf_counter()
-    plan = completed(calibrating(shape, KVPrecision.of(8, 64, 4), mx.float32, None))
+    plan = completed(calibrating(shape, KVPrecision.of(8, 64, 4), mx.float32))
     assert time.perf_counter() - start_s < 6  # others may be using the machine
     assert plan.can_take_packed
     for phase in PHASES:
@@ -82,77 +80,6 @@ def test_a_winner_must_win_clearly(
     assert plan.describe()["decode"] == {"strategy": expected, "ms": ms}
 
 
-@pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
-def test_a_choice_is_not_measured(no_measuring: None, choice: Strategy) -> None:
-    plan = completed(calibrating(SHAPE, PRECISION, mx.float32, None, choice))
-    assert plan.decode == plan.prefill == choice
-
-
-def test_results_are_persisted_for_each_shape_device_and_precision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    persisted = InMemory()
-    measured: list[tuple[Any, ...]] = []
-
-    def measure(*args: Any) -> dict[str, float]:
-        measured.append(args)
-        return {"dequantize": 1.0, "packed": 0.5}
-
-    monkeypatch.setattr(calibration, "_measure", measure)
-    first = completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
-    assert len(measured) == len(PHASES)
-    assert completed(calibrating(SHAPE, PRECISION, mx.float32, persisted)) == first
-    assert len(measured) == len(PHASES)
-    others: list[tuple[AttentionShape, KVPrecision, mx.Dtype]] = [
-        (AttentionShape(8, 2, 64, 64), PRECISION, mx.float32),
-        (SHAPE, KVPrecision.of(8, 32, 4), mx.float32),
-        (SHAPE, PRECISION, mx.bfloat16),
-    ]
-    for n, other in enumerate(others, 2):
-        completed(calibrating(*other, persisted))
-        assert len(measured) == n * len(PHASES)
-    monkeypatch.setattr(calibration, "device_key", lambda: "another device")
-    completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
-    assert len(measured) == 5 * len(PHASES)
-    assert len(persisted) == 5
-
-
-def phases(ms: Any) -> dict[str, Any]:
-    return dict.fromkeys(PHASES, ms)
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        [],
-        {"decode": {}},
-        phases([1]),
-        phases({"dequantize": "x"}),
-        phases({"dequantize": 10**400}),
-        phases({"dequantize": math.nan}),
-        phases({"dequantize": -1}),
-        phases({"packed": 1.0}),
-    ],
-    ids=str,
-)
-def test_damaged_results_are_measured_again(monkeypatch: pytest.MonkeyPatch, damaged: Any) -> None:
-    persisted = InMemory()
-    measured: list[Any] = []
-
-    def measure(*args: Any) -> dict[str, float]:
-        measured.append(args)
-        return {"dequantize": 1.0, "packed": 0.5}
-
-    monkeypatch.setattr(calibration, "_measure", measure)
-    first = completed(calibrating(SHAPE, PRECISION, mx.float32, persisted))
-    (key,) = persisted
-    persisted[key] = damaged
-    measured.clear()
-    for _ in range(2):
-        assert completed(calibrating(SHAPE, PRECISION, mx.float32, persisted)) == first
-    assert len(measured) == len(PHASES)
-
-
 def test_decoding_is_measured_with_one_query_and_from_little_to_much() -> None:
     ladders = {
         use: [(work.n_rows, work.n_queries, work.n_keys) for work in ladder]
@@ -167,7 +94,7 @@ def test_measuring_leaves_the_random_numbers_of_others_alone() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()
     mx.random.seed(3)
-    completed(calibrating(SHAPE, PRECISION, mx.float32, None))
+    completed(calibrating(SHAPE, PRECISION, mx.float32))
     assert mx.random.uniform().item() == expected.item()
 
 
@@ -276,7 +203,7 @@ def test_a_strategy_that_computes_something_else_never_wins(
     assert calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
     monkeypatch.setattr(calibration, "packed_attention", lambda *given: right(*given) * wrong)
     assert not calibration.packed_is_right(SHAPE, PRECISION, mx.float32)
-    plan = completed(calibrating(SHAPE, PRECISION, mx.float32, None))
+    plan = completed(calibrating(SHAPE, PRECISION, mx.float32))
     assert all("packed" not in ms for ms in plan.measured_ms.values())
     assert "packed" not in (plan.prefill, plan.decode, plan.batch_decode)
 
@@ -314,8 +241,7 @@ def test_every_quantized_group_has_the_plan_of_its_shape(
     monkeypatch.setattr(calibration, "_measure", measure)
     model = tiny_gemma3()
     spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
-    persisted = InMemory()
-    planned = completed(planning(model, spec, persisted))
+    planned = completed(planning(model, spec))
     assert planned == spec and list(planned.plans) == ["1"]
     assert planned.plans["1"].prefill == planned.plans["1"].decode == "packed"
     precision = KVPrecision.of(8, 64, 4)
@@ -323,7 +249,6 @@ def test_every_quantized_group_has_the_plan_of_its_shape(
     assert measured == expected
     window, full = planned.make_cache()
     assert full.plan is planned.plans["1"] and not hasattr(window, "plan")
-    assert len(persisted) == 1
 
 
 @pytest.mark.parametrize(
@@ -340,7 +265,7 @@ def test_models_that_need_plain_keys_are_not_measured(
 ) -> None:
     """Nor layers of one group that attend in several ways."""
     spec = ModelCacheSpec.probe(model, evaluate=False)
-    planned = completed(planning(model, spec, InMemory(), "packed"))
+    planned = completed(planning(model, spec, "packed"))
     expected = forced_plan("packed", can_take_packed=True) if is_taken else AttentionPlan()
     assert planned.plans == {"0": expected}
     assert [slot.plan for slot in planned.make_cache()] == [expected] * 2
@@ -349,6 +274,6 @@ def test_models_that_need_plain_keys_are_not_measured(
 def test_layers_in_full_precision_have_no_plan(no_measuring: None) -> None:
     model = Layers(4, 4)
     spec = ModelCacheSpec.probe(model, PrecisionChoice(16, 16), evaluate=False)
-    planned = completed(planning(model, spec, InMemory()))
+    planned = completed(planning(model, spec))
     assert planned.plans == {}
     assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]
