@@ -65,16 +65,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 dev: $(VENV)/.installed-dev
 
-# A shorter text, because cold prompts take long on a CPU.
+# OpenBLAS, where it is there: MLX's wheel for Linux computes prompts slowly without.
+ifeq ($(MODEL),smollm2)
+DEMO := --model .demo/smollm2 --chars 4000
+else
+DEMO := $(if $(MODEL),--model "$(MODEL)")
+endif
 demo: $(VENV)/.installed
-	$(SAY) "demo"
-	@mkdir -p .demo
 ifeq ($(MODEL),smollm2)
 	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo --model .demo/smollm2 --chars 4000
-else
-	$(BIN)/python -m mlx_lm_kvpersist demo $(if $(MODEL),--model "$(MODEL)")
 endif
+	$(SAY) "demo"
+	@$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo $(DEMO)
 
 lint: $(VENV)/.installed-dev
 	$(SAY) "lint: ruff check"

@@ -139,13 +139,21 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def ongoing(what: str) -> Iterator[None]:
-    """Say on stderr what is being done: with a clock in a terminal, else in one line."""
-    if not sys.stderr.isatty():
-        print(f"{what} …", file=sys.stderr, flush=True)
+def ongoing(what: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is being done: with a clock in a terminal, else in a line for each step.
+
+    The yielded function says the next step, in the place of the one before.
+    """
     with _progress(TimeElapsedColumn()) as clock:
-        clock.add_task(what, total=None)
-        yield
+        task = clock.add_task("", total=None)
+
+        def say(what: str) -> None:
+            if not sys.stderr.isatty():
+                print(f"{what} …", file=sys.stderr, flush=True)
+            clock.update(task, description=what)
+
+        say(what)
+        yield say
 
 
 def _progress(*columns: ProgressColumn) -> Progress:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,9 +21,9 @@ from mlx_lm_kvpersist.cli.story import document
 @pytest.mark.slow
 def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["demo", "--chars", "6000"])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    assert "came from disk" in " ".join(printed.split())
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert "came from disk" in said.out and said.out.count("\n") == 1
 
 
 def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,10 +31,25 @@ def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[st
     assert "no model folder /no/such/model" in capsys.readouterr().err
 
 
-def test_a_step_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with output.ongoing("a step"):
+def test_each_step_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.ongoing("a step") as say:
         assert capsys.readouterr().err == "a step …\n"
+        say("the next")
+        assert capsys.readouterr().err == "the next …\n"
     assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_one_line_that_changes() -> None:
+    code = (
+        "from mlx_lm_kvpersist.cli.output import ongoing\n"
+        "with ongoing('a step') as say:\n    say('the next')\n"
+    )
+    control, terminal = os.openpty()
+    with open(control, "rb", buffering=0) as seen:
+        subprocess.run([sys.executable, "-c", code], stderr=terminal, check=True, timeout=60)
+        os.close(terminal)
+        shown = seen.read(4096).decode()
+    assert "the next" in shown and "\n" not in shown.rstrip().replace("\r\n", "", 1)
 
 
 def test_the_demo_model_says_printable_text_without_end(tmp_path: Path) -> None:
