@@ -21,7 +21,6 @@ from threading import Thread
 from typing import Any, Literal
 
 import mlx.core as mx
-import xxhash
 
 from .. import __version__
 from ..cache.blocks.canary import warm_up
@@ -116,11 +115,12 @@ class Preparation:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
         self.doing, self._said_s = "", 0.0
         self._model = weakref.proxy(provider.model)
+        self._fingerprint = self._files.fingerprint or ""
         verdict, choice = self._choice()
         spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
         known = self._known(choice, spec)
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
-        about = provider.tokenizer, spec, self._files.fingerprint or "", text, str(model_path)
+        about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._model, *about, speed, verdict)
         if known is not None:
             self._finish(*known, verdict)
@@ -130,10 +130,10 @@ class Preparation:
 
     def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
         """Return what the guard found, and the model's precision, as far as they are known."""
-        choice, fingerprint = self._asked.choice, self._files.fingerprint
-        if fingerprint is None or not is_guarded(choice):
+        choice = self._asked.choice
+        if not (self._fingerprint and is_guarded(choice)):
             return None, choice
-        verdict = known_verdict(self._state, fingerprint, choice)
+        verdict = known_verdict(self._state, self._fingerprint, choice)
         return verdict, verdict.choice(choice) if verdict else choice
 
     def steps(self) -> Steps[None]:
@@ -143,15 +143,16 @@ class Preparation:
                 yield
                 warm_up(self._model, self.model.spec)
             return
-        while (fingerprint := self._files.read()) is None:
+        while not self._fingerprint:
             self._say(0, self._files.progress)
             yield
+            self._fingerprint = self._files.read() or ""
         verdict, choice = self._choice()
         if not self._is_proven(choice):
             self._say(1)
             yield
             yield from self._prove(choice)
-            self._state.put(self._key(_ROUND_TRIP_KEY, "", choice), True)
+            self._state.put(self._key(_ROUND_TRIP_KEY, choice), True)
         yield
         with own_caches(self._model):
             spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
@@ -168,24 +169,23 @@ class Preparation:
                 "plans": {name: plan.describe() for name, plan in spec.plans.items()},
                 "prefill": measured,
             }
-            self._state.put_sealed(self._key(_MODEL_KEY, fingerprint, choice), found)
+            self._state.put(self._key(_MODEL_KEY, choice, self._fingerprint), found)
         self._finish(*known, verdict)
 
-    def _key(self, kind: str, fingerprint: str, choice: PrecisionChoice) -> str:
+    def _key(self, kind: str, choice: PrecisionChoice, fingerprint: str = "") -> str:
         versions = f"{device_key()} mlx-lm {version('mlx-lm')} kvpersist {__version__}"
         return f"{kind}{fingerprint} {choice!r} {self._asked.attention} {versions}"
 
     def _is_proven(self, choice: PrecisionChoice) -> bool:
-        return self._state.get(self._key(_ROUND_TRIP_KEY, "", choice)) is True
+        return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is True
 
     def _known(
         self, choice: PrecisionChoice, spec: ModelCacheSpec
     ) -> tuple[ModelCacheSpec, tuple[float, float]] | None:
         """Return what was found out of a model with these shapes; None unless it was all of it."""
-        fingerprint = self._files.fingerprint
-        if fingerprint is None or not self._is_proven(choice):
+        if not (self._fingerprint and self._is_proven(choice)):
             return None
-        found = self._state.get_sealed(self._key(_MODEL_KEY, fingerprint, choice))
+        found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
         try:
             spec = replace(spec, batching=Batching(found["spec"]["batching"]))
             if found["spec"] != json.loads(json.dumps(spec.describe())):
@@ -210,8 +210,7 @@ class Preparation:
         end_on_grid(self._model, spec.reads_arrays)
         model, asked = self.model, self._asked
         model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
-        fingerprint = self._files.fingerprint or ""
-        self.model = replace(model, spec=spec, fingerprint=fingerprint, verdict=verdict)
+        self.model = replace(model, spec=spec, fingerprint=self._fingerprint, verdict=verdict)
         self.doing = ""
         about = described(spec, verdict), places(self._store)
         logger.info("kvpersist: %s: %s; %s", model.name, *about)
@@ -276,25 +275,9 @@ class _State:
         return self._put[key] if key in self._put else self._store.view.state.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        self._put[key] = value
+        self._put[key] = json.loads(json.dumps(value))
         what = "keep what was found out of a model"
         self._store.change_index(what, lambda index: index.state.put(key, value))
-
-    def get_sealed(self, key: str) -> Any:
-        """Return a value that `put_sealed` put, None for any other."""
-        match self.get(key):
-            case [str(seal), str(text)] if seal == _seal(key, text):
-                return json.loads(text)
-        return None
-
-    def put_sealed(self, key: str, value: Any) -> None:
-        """Put a value with a checksum: a wrong one would change what is computed."""
-        text = json.dumps(value)
-        self.put(key, [_seal(key, text), text])
-
-
-def _seal(key: str, text: str) -> str:
-    return xxhash.xxh3_64_hexdigest(f"{key}\n{text}".encode())
 
 
 class _NotRead(Exception):

@@ -69,15 +69,18 @@ class SmallState:
             )
 
     def get(self, key: str) -> Any:
-        """Return a persisted value; None where there is none, or none that can be read."""
-        rows = self._ask("SELECT value FROM state WHERE key = ?", key)
-        return _value(rows[0][0]) if rows else None
+        """Return a persisted value; None where there is none, or another than was put."""
+        for (sealed,) in self._ask("SELECT value FROM state WHERE key = ?", key, types=(str,)):
+            text = sealed[2 * _SEAL_BYTES :]
+            return json.loads(text) if sealed == _sealed(key, text) else None
+        return None
 
     def put(self, key: str, value: Any) -> None:
         """Persist a JSON value, in place of any before. This needs no lock of the store."""
         try:
             with self._transaction() as db:
-                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+                row = key, _sealed(key, json.dumps(value))
+                db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
         except (OSError, sqlite3.Error) as error:
             self._report("persist what was measured", error)
 
@@ -156,15 +159,13 @@ class SmallState:
                     db.execute("UPDATE requests SET about = ? WHERE number = ?", (about, number))
 
 
-def _seal(root: bytes, digest: bytes, ids: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(root + digest + ids)
+def _seal(*parts: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(parts))
 
 
-def _value(text: Any) -> Any:
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError):  # a damaged index may hold anything
-        return None
+def _sealed(key: str, text: str) -> str:
+    """Return a value's text behind its checksum: what is computed depends on it."""
+    return _seal(key.encode(), text.encode()).hex() + text
 
 
 def _minute() -> int:

@@ -149,10 +149,10 @@ def test_what_something_else_was_found_for_is_found_anew(
     [
         lambda value: None,
         lambda value: 7,
-        lambda value: [value[0], value[1].replace("true", "false")],
-        lambda value: [value[0], value[1], 3],
-        lambda value: ["", "{}"],
-        lambda value: {"spec": []},
+        lambda value: {**value, "spec": []},
+        lambda value: {**value, "plans": {}},
+        lambda value: {**value, "prefill": [1]},
+        lambda value: {**value, "prefill": ["x", 2]},
     ],
 )
 def test_a_damaged_value_is_found_out_again(

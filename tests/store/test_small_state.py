@@ -53,8 +53,10 @@ def test_values_are_found_by_their_keys_after_a_restart(folder: Path) -> None:
         assert state.get("choice/") is None and state.get("choice/c") is None
     assert not list(folder.glob("*.json"))
     with closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
-        db.execute("UPDATE state SET value = '[' WHERE key = 'choice/a'")
-    assert choices(folder) == {"a": None, "b": None}
+        db.execute("INSERT INTO state SELECT 'choice/c', value FROM state WHERE key = 'choice/a'")
+        db.execute("UPDATE state SET value = replace(value, '8.5', '9.5') WHERE key = 'choice/a'")
+        db.execute("UPDATE state SET value = '[' WHERE key = 'choice/b'")
+    assert choices(folder) == {"a": None, "b": None, "c": None}
 
 
 def test_two_processes_lose_none_of_each_others_choices(folder: Path) -> None:
