@@ -19,6 +19,8 @@ from tests.support import (
     wait_until,
 )
 
+from .stored import wait_for_writer
+
 SYSTEM: Message = {"role": "system", "content": synthetic_text(300)}
 QUESTION: Message = {"role": "user", "content": "What does the north tower see at noon?"}
 
@@ -155,9 +157,12 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     other_model = make_tiny_model(models_dir / "other-weights", seed=9)
     server = start_server.with_plugin(tiny_model)
     server.chat([SYSTEM, QUESTION])
+    wait_for_writer(server)
     elsewhere = server.chat([SYSTEM, QUESTION], headers={"X-KVPersist-Namespace": "team"})
     assert elsewhere.cached_tokens == 0
     assert records(server)[0]["reason"] == "stored in another namespace or session"
+    server.chat([{"role": "user", "content": "Something else"}], model=str(other_model))
+    wait_until(lambda: not server.is_examining(), "what is found out of the other model")
     server.chat([SYSTEM, QUESTION], model=str(other_model))
     assert records(server)[0]["reason"] == "stored for another model"
     server.terminate()

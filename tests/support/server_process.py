@@ -280,10 +280,10 @@ class ServerProcess:
                 continue
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
-        while self.examined and self._is_examining() and time.monotonic() < deadline:
+        while self.examined and self.is_examining() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _is_examining(self) -> bool:
+    def is_examining(self) -> bool:
         """Say whether the plugin does not know yet how to keep the loaded model's conversations."""
         if "kvpersist" not in self.extra:
             return False
