@@ -193,7 +193,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def idle(self, seconds: float) -> None:
-        until_s = time.monotonic() + self._config.max_stall_s
+        until_s = time.monotonic() + self._config.max_stall_s / 2
         while self._steps is not None and time.monotonic() < until_s:
             if next(self._steps, _ENDED) is _ENDED:
                 self._steps = None
