@@ -123,7 +123,7 @@ def test_text_that_spells_roles_is_not_taken_for_them(
 # Models by request.
 
 
-def examine(server: ServerProcess, **model: str) -> None:
+def examine(server: ServerProcess, **model: Any) -> None:
     """Have a model loaded, and return when all of it is known, now and when it is loaded again."""
     server.chat([user("Who are you?")], max_tokens=1, **model)
     wait_until(lambda: not server.is_examining(), "what is found out of a model", 60)
