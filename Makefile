@@ -108,11 +108,12 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tools.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
-# What the README shows: real output, of this machine.
+# What the README shows: Claude Code, from npm, and the server on port 8080. Needs npm.
 picture: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.support.openblas $(BIN)/python -m tools.docs.terminal docs/demo.svg \
-	    --title "mlx-lm-kvpersist demo --chars 24000" -- \
-	    $(BIN)/python -m mlx_lm_kvpersist demo --chars 24000
+	$(INSTALL) --group picture
+	npm install --no-fund --no-audit --prefix build/claude @anthropic-ai/claude-code
+	node build/claude/node_modules/@anthropic-ai/claude-code/install.cjs
+	$(BIN)/python -m tools.docs.claude_code build/claude/node_modules/.bin docs/claude-code.svg
 
 patches: $(VENV)/.installed
 	$(SAY) "what is changed in the installed mlx-lm, and a conversation with a server that is killed"

@@ -42,6 +42,7 @@ def test_every_block_says_its_language() -> None:
 
 def test_every_program_is_known() -> None:
     known = {"curl", "make", "mlx-lm-kvpersist", "mlx_lm.server", "pip", "python", "pipx", "uv"}
+    known |= {"uvx"}
     assert {words[0].rpartition("/")[2] for _, words in SHELL} <= known | OTHER_PROGRAMS
 
 
@@ -161,7 +162,8 @@ def test_what_is_installed_is_this_package() -> None:
     lines = [code for _, _, code in inline()] + [b.text for b in blocks("sh")]
     found = [line[2] for text in lines for line in installs.finditer(text)]
     assert len(found) >= 8
-    known = re.compile(r"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?")
+    address = r"git\+https://github\.com/mlx-lm-kvpersist/mlx-lm-kvpersist"
+    known = re.compile(rf"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?|{address}")
     for rest in found:
         words = re.sub(r"[\"'’‘]", "", rest).split("#")[0].split()
         packages = [word for word in words if not word.startswith("-")]

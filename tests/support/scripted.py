@@ -14,7 +14,7 @@ from .server_process import ServerProcess
 from .servers import StartServer
 from .synthetic import make_tiny_model
 
-_LAUNCHER = '''
+LAUNCHER = '''
 import json, os, sys
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class ScriptedServer:
     def __init__(self, start: StartServer, model: Path, folder: Path, *options: str) -> None:
         self._script = folder / "script.jsonl"
         launcher = folder / "scripted.py"
-        launcher.write_text(_LAUNCHER, encoding="utf-8")
+        launcher.write_text(LAUNCHER, encoding="utf-8")
         env = {"SCRIPTED_REPLIES": str(self._script)}
         self.process: ServerProcess = start.with_plugin(
             model, *options, launcher=(str(launcher),), env=env
