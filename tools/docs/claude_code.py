@@ -25,7 +25,7 @@ from tests.support.scripted import LAUNCHER, call, make_thinking_model
 from .terminal import Terminal, picture
 
 _URL = "http://127.0.0.1:8080"
-_SERVE = "mlx_lm.server --plugin kvpersist --model tiny 2>> server.log &"
+_SERVE = "mlx_lm.server --plugin kvpersist --model tiny 2>> log &"
 _NOTE = "The lock at Harrow Weir was built in 1848. Thomas Pell kept it for fifty-three years.\n"
 _START_S = 300.0
 
@@ -66,6 +66,7 @@ def draw(programs: Path, folder: Path) -> str:
 
     connect = ("mlx-lm-kvpersist", "connect", "claude", "--write")
     with Terminal(["bash", "--norc"], work, {**env, **openblas_env()}) as shell:
+        shell.read(2.0)
         shell.type(_SERVE)
         _wait_until_ready()
         subprocess.run(connect, env=env, check=True, stdout=subprocess.DEVNULL)
@@ -80,10 +81,10 @@ def draw(programs: Path, folder: Path) -> str:
             requests.append(_turn(claude, "For how long?"))
             conversation = claude.text()
         for request in requests:
-            shell.type(f"mlx-lm-kvpersist why {request} | sed -n '1p;$p'")
+            shell.type(f"mlx-lm-kvpersist why {request} | sed -n '1s/, session.*//p; $p'")
             shell.read(10.0)
         said = shell.text()
-        shell.type("kill %1")
+        shell.type("kill %2")
         shell.read(5.0)
     return picture({"claude": conversation, "its server, in another terminal": said})
 
