@@ -159,7 +159,7 @@ class Layers:
                     pk.quantize(x, each),
                     each,
                     n_keys,
-                    newest=Computed(mx.contiguous(x[:, :, newest]), n_own, n_own),
+                    newest=Computed(mx.contiguous(x[:, :, newest]), n_own),
                 )
                 for x, each in zip(plain, (precision.keys, precision.values), strict=True)
             ]

@@ -77,10 +77,7 @@ def insert(
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves blocks, and finds what to restore: for models that can go on from any token.
-
-    All their layers hold every token.
-    """
+    """Saves blocks, and finds what to restore: for models all of whose layers hold every token."""
 
     spec: ModelCacheSpec
     text: TokenText | None

@@ -199,7 +199,7 @@ class ModelCacheSpec:
 
     @cached_property
     def any_prefix(self) -> bool:
-        """Whether a prefix of any length can be restored: all groups are full."""
+        """Whether no checkpoint is needed to go on: all groups are full."""
         return not self.sliding and not self.recurrent
 
     @cached_property

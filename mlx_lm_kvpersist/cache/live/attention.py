@@ -46,14 +46,13 @@ NEAR_BYTES = 16 << 20
 class Computed(NamedTuple):
     """The last tokens [B, H, n, D] of keys, or values, as they were computed.
 
-    `n_own` tokens before the queries are in the first query's block of the grid, and the last
-    `n_held` of them are here. Rows of which this is not true alike have one query each; these are
-    the most of a row, and in front of a row's own are zeros.
+    Those of the queries, and some of the `n_own` before them that are in the first query's block of
+    the grid; the others of these are packed. Rows that differ in this have one query each: `n_own`
+    is then the most of any row, and a row with fewer tokens here has zeros in front of them.
     """
 
     array: mx.array
     n_own: int
-    n_held: int
 
 
 class _Span(NamedTuple):
@@ -114,7 +113,7 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         if newest is None:
             return [_Span(0, n_queries, n_keys, n_keys)]
         n_own, before = newest.n_own, n_keys - n_queries
-        first, spans = before - min(n_own, newest.n_held), []
+        first, spans = n_keys - newest.array.shape[2], []
         while start < n_queries:
             stop = min(n_queries, start + pk.GRID - n_own)
             spans.append(_Span(start, stop, first, n_keys if mask is None else before + stop))

@@ -2,7 +2,7 @@
 
 A query sees the keys and values of its own block of `pk.GRID` positions as they were computed, and
 those of all older blocks quantized. Position alone decides, so it does not matter how a prompt is
-cut. Those of a row's own block are kept here; they are packed when the block is whole.
+cut. Those of a row's own block are kept here; they are packed when the next token begins another.
 """
 
 from __future__ import annotations

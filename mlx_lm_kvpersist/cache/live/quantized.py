@@ -115,8 +115,7 @@ class PackedCache(Buffers):
             ValueError: several tokens, packed, for rows at different places of their blocks of the
                 grid.
         """
-        n_own = self.forget()
-        n_held, n_new = self.newest.lengths, keys.shape[2]
+        n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
         self.newest.append(keys, values)
         self._end_at(self.size() + n_new)
@@ -127,7 +126,7 @@ class PackedCache(Buffers):
         if plan is None or not plan.can_take_packed:
             all_keys, all_values = self.keys_and_values()
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
-        if n_new > 1 and len(set(zip(n_own, n_held, strict=True))) > 1:
+        if n_new > 1 and len(set(zip(n_own, self.newest.lengths, strict=True))) > 1:
             raise ValueError(f"{n_new} tokens for rows at different places; expected one each")
         sides = self.precision.sides
         width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
@@ -140,7 +139,7 @@ class PackedCache(Buffers):
                 self.size(),
                 strategy,
                 plan.tile_bytes,
-                Computed(newest, max(n_own), max(n_held)),
+                Computed(newest, max(n_own)),
             )
             for packed, quantization, newest in zip(
                 (self.keys, self.values), sides, self.newest.view(), strict=True
@@ -299,8 +298,10 @@ class SequenceQuantizedKVCache(PackedCache):
         return mask
 
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
-        """Return keys and values of tokens [start, stop), lazy; those of an unfinished block are
-        packed for it."""
+        """Return keys and values of tokens [start, stop), lazy.
+
+        Those of an unfinished block are packed for this, and stay as they were computed here.
+        """
         self.forget()
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
