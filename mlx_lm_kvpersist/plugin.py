@@ -31,6 +31,7 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
+from .block import Root
 from .cache.geometry.on_grid import end_on_grid
 from .cache.geometry.precision import PrecisionChoice
 from .cache.geometry.spec import Batching
@@ -75,8 +76,10 @@ class KVPersistPlugin:
         self._steps: Steps[None] | None = None
         """Of finding out what is not known of the loaded model."""
         self._guard: Guard | None = None
-        self._warm: Callable[[], None] = lambda: None
+        self._warm: Callable[[], None] | None = None
         self._warm_model: str | None = None
+        self._warmed: Root | None = None
+        """The tree that was warmed last."""
         self._refused: set[str] = set()
         self._log = RequestLog()
         self._metrics = Metrics(self._store_counts)
@@ -126,7 +129,7 @@ class KVPersistPlugin:
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
         self._serving = serving = Serving(store, model, self._record, isolated, step_s, preparation)
-        self._steps = self._prepare(provider, serving, preparation.steps())
+        self._steps = self._prepare(provider, serving, preparation)
         return ModelSupport(
             # The model may be replaced. Once it is refused, it makes the caches of its class.
             lambda: serving.model.spec.make_cache() if self._serving is serving else None,
@@ -148,11 +151,11 @@ class KVPersistPlugin:
 
         return checking(choice, self._config.attention)
 
-    def _prepare(self, provider: Any, serving: Serving, steps: Steps[None]) -> Steps[None]:
+    def _prepare(self, provider: Any, serving: Serving, preparation: Preparation) -> Steps[None]:
         """Find out what is not known of the loaded model; then the guard may judge it."""
         asked = self._config
         try:
-            yield from steps
+            yield from preparation.steps()
         except ReferenceError:
             return  # the server has dropped the model
         except Exception as error:
@@ -164,7 +167,7 @@ class KVPersistPlugin:
         serving.prepared()
         if serving.model.spec.batching is Batching.NONE:
             provider.is_batchable = False
-        self._guard = Guard(serving, asked.precision, asked.attention, asked.max_stall_s)
+        self._guard = Guard(serving, asked.precision, preparation.fit, asked.max_stall_s)
 
     # A request.
 
@@ -199,11 +202,12 @@ class KVPersistPlugin:
                 self._steps = None
         if self._guard is None or self._serving is None:
             return
-        before = self._serving.model
         self._guard.step(seconds)
         model = self._serving.model
-        if model.root != before.root and model.name == self._warm_model:
-            self._warm()  # what was warmed has the old root
+        is_new = model.name == self._warm_model and model.root != self._warmed
+        if is_new and self._warm is not None:
+            self._warmed = model.root  # the guard may have replaced the one before
+            self._warm()
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
@@ -302,7 +306,8 @@ class KVPersistPlugin:
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
         if self._config.warm:
             self._warm = partial(warm_at_start, self._service(), self._config.warm, serve)
-            self._warm()
+            if self._warm_model is None:
+                self._warm()  # which says that there is no model
 
     def _service(self) -> Service:
         asked = self._config

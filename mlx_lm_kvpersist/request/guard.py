@@ -6,17 +6,15 @@ Generation thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal
 
 import mlx.core as mx
 
-from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
-from ..cache.live.attention import Strategy
-from ..cache.measuring.guard import Loss, is_guarded, judge, known_verdict, put_verdict
-from .loading import fitting
+from ..cache.measuring.guard import Loss, Verdict, is_guarded, judge, known_verdict, put_verdict
+from ..cache.steps import Steps
+from .model import LoadedModel
 from .serving import Serving
 
 _QUIET_S = 2.0
@@ -28,8 +26,8 @@ logger = logging.getLogger(__name__)
 class Guard:
     """Judges the default precision of a model that was not judged before, one step at a time.
 
-    A step takes about `step_s`, those that fit another precision to the model as long as they do
-    after it was loaded. No request runs during a step, so the next one has the new
+    A step takes about `step_s`, those of `fit`, which returns the model in another precision, as
+    long as they do after it was loaded. No request runs during a step, so the next one has the new
     caches and the new root. Between steps the guard holds the text in two caches.
     """
 
@@ -37,10 +35,10 @@ class Guard:
         self,
         serving: Serving,
         default: PrecisionChoice,
-        attention: Strategy | Literal["auto"],
+        fit: Callable[[PrecisionChoice, Verdict], Steps[LoadedModel]],
         step_s: float,
     ) -> None:
-        self._serving, self._default, self._attention = serving, default, attention
+        self._serving, self._default, self._fit = serving, default, fit
         self._step_s, self._quiet_s = step_s, _QUIET_S
         model = serving.model
         self._is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
@@ -74,26 +72,24 @@ class Guard:
 
     def _run(self) -> Iterator[None]:
         serving, loaded = self._serving, self._serving.model
-        model, state = loaded.model, serving.store.view.state
+        state = serving.store.view.state
         # Another server of this folder may have been quicker.
         verdict = known_verdict(state, loaded.fingerprint, self._default)
         if verdict is None:
             its = loaded.tokenizer, loaded.spec, self._default, self._step_s, self._losses
-            verdict = yield from judge(model, *its)
-        spec = loaded.spec
+            verdict = yield from judge(loaded.model, *its)
+        model = replace(loaded, verdict=verdict)
         if verdict.n_refused:
             yield
-            choice = verdict.choice(self._default)
-            spec = yield from fitting(model, choice, self._attention)
+            model = yield from self._fit(verdict.choice(self._default), verdict)
         # Last: a model that cannot be served in other bits is not refused at the next start.
         kept = loaded.fingerprint, self._default, verdict
         serving.store.change_index(
             "keep what the guard found", lambda index: put_verdict(index.state, *kept)
         )
-        end_on_grid(model, spec.reads_arrays)
-        serving.model = replace(loaded, spec=spec, verdict=verdict)
+        serving.model = model
         if verdict.n_refused:
-            words = layout_in_words(spec.layout)
+            words = layout_in_words(model.spec.layout)
             logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)
         else:
             logger.info("kvpersist: %s: %s", loaded.name, verdict)

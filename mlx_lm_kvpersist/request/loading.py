@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -62,6 +63,8 @@ _STAGES = (
 )
 _SAY_EVERY_S = 4.0
 """How often the log says what is being found out."""
+_WAIT_S = 0.05
+"""How long a step waits for the files, so that steps in vain do not slow down their reading."""
 
 _BATCHING = {
     Batching.REPLIES: "replies in batches",
@@ -113,7 +116,7 @@ class Preparation:
         text = TokenText.of(provider.tokenizer) if asked.with_text else None
         if text is None and asked.with_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        self.doing, self._said_s = "", 0.0
+        self.doing, self._told_s = "", -inf
         self._model = weakref.proxy(provider.model)
         self._fingerprint = self._files.fingerprint or ""
         verdict, choice = self._choice()
@@ -123,10 +126,11 @@ class Preparation:
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._model, *about, speed, verdict)
         if known is not None:
-            self._finish(*known, verdict)
+            self.model = self._fitted(*known, verdict)
         else:
             end_on_grid(self._model, spec.reads_arrays)
             self._say(0)
+            self._tell()
 
     def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
         """Return what the guard found, and the model's precision, as far as they are known."""
@@ -137,7 +141,12 @@ class Preparation:
         return verdict, verdict.choice(choice) if verdict else choice
 
     def steps(self) -> Steps[None]:
-        """Find out what is not known. What is found is kept in the index."""
+        """Find out what is not known; the log says how far it is."""
+        for _ in self._steps():
+            yield
+            self._tell()
+
+    def _steps(self) -> Steps[None]:
         if not self.doing:
             if _has_kernels():
                 yield
@@ -148,8 +157,21 @@ class Preparation:
             yield
             self._fingerprint = self._files.read() or ""
         verdict, choice = self._choice()
+        self.model = yield from self.fit(choice, verdict, self._say)
+        self.doing = ""
+
+    def fit(
+        self,
+        choice: PrecisionChoice,
+        verdict: Verdict | None,
+        say: Callable[[int], None] = lambda stage: None,
+    ) -> Steps[LoadedModel]:
+        """Return the model in a precision; what is not known of it so is found out and kept.
+
+        `say` is called with the stage that begins.
+        """
         if not self._is_proven(choice):
-            self._say(1)
+            say(1)
             yield
             yield from self._prove(choice)
             self._state.put(self._key(_ROUND_TRIP_KEY, choice), True)
@@ -158,8 +180,8 @@ class Preparation:
             spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
         known = self._known(choice, spec)  # another server of this store may have been quicker
         if known is None:
-            spec = yield from fitting(self._model, choice, self._asked.attention, self._say)
-            self._say(5)
+            spec = yield from self._tried(choice, say)
+            say(5)
             yield
             context = partial(ending_on_grid, self._model, spec.reads_arrays)
             measured = yield from _within(context, measuring_prefill(self._model, spec))
@@ -170,7 +192,21 @@ class Preparation:
                 "prefill": measured,
             }
             self._state.put(self._key(_MODEL_KEY, choice, self._fingerprint), found)
-        self._finish(*known, verdict)
+        return self._fitted(*known, verdict)
+
+    def _tried(self, choice: PrecisionChoice, say: Callable[[int], None]) -> Steps[ModelCacheSpec]:
+        """Find how the model's caches are made, batched and read, and that they can be restored."""
+        model = self._model
+        say(2)
+        probe = probing(model, choice, evaluate=True)
+        spec = yield from _within(partial(own_caches, model), probe)
+        say(3)
+        yield
+        spec = yield from planning(model, spec, self._asked.attention)
+        say(4)
+        yield
+        warm_up(model, spec, has_kernels=_has_kernels())
+        return spec
 
     def _key(self, kind: str, choice: PrecisionChoice, fingerprint: str = "") -> str:
         versions = f"{device_key()} mlx-lm {version('mlx-lm')} kvpersist {__version__}"
@@ -196,22 +232,22 @@ class Preparation:
             return None
 
     def _say(self, stage: int, detail: str = "") -> None:
-        what = f"{_STAGES[stage]}{detail} ({stage + 1} of {len(_STAGES)})"
-        now_s = time.monotonic()
-        if now_s - self._said_s > _SAY_EVERY_S or not self.doing:
-            self._said_s = now_s
-            logger.info("kvpersist: %s: nothing is kept yet: %s", self.model.name, what)
-        self.doing = what
+        self.doing = f"{_STAGES[stage]}{detail} ({stage + 1} of {len(_STAGES)})"
 
-    def _finish(
+    def _tell(self) -> None:
+        now_s = time.monotonic()
+        if self.doing and now_s - self._told_s > _SAY_EVERY_S:
+            self._told_s = now_s
+            name, what = self.model.name, self.doing
+            logger.info("kvpersist: %s: nothing is kept yet: %s", name, what)
+
+    def _fitted(
         self, spec: ModelCacheSpec, measured: tuple[float, float], verdict: Verdict | None
-    ) -> None:
-        """From now on the model is computed, stored and restored so."""
+    ) -> LoadedModel:
+        """Have the model computed so from now on; return it as it is stored and restored."""
         end_on_grid(self._model, spec.reads_arrays)
         model, asked = self.model, self._asked
         model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
-        self.model = replace(model, spec=spec, fingerprint=self._fingerprint, verdict=verdict)
-        self.doing = ""
         about = described(spec, verdict), places(self._store)
         logger.info("kvpersist: %s: %s; %s", model.name, *about)
         for group in spec.full:
@@ -221,28 +257,7 @@ class Preparation:
                     len(group.slots),
                     group.why,
                 )
-
-
-def fitting(
-    model: Any,
-    choice: PrecisionChoice,
-    attention: Strategy | Literal["auto"],
-    say: Callable[[int], None] = lambda stage: None,
-) -> Steps[ModelCacheSpec]:
-    """Find how a model's caches are made, batched and read, and that they can be restored.
-
-    `say` is called with the stage that begins. Raises ModelNotSupported.
-    """
-    say(2)
-    probe = probing(model, choice, evaluate=True)
-    spec = yield from _within(partial(own_caches, model), probe)
-    say(3)
-    yield
-    spec = yield from planning(model, spec, attention)
-    say(4)
-    yield
-    warm_up(model, spec, has_kernels=_has_kernels())
-    return spec
+        return replace(model, spec=spec, fingerprint=self._fingerprint, verdict=verdict)
 
 
 def _has_kernels() -> bool:
@@ -300,14 +315,16 @@ class _Files:
             self.fingerprint = self._hashed(_quick_hash)
         except _NotRead:
             self._n_bytes = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
-            Thread(target=self._run, name="kvpersist-files", daemon=True).start()
+            self._reader = Thread(target=self._run, name="kvpersist-files", daemon=True)
+            self._reader.start()
 
     @property
     def progress(self) -> str:
         return f", {min(1.0, self._n_read / self._n_bytes):.0%}"
 
     def read(self) -> str | None:
-        """Return the fingerprint, None until it is known."""
+        """Wait a moment, and return the fingerprint, None until it is known."""
+        self._reader.join(_WAIT_S)
         if self._error is not None:
             raise self._error
         return self.fingerprint

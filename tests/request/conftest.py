@@ -50,12 +50,12 @@ def unproven() -> Steps[None]:
     yield
 
 
-def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> LoadedModel:
-    """Return a model of which everything has been found out."""
+def prepared(provider: Any, store: BlockStore, choice: PrecisionChoice) -> Preparation:
+    """Find out everything of a model."""
     asked = Asked(choice, "dequantize", 1 << 30, with_text=True)
     made = Preparation(provider, store, asked, lambda choice: unproven())
     completed(made.steps())
-    return made.model
+    return made
 
 
 @dataclass

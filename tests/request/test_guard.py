@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.measuring import guard as judging
 from mlx_lm_kvpersist.cache.measuring.divergence import compared
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, known_verdict, put_verdict
@@ -24,6 +25,7 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.request import guard as guarding
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.guard import Guard
+from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -31,7 +33,7 @@ from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
 from tests.support.host import patched_attention
 
-from .conftest import prepared
+from .conftest import prepared, unproven
 
 DEFAULT = KV_BITS[DEFAULT_BITS]
 STEPS = 400
@@ -67,14 +69,22 @@ def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(provider: Any, store: BlockStore, bits: str = DEFAULT_BITS) -> LoadedModel:
-    choice = KV_BITS[bits]
-    return prepared(provider, store, choice)
+    return prepared(provider, store, KV_BITS[bits]).model
+
+
+def served(preparation: Preparation, store: BlockStore) -> Serving:
+    model = preparation.model
+    return Serving(store, model, lambda *_: None, False, 0.1, preparation)
+
+
+def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFAULT) -> Guard:
+    assert its.preparation is not None
+    return Guard(its, default, its.preparation.fit, step_s)
 
 
 def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> Serving:
     """Return what serves a model whose caches the server makes as the plugin says."""
-    model = prepare(provider, store)
-    made = Serving(store, model, lambda *_: None, isolated=False, step_s=0.1)
+    made = served(prepared(provider, store, DEFAULT), store)
     support = ModelSupport(lambda: made.model.spec.make_cache())
     monkeypatch.setattr(
         provider.model, "make_cache", PluginCaches(provider.model, "p", support), raising=False
@@ -97,7 +107,7 @@ def test_a_precision_that_is_borne_stays(
     monkeypatch.setattr(judging, "LIMIT_NATS", 1e6)
     its = serving(provider, store, monkeypatch)
     before = its.model
-    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    work(guard_of(its))
     assert its.model.root == before.root and its.model.spec is before.spec
     assert its.model.verdict is not None and not its.model.verdict.n_refused
     assert its.model.precision.endswith("(end))")
@@ -120,7 +130,7 @@ def test_what_is_found_is_what_later_starts_take(
     monkeypatch.setattr(judging, "part_means", lambda *_: {"end": next(found)})
     its = serving(provider, store, monkeypatch)
     before = its.model
-    guard = Guard(its, DEFAULT, "dequantize", 60.0)
+    guard = guard_of(its)
     guard.step(IDLE_S)
     assert its.model is before
     work(guard)
@@ -129,11 +139,15 @@ def test_what_is_found_is_what_later_starts_take(
     assert caplog.text.count("from now on: the default loses 0.5 nats (end), more than 0.01") == 1
     monkeypatch.undo()
     store.drain()
-    again = prepare(provider, store)
+    # It is ready at once: the new precision was proven, too, and its measurements kept.
+    asked = Asked(DEFAULT, "dequantize", 1 << 30, with_text=True)
+    start = Preparation(provider, store, asked, lambda choice: unproven())
+    assert start.doing == ""
+    again = start.model
     assert (again.spec, again.root) == (its.model.spec, its.model.root)
     assert again.verdict == its.model.verdict
     # Nothing is left to judge, and what is asked for by name stays.
-    work(Guard(replace(its, model=again), DEFAULT, "dequantize", 60.0))
+    work(guard_of(replace(its, model=again)))
     assert prepare(provider, store, "k6v4").spec.layout == "k6v4b64,c256"
 
 
@@ -144,7 +158,7 @@ def test_requests_between_two_steps_change_nothing(
     found = []
     for is_disturbed in (False, True):
         its = serving(provider, store, monkeypatch)
-        guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+        guard = guard_of(its, 1e-9)
         for number in range(STEPS):
             guard.step(IDLE_S)
             if is_disturbed and number < 50:
@@ -166,7 +180,7 @@ def test_the_verdict_of_a_server_that_was_quicker_is_taken(
     theirs = Verdict((("far copy", 0.5), ("far copy", 0.001)))
     put_verdict(store.view.state, its.model.fingerprint, DEFAULT, theirs)
     monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
-    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    work(guard_of(its))
     assert its.model.verdict == theirs and its.model.spec.layout == "k8v4b64,c256"
 
 
@@ -179,7 +193,7 @@ def test_bits_that_a_model_cannot_be_served_in_are_not_kept(
     with monkeypatch.context() as broken:
         broken.setattr(guarding, "known_verdict", lambda *_: refused)
         broken.setattr(loading, "planning", lambda *_: 1 / 0)
-        work(Guard(its, DEFAULT, "dequantize", 60.0))
+        work(guard_of(its))
     store.drain()
     assert its.model is before
     assert known_verdict(store.view.state, its.model.fingerprint, DEFAULT) is None
@@ -189,7 +203,7 @@ def test_what_ends_in_the_middle_is_judged_again(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     its = serving(provider, store, monkeypatch)
-    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    guard = guard_of(its, 1e-9)
     for _ in range(20):
         guard.step(IDLE_S)
     del guard
@@ -211,7 +225,7 @@ def test_a_failure_changes_nothing(
     monkeypatch.setattr(judging, "compared", fails)
     its = serving(provider, store, monkeypatch)
     before = its.model
-    work(Guard(its, DEFAULT, "dequantize", 60.0))
+    work(guard_of(its))
     assert its.model is before
     assert caplog.text.count("could not be checked") == 1 and repr(error) in caplog.text
     monkeypatch.undo()
@@ -224,9 +238,9 @@ def test_a_model_that_the_server_drops_is_no_failure(
 ) -> None:
     loaded: Any = load(provider.model_key[0])
     own = SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=provider.model_key)
-    model = prepare(own, store)
-    its = Serving(store, model, lambda *_: None, isolated=False, step_s=0.1)
-    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    its = served(prepared(own, store, DEFAULT), store)
+    model = its.model
+    guard = guard_of(its, 1e-9)
     for _ in range(n_steps):
         guard.step(IDLE_S)
     del own.model, loaded
@@ -253,7 +267,7 @@ def test_while_requests_are_served_the_guard_holds_no_cache(
     before, found = its.model, []
     for n_steps in (STEPS, 4, 12):
         its.model = before
-        guard = Guard(its, DEFAULT, "dequantize", 60.0)
+        guard = guard_of(its)
         held.clear()
         for _ in range(n_steps):
             guard.step(IDLE_S)
@@ -270,7 +284,7 @@ def test_less_and_less_is_done_in_vain(
 ) -> None:
     """Where requests always come before the guard is done, it waits for a longer pause."""
     its = serving(provider, store, monkeypatch)
-    guard = Guard(its, DEFAULT, "dequantize", 1e-9)
+    guard = guard_of(its, 1e-9)
     n_begun = 0
     for _ in range(20):
         for idle_s in (0.5, 10.0, 10.1, 10.2):
@@ -289,5 +303,5 @@ def test_nothing_is_judged_that_was_asked_for_by_name(
     its = serving(provider, store, monkeypatch)
     monkeypatch.setattr(judging, "placed", lambda tokenizer: 1 / 0)
     for name in KV_BITS.keys() - {DEFAULT_BITS}:
-        work(Guard(its, KV_BITS[name], "dequantize", 60.0))
+        work(guard_of(its, default=KV_BITS[name]))
     assert its.model.verdict is None

@@ -59,6 +59,6 @@ def test_the_first_and_the_last_layer_have_more_bits_by_default(
     words: str,
 ) -> None:
     caplog.set_level(logging.INFO)
-    loaded = prepared(provider, store, KV_BITS[bits])
+    loaded = prepared(provider, store, KV_BITS[bits]).model
     assert loaded.spec.layout == loaded.root.layout == layout
     assert words in caplog.text
