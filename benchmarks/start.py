@@ -9,7 +9,7 @@ start. Each start asks something else: nothing is restored but the beginning tha
 
 A second table says where the seconds go: the same servers in a launcher that times a few functions
 (`benchmarks.traced_start`). A third one is of short requests that begin with the port of a first
-start, one every 0.1 s, beside the same on stock.
+start, one every `--every` seconds, beside the same on stock; both must be able to keep up.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ from .traced_start import TRACE_FILE
 
 STOCK, FIRST, LATER = "stock", "ours, first", "ours, later"
 SIDES = (STOCK, FIRST, LATER)
-EVERY_S = 0.1
-"""How often a request comes in the third table."""
 _KNOWN_S = 600.0
 """How long a server may take to find out all of a model."""
 
@@ -142,12 +140,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repeats", type=int, default=7)
     options.add_argument("--requests", type=int, default=200)
+    options.add_argument("--every", type=float, default=0.1)
     args = options.parse_args()
     run = run_of(args)
     with stores() as folder:
         measure(run, folder, args.repeats).show()
         measure_stages(run, folder).show()
-        measure_requests(run, folder, args.requests).show()
+        measure_requests(run, folder, args.requests, args.every).show()
 
 
 @contextmanager
@@ -160,7 +159,7 @@ def measure(run: Run, folder: Path, n_repeats: int) -> Result:
     result = run.result(
         "start",
         "Seconds from the start of the process to an open port and to a reply's first token.",
-        {"repeats": n_repeats},
+        {"repeats": n_repeats, "load of the machine before": os.getloadavg()[0]},
     )
     _prepare(run, folder)
     found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
@@ -217,12 +216,12 @@ def measure_stages(run: Run, folder: Path) -> Result:
     return result
 
 
-def measure_requests(run: Run, folder: Path, n_requests: int) -> Result:
+def measure_requests(run: Run, folder: Path, n_requests: int, every_s: float) -> Result:
     """Send short requests from the first moment on, to stock and to a first start of ours."""
     result = run.result(
         "start-requests",
         "Seconds that short requests wait for their first token, from the opening of the port on.",
-        {"requests": n_requests, "every s": EVERY_S},
+        {"requests": n_requests, "every s": every_s},
     )
     waits: dict[str, Sequence[float]] = {}
     for side in (STOCK, FIRST):
@@ -231,7 +230,7 @@ def measure_requests(run: Run, folder: Path, n_requests: int) -> Result:
             asked = []
             for number in range(n_requests):
                 asked.append(pool.submit(server.first_token, f"{number} and {number}?", 1))
-                time.sleep(EVERY_S)
+                time.sleep(every_s)
             waits[side] = [one.result() for one in asked]
     more = [ours - stock for ours, stock in zip(waits[FIRST], waits[STOCK], strict=True)]
     for side, its in waits.items():
