@@ -147,8 +147,7 @@ def calibrating(
     shape = replace(shape, k_dim=k_width, v_dim=v_width)
     measured = {}
     for phase in PHASES:
-        yield
-        measured[phase] = _measure(shape, kernels, dtype, phase)
+        measured[phase] = yield from _measuring(shape, kernels, dtype, phase)
         mx.clear_cache()
     plan = _plan(measured)
     logger.debug("attention of %s, %s: %s", shape, kernels, plan.describe())
@@ -187,10 +186,10 @@ def _winner(ms: Mapping[str, float]) -> Strategy:
     return quickest if ms[quickest] < _CLEARLY * ms["dequantize"] else "dequantize"
 
 
-def _measure(
+def _measuring(
     shape: AttentionShape, precision: KVPrecision, dtype: mx.Dtype, phase: str
-) -> dict[str, float]:
-    """Return the median ms of each strategy for the largest work that fits into the time."""
+) -> Steps[dict[str, float]]:
+    """Find the median ms of each strategy for the largest work that fits into the time."""
     measured: dict[str, float] = {}
     left_s, size = _PHASE_S, 0
     token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size
@@ -200,6 +199,7 @@ def _measure(
             n_bytes = work.n_rows * work.n_keys * token_bytes
             if expected_s * _N_ROUNDS_AT_LEAST > left_s or n_bytes > MAX_DEQUANTIZED_BYTES:
                 break
+        yield
         measured, took_s = _race(_Layers(shape, precision, dtype, work), left_s)
         left_s -= took_s
         size = work.size

@@ -24,7 +24,7 @@ from mlx_lm_kvpersist.cache.live.quantized import PHASES, AttentionPlan, forced_
 from mlx_lm_kvpersist.cache.measuring import calibration
 from mlx_lm_kvpersist.cache.measuring.calibration import calibrating, planning
 from mlx_lm_kvpersist.cache.measuring.observe import AttentionShape
-from mlx_lm_kvpersist.cache.steps import completed
+from mlx_lm_kvpersist.cache.steps import Steps, completed
 
 from ..conftest import tiny_gemma3
 
@@ -38,12 +38,17 @@ def measure_nothing(*args: Any) -> dict[str, float]:
 
 @pytest.fixture
 def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_measure", measure_nothing)
+    monkeypatch.setattr(calibration, "_measuring", measure_nothing)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **ms: float) -> AttentionPlan:
     """The plan of a device on which every phase takes these times."""
-    monkeypatch.setattr(calibration, "_measure", lambda *args: dict(ms))
+
+    def measuring(*args: Any) -> Steps[dict[str, float]]:
+        yield
+        return dict(ms)
+
+    monkeypatch.setattr(calibration, "_measuring", measuring)
     return completed(calibrating(SHAPE, PRECISION, mx.float32))
 
 
@@ -113,7 +118,7 @@ def test_slow_devices_are_measured_on_little_and_quick_ones_on_much(
     tried = {}
     for speed in (1e-6, 2e-3, 10.0):
         sizes.clear()
-        calibration._measure(SHAPE, PRECISION, mx.float32, "decode")
+        completed(calibration._measuring(SHAPE, PRECISION, mx.float32, "decode"))
         tried[speed] = sizes[-1]
     assert tried == {1e-6: 32768, 2e-3: 2048, 10.0: 128}
 
@@ -126,7 +131,7 @@ def test_no_more_is_measured_than_is_dequantized_at_once(
     tried: list[calibration._Work] = []
     monkeypatch.setattr(calibration, "_Layers", lambda *given: tried.append(given[-1]))
     monkeypatch.setattr(calibration, "_race", lambda *_: ({"dequantize": 1e-9}, 0.0))
-    calibration._measure(shape, PRECISION, dtype, phase)
+    completed(calibration._measuring(shape, PRECISION, dtype, phase))
     n_bytes = [
         work.n_rows * work.n_keys * 64 * (1024 + 512) * dtype.size
         for work in calibration._LADDERS[phase]
@@ -190,7 +195,7 @@ def test_a_prompt_that_is_too_slow_to_measure_is_dequantized(
         return {"dequantize": 500.0, "packed": 100.0}, 1.0
 
     monkeypatch.setattr(calibration, "_race", race)
-    ms = calibration._measure(SHAPE, PRECISION, mx.float32, "prefill")
+    ms = completed(calibration._measuring(SHAPE, PRECISION, mx.float32, "prefill"))
     assert ms == {"dequantize": 500.0}
 
 
@@ -234,11 +239,12 @@ def test_every_quantized_group_has_the_plan_of_its_shape(
 ) -> None:
     measured: list[tuple[Any, ...]] = []
 
-    def measure(*args: Any) -> dict[str, float]:
+    def measuring(*args: Any) -> Steps[dict[str, float]]:
+        yield
         measured.append(args)
         return {"dequantize": 1.0, "packed": 0.5}
 
-    monkeypatch.setattr(calibration, "_measure", measure)
+    monkeypatch.setattr(calibration, "_measuring", measuring)
     model = tiny_gemma3()
     spec = ModelCacheSpec.probe(model, PrecisionChoice(8, 4))
     planned = completed(planning(model, spec))
