@@ -184,7 +184,8 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     )
     add(
         "show-text",
-        "Let /v1/kvpersist/requests quote prompts where they differ from what is stored",
+        "Let the page and /v1/kvpersist/requests quote prompts: the first words of sessions, and "
+        "where prompts differ from what is stored",
         action="store_true",
     )
 

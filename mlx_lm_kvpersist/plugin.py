@@ -27,9 +27,9 @@ from .api.agents import AgentsAPI, Service
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
-from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes
+from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.responses import RESPONSES_PATH, ResponsesAPI
-from .api.session_keys import KEEP_HEADER, is_kept, namespace, session_key, unshared
+from .api.session_keys import KEEP_HEADER, is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Root
 from .cache.geometry.on_grid import end_on_grid
@@ -178,7 +178,7 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
         state.is_kept = is_kept(headers)  # both come before what a strange body may break
-        state.session = session_key(headers, body)
+        state.session, state.note = session_key(headers, body), note(headers, request.messages)
         if not state.is_kept and not has_text_only(request.messages):
             raise RequestRefused(
                 f"{KEEP_HEADER} is no, but the stock server keeps prompts with images; leave out "
@@ -227,9 +227,10 @@ class KVPersistPlugin:
         """Log the request's one line, and remember it for `why`."""
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else ("", None)
-        record = self._log.add(state, name, outcome, precision)
-        state.outcome, state.id = outcome, record["id"]
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
+        saved_s = model.speed.pace.seconds(0, n_reused) if model and n_reused else None
+        record = self._log.add(state, name, outcome, precision, saved_s)
+        state.outcome, state.id = outcome, record["id"]
         # Stock may reuse some of its own.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_reused, n_restored, n_computed)
@@ -289,7 +290,7 @@ class KVPersistPlugin:
             Route("GET", SPEC_PATH, operator_view(self._spec, key)),
             Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
             Route("GET", PAGE_PATH, page_view(key)),
-            Route("GET", SESSIONS_PATH, operator_view(self._describe_sessions, key)),
+            Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
                 Route("POST", path, operator_change(change, read_json, key))
                 for path, change in session_changes(self._stored_sessions, self._log.forget).items()
@@ -337,9 +338,10 @@ class KVPersistPlugin:
             "examining": (serving.doing or None) if serving else None,
         }
 
-    def _describe_sessions(self) -> dict[str, Any]:
-        sessions = self._stored_sessions().describe()
-        return {**self._model, "store": self._store_counts(), **sessions}
+    def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
+        with_text = self._config.show_text and self._config.store_text
+        sessions = self._stored_sessions().describe(find, skip, with_text=with_text)
+        return {**self._model, "store": self._store_counts(), "with_text": with_text, **sessions}
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.message import Message
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..error_forms import openai_error
@@ -73,7 +73,8 @@ def answering(
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns or refuses.
 
-    answer: is given the handler; returns an object for JSON, or bytes, which `headers` describe.
+    answer: is given the handler; returns an object for JSON, or bytes or Parts, which `headers`
+    describe.
     """
 
     def handle(handler: Any) -> None:
@@ -82,23 +83,33 @@ def answering(
             content = answer(handler)
         except RequestRefused as error:
             status, content = error.status, openai_error(error.status, str(error))
-        is_json = not isinstance(content, bytes)
+        is_json = not isinstance(content, bytes | Parts)
         sent = {"Content-Type": "application/json"} if is_json else headers
         send(handler, status, content, sent)
 
     return handle
 
 
+class Parts(NamedTuple):
+    """An answer that is sent part by part, `n_bytes` in all: it need not fit into memory."""
+
+    n_bytes: int
+    parts: Iterable[bytes]
+
+
 def send(handler: Any, status: int, content: Any, headers: Mapping[str, str]) -> None:
-    """Answer a request with bytes, or with an object as JSON."""
-    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    """Answer a request with bytes, with Parts, or with an object as JSON."""
+    if not isinstance(content, Parts):
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        content = Parts(len(body), [body])
     handler.send_response(status)
     for name, value in headers.items():
         handler.send_header(name, value)
     if status != 204:
-        handler.send_header("Content-Length", str(len(body)))
+        handler.send_header("Content-Length", str(content.n_bytes))
     handler.end_headers()
-    handler.wfile.write(body)
+    for part in content.parts:
+        handler.wfile.write(part)
 
 
 def check_operator(handler: Any, key: str | None) -> None:

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 from ..fields import require, require_text
-from .admin import answering, check_operator
+from .admin import Parts, answering, check_operator
 
 PAGE_PATH = "/kvpersist"
 SESSIONS_PATH = "/v1/kvpersist/sessions"
 PIN_PATH = f"{SESSIONS_PATH}/pin"
 EVICT_PATH = f"{SESSIONS_PATH}/evict"
 DELETE_PATH = f"{SESSIONS_PATH}/delete"
+RENAME_PATH = f"{SESSIONS_PATH}/rename"
+EXPORT_PATH = f"{SESSIONS_PATH}/export"
 
 _PAGE = Path(__file__).with_name("page.html")
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -52,10 +55,23 @@ def page_view(key: str | None) -> Callable[[Any], None]:
     return answering(answer, headers)
 
 
+def sessions_view(describe: Callable[..., Any], key: str | None) -> Callable[[Any], None]:
+    """Return the handler that lists sessions; `describe` takes the query's `find` and `skip`."""
+
+    def answer(handler: Any) -> Any:
+        check_operator(handler, key)
+        query = dict(parse_qsl(handler.path.partition("?")[2]))
+        skip = query.get("skip", "0")
+        require(bool(re.fullmatch("[0-9]{1,9}", skip)), "skip", skip, "a number of sessions")
+        return describe(find=query.get("find", ""), skip=int(skip))
+
+    return answering(answer)
+
+
 def session_changes(
     sessions: Callable[[], Any], forget: Callable[[str | None], None]
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return, by path, what takes a request's body and changes a session.
+    """Return, by path, what takes a request's body and changes or exports a session.
 
     sessions: returns the store's `StoredSessions`. forget: removes what is remembered of the
     requests of a session, given by its name.
@@ -74,4 +90,13 @@ def session_changes(
         forget(session.name)
         return done
 
-    return {PIN_PATH: pin, EVICT_PATH: evict, DELETE_PATH: delete}
+    def rename(body: dict[str, Any]) -> Any:
+        title = require_text("title", body.get("title")).strip()
+        require(len(title) <= 200, "title", title, "at most 200 characters")
+        return sessions().rename(require_text("id", body.get("id")), title)
+
+    def export(body: dict[str, Any]) -> Any:
+        return Parts(*sessions().export(require_text("id", body.get("id"))))
+
+    changes = {PIN_PATH: pin, EVICT_PATH: evict, DELETE_PATH: delete}
+    return {**changes, RENAME_PATH: rename, EXPORT_PATH: export}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from email.message import Message
 from hashlib import blake2b
 from typing import Any
@@ -24,6 +24,7 @@ _VENDOR_SESSION = re.compile(r"x-[a-z0-9-]+-session-id", re.IGNORECASE)
 _USER_ID_SESSION = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 _CODEX_HEADERS = ("thread-id", "session-id", "session_id", "conversation_id")
 
+_TAGGED = re.compile(r"\s*<([\w-]+)>.*?</\1>", re.DOTALL)
 _MAX_NAME_BYTES = 256
 
 Find = Callable[[Message, Mapping[str, Any]], str | None]
@@ -89,6 +90,25 @@ def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
         if key := find(headers, body):
             return short_name(key)
     return None
+
+
+def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what people may know a conversation by.
+
+    `client` is the first word of what the client calls itself, such as "claude-cli", and `words`
+    how the user's first message begins, without what agents put before it in tags.
+    """
+    client = re.match(r"[\w.-]{1,40}", headers.get("User-Agent", ""), re.ASCII)
+    found = {"client": client[0]} if client else {}
+    for message in messages:
+        content = message.get("content") if message.get("role") == "user" else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        text, start = "\n".join(_text(part.get("text")) or "" for part in parts), 0
+        while tagged := _TAGGED.match(text, start):
+            start = tagged.end()
+        if words := " ".join(text[start : start + 500].split()):
+            return {**found, "words": words[:120]}
+    return found
 
 
 def namespace(headers: Message, *, by_key: bool) -> str:

@@ -47,6 +47,7 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
     return {
         "id": session.id,
         "name": session.name,
+        "title": index.state.note(session.id).get("title") or None,
         "model": root.model if root else None,
         "fingerprint": root.fingerprint if root else None,
         "precision": root.layout if root else None,
@@ -71,7 +72,7 @@ def list_all(args: argparse.Namespace) -> int:
     folder = folder_of(args)
     with reading(folder) as index:
         sessions = [describe(index, session) for session in index.sessions()]
-    columns = "id name model precision namespace tokens bytes blocks pinned used".split()
+    columns = "id title name model precision namespace tokens bytes blocks pinned used".split()
     listed = records(sessions, *columns) if sessions else f"no sessions in {folder}"
     tell(args, {"folder": str(folder), "sessions": sessions}, listed)
     return 0

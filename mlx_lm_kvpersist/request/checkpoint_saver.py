@@ -22,7 +22,6 @@ from ..host.answers import PREFILL, REPLY
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
-from ..store.records import Leaf
 from .outcome import Reason
 from .saver import Needed, RestorePoint, Saver
 
@@ -110,8 +109,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(new.block, []).append(new)
         leaf, superseded = None, []
         if ended:
-            keys = tuple(block.key for block in chain)
-            leaf = Leaf(sequence.request.session, keys[-1], chain[-1].stop, keys)
+            leaf = sequence.leaf(chain)
             superseded = self.superseded(sequence, stored, store)
         # All that the checkpoint needs, windows that were stored before included: while it waits to
         # be written, none of it is evicted.

@@ -18,7 +18,6 @@ from ..host.answers import PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
-from ..store.records import Leaf
 from .outcome import Reason
 
 if TYPE_CHECKING:
@@ -147,10 +146,7 @@ class Saver:
         sequence.chain = chain
         blocks = self._cut_new(full, caches, store)
         if chain and cache_type == REPLY:
-            replaced = _replaced_tails(chain, sequence.n_reused, store)
-            keys = tuple(block.key for block in chain)
-            session, end = sequence.request.session, chain[-1].stop
-            leaf = Leaf(session, keys[-1], end, keys, tuple(replaced))
+            leaf = sequence.leaf(chain, _replaced_tails(chain, sequence.n_reused, store))
             store.commit(Commit(sequence.root, tuple(chain), leaf), [*blocks, *unfinished])
             return
         store.put(unfinished)

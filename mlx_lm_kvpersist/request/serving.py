@@ -6,7 +6,7 @@ Generation thread, except what counts tokens (`ServedRequest.__init__`) and `Ser
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..errors import ClientGone
 from ..host.answers import PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
+from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .loading import Preparation
 from .lookup import Lookup, Reuse
@@ -42,6 +43,8 @@ class RequestState:
 
     session: str | None = None
     namespace: str = ""
+    note: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """For people: the `client`, and the first `words` of its user."""
     is_kept: bool = True
     """Whether anything of it may be stored, on disk or in RAM."""
     id: str = ""
@@ -97,6 +100,12 @@ class RunningSequence:
     def root(self) -> Root:
         assert self.request.root is not None
         return self.request.root
+
+    def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
+        """Return the end of its conversation, whose blocks are `chain`."""
+        keys, said = tuple(block.key for block in chain), self.request
+        note = {k: text for k, text in said.note.items() if k != "words" or self.root.with_text}
+        return Leaf(said.session, keys[-1], chain[-1].stop, keys, tuple(replaced), note)
 
 
 @dataclass

@@ -267,9 +267,12 @@ class Index:
 
     # Sessions.
 
-    def sessions(self, limit: int = -1) -> list[Session]:
-        """Return all sessions, or so many, the most recently used first."""
-        return self._sessions("1 ORDER BY used DESC LIMIT ?", limit)
+    def sessions(self, limit: int = -1, skip: int = 0) -> list[Session]:
+        """Return all sessions, or so many after the first `skip`, the most recently used first."""
+        return self._sessions("1 ORDER BY used DESC LIMIT ? OFFSET ?", limit, skip)
+
+    def n_sessions(self) -> int:
+        return sum(n for (n,) in self.ask("SELECT count(*) FROM sessions"))
 
     def session(self, session_id: str) -> Session | None:
         return next(iter(self._sessions("id = ?", session_id)), None)
@@ -389,6 +392,7 @@ class Index:
             self.state.add_replies(root.key, commit.replies, now)
             if session is not None and leaf is not None:
                 self.put_session(session)
+                self.state.add_note(session.id, **leaf.note)
                 db.executemany(
                     "UPDATE sessions SET leaf = ? WHERE leaf = ?",
                     [(new, old) for old, new in leaf.replaced],
@@ -409,6 +413,7 @@ class Index:
     def remove_session(self, session_id: str) -> None:
         with self.database.transaction() as db:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+            self.state.forget_note(session_id)
 
     def touch(self, key: bytes, checkpoints: Collection[Checkpoint] = ()) -> None:
         """Mark a block and checkpoints as used now."""
@@ -433,6 +438,8 @@ class Index:
                 "SELECT CAST(n_bytes AS INTEGER) FROM blocks WHERE key = ?", (key,)
             ).fetchall()
             db.execute("DELETE FROM sessions WHERE leaf = ?", (key,))
+            for (session_id,) in ended:
+                self.state.forget_note(session_id)
             db.execute("DELETE FROM blocks WHERE key = ?", (key,))
             checkpoints = self._remove_checkpoints(db, [key], [key])
         return Forgotten(

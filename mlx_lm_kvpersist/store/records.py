@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class Leaf:
 
     `name` is what the client calls it, if anything. `chain` are the keys of all its blocks and
     `replaced` those whose content is now part of longer blocks, with what took their place: the
-    session that ended in one of them is the one that moves.
+    session that ended in one of them is the one that moves. `note` is for people.
     """
 
     name: str | None
@@ -28,6 +28,7 @@ class Leaf:
     n_tokens: int
     chain: tuple[bytes, ...]
     replaced: tuple[tuple[bytes, bytes], ...] = ()
+    note: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

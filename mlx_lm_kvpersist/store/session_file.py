@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import accumulate
@@ -172,16 +172,42 @@ def export_session(
 ) -> int:
     """Write a session to a file, which appears when it is whole; return its size in bytes.
 
-    Every block and checkpoint is checked on the way. Checkpoints that go meanwhile are left out.
-    Raises StoreError when a block is missing or anything is damaged.
+    Raises what `export_records` and `export_parts` raise.
     """
+    records = export_records(index, session)
+    n_bytes, parts = export_parts(folder, session, records, progress)
+    try:
+        with whole_file(target, fsync=True) as file:
+            for part in parts:
+                file.write(part)
+    except FileNotFoundError as error:
+        raise StoreError(f"session {session.id} cannot be exported: {error}") from error
+    return n_bytes
+
+
+def export_records(index: Index, session: Session) -> list[Record]:
+    """Return a session's blocks and checkpoints. Raises StoreError when a block is missing."""
     chain = [block for block, _ in index.chain(session.leaf)]
     if not chain:
         raise StoreError(f"session {session.id} has lost blocks; run store verify")
     checkpoints = [found for found, _ in index.checkpoints([block.key for block in chain])]
-    items: list[Record] = [*chain, *checkpoints]
+    return [*chain, *checkpoints]
+
+
+def export_parts(
+    folder: Path,
+    session: Session,
+    records: Sequence[Record],
+    progress: Progress = lambda done, total: None,
+) -> tuple[int, Iterator[bytes]]:
+    """Return the size of an exported session in bytes, and its parts one by one.
+
+    Every block and checkpoint is checked before. Checkpoints that go meanwhile are left out.
+    Raises StoreError when a block is missing or anything is damaged; so do the parts, or
+    FileNotFoundError.
+    """
     exported: dict[Path, Listed] = {}
-    for number, item in enumerate(items):
+    for number, item in enumerate(records):
         path = block_path(folder, item.key, item.folder)
         try:
             if read_file(path)[0] != item:
@@ -192,23 +218,23 @@ def export_session(
                 raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
         except (BlockCorrupt, *MALFORMED) as error:
             raise StoreError(f"{_what(item, session)}: {error}; run store verify") from error
-        progress(number + 1, 2 * len(items))
+        progress(number + 1, 2 * len(records))
     about: dict[str, Any] = {"name": session.name, "n_tokens": session.n_tokens}
-    header = header_of(about, len(chain), list(exported.values()))
+    n_blocks = sum(isinstance(item, Block) for item in records)
+    header = header_of(about, n_blocks, list(exported.values()))
     if len(header) > MAX_HEADER_BYTES:
-        raise StoreError(f"session {session.id} is too long for one file ({len(chain)} blocks)")
-    try:
-        with whole_file(target, fsync=True) as file:
-            file.write(header)
-            for number, (path, listed) in enumerate(exported.items()):
-                content = _content(path)
-                if Listed.of(content) != listed:
-                    raise StoreError(f"{path.name} was replaced meanwhile; try again")
-                file.write(content)
-                progress(len(exported) + number + 1, 2 * len(exported))
-    except FileNotFoundError as error:
-        raise StoreError(f"session {session.id} cannot be exported: {error}") from error
-    return target.stat().st_size
+        raise StoreError(f"session {session.id} is too long for one file ({n_blocks} blocks)")
+
+    def parts() -> Iterator[bytes]:
+        yield header
+        for number, (path, listed) in enumerate(exported.items()):
+            content = _content(path)
+            if Listed.of(content) != listed:
+                raise StoreError(f"{path.name} was replaced meanwhile; try again")
+            yield content
+            progress(len(exported) + number + 1, 2 * len(exported))
+
+    return len(header) + sum(listed.n_bytes for listed in exported.values()), parts()
 
 
 def _content(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""The index's small state: persisted values, remembered replies, last requests, bytes written.
+"""The index's small state: persisted values, notes, replies, last requests, bytes written.
 
 An index that is rebuilt keeps it all if the old one can be read. Of a damaged one it keeps the
 persisted values, as far as they can be read. It loses all if the old index is gone: then
@@ -27,6 +27,9 @@ KEPT = 100
 """Records of requests."""
 _MAX_RECORD_CHARS = 4096
 _SEAL_BYTES = 8
+_NOTE = "session "
+"""Before a session's id: the key of its note."""
+_SAVED = "saved"
 _HOUR = 60
 """In minutes."""
 
@@ -84,6 +87,31 @@ class SmallState:
         except (OSError, sqlite3.Error) as error:
             self._report("persist what was measured", error)
 
+    def note(self, session_id: str) -> dict[str, str]:
+        """Return what people know a session by: its `title`, `client`, first `words`, each if any.
+
+        A title is given by the operator; words are there only if text is stored.
+        """
+        note: dict[str, str] = self.get(f"{_NOTE}{session_id}") or {}
+        return note
+
+    def add_note(self, session_id: str, **said: str) -> None:
+        """Add to the note of a session."""
+        before = self.note(session_id)
+        if (after := before | said) != before:
+            self.put(f"{_NOTE}{session_id}", after)
+
+    def forget_note(self, session_id: str) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
+
+    def saved(self) -> dict[str, float]:
+        """Return the `tokens` that all requests reused, and the `seconds` to compute `timed` ones.
+
+        Of the others it was not known how long they take to compute.
+        """
+        return self.get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
+
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         uri = f"{path.absolute().as_uri()}?mode=rw"
@@ -127,7 +155,14 @@ class SmallState:
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:
-        """Add a record of at most 4,096 characters, and remove all but the last `KEPT`."""
+        """Add a record of at most 4,096 characters, and remove all but the last `KEPT`.
+
+        What it reused is added to what all requests did.
+        """
+        if n_reused := record.get("reused_tokens", 0):
+            saved, seconds = self.saved(), record.get("saved_s")
+            new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
+            self.put(_SAVED, {name: saved[name] + more for name, more in new.items()})
         about = json.dumps(record)
         if len(about) > _MAX_RECORD_CHARS:
             return

@@ -17,9 +17,10 @@ from .block_store import BlockStore
 from .disk import DiskStore
 from .index import Index
 from .records import Session
+from .session_file import export_parts, export_records
 
 SHOWN = 50
-"""Sessions, those used last: what is shown must cost little however many there are."""
+"""Sessions at a time: what is shown must cost little however many there are."""
 _TIMEOUT_S = 30.0
 
 Answer = TypeVar("Answer")
@@ -33,21 +34,33 @@ class StoredSessions:
         self._last: tuple[Any, dict[str, Any]] = (None, {})
         """What `describe` returned last, and the counts by which it would be the same again."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return the sessions used last.
+    def describe(self, find: str = "", skip: int = 0, *, with_text: bool = False) -> dict[str, Any]:
+        """Return the sessions used last after `skip` others: those that say `find`, of `total`.
 
         A session counts its whole chain; bytes are those on disk. `used` and `created` are seconds
-        since the epoch.
+        since the epoch. Only `with_text` conversations are quoted, and found by their first words.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:
-            sessions = index.sessions(SHOWN + 1)
+
+            def note_of(session: Session) -> dict[str, str]:
+                note = index.state.note(session.id)
+                return note if with_text else {**note, "words": ""}
+
+            def says(session: Session) -> bool:
+                said = session.id, session.name or "", *note_of(session).values()
+                return find.casefold() in "\n".join(said).casefold()
+
+            sessions, total = index.sessions(SHOWN, skip), index.n_sessions()
+            if find:
+                found = [session for session in index.sessions() if says(session)]
+                sessions, total = found[skip : skip + SHOWN], len(found)
+            notes, saved = [note_of(session) for session in sessions], index.state.saved()
             # Pages ask every few seconds, and long conversations have thousands of blocks.
-            state = sessions, index.totals(), pool.n_bytes, pool.n_evicted
+            state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
             before, answer = self._last
             if state == before:
                 return answer
-            is_all, sessions = len(sessions) <= SHOWN, sessions[:SHOWN]
             rows = index.outline([session.leaf for session in sessions])
             roots = {key: index.root(key) for key in {session.root for session in sessions}}
         sums: dict[bytes, tuple[int, int, int]] = {}
@@ -55,13 +68,14 @@ class StoredSessions:
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
             sums[key] = n_above + 1, n_in_ram_above + (key in pool), bytes_above + n_bytes
         described = []
-        for one in sessions:
+        for one, note in zip(sessions, notes, strict=True):
             n_blocks, n_in_ram, n_bytes = sums.get(one.leaf, (0, 0, 0))
             root = roots[one.root]
             described.append(
                 {
                     "id": one.id,
                     "name": one.name,
+                    **{name: note.get(name) or None for name in ("title", "client", "words")},
                     "model": root.model if root else None,
                     "namespace": root.namespace if root else None,
                     "tier": "ram" if n_blocks == n_in_ram else "disk",
@@ -74,7 +88,8 @@ class StoredSessions:
                     "used": one.used,
                 }
             )
-        answer = {"is_all": is_all, "sessions": described}
+        is_all = len(described) == total
+        answer = {"is_all": is_all, "total": total, "saved": saved, "sessions": described}
         self._last = state, answer
         return answer
 
@@ -86,6 +101,26 @@ class StoredSessions:
             return {"id": session.id, "pinned": session.pinned}
 
         return self.changed(change)
+
+    def rename(self, session_id: str, title: str) -> dict[str, Any]:
+        """Give a session a title for people; "" takes it away. Requests go on with its name."""
+
+        def change(disk: DiskStore) -> dict[str, Any]:
+            with disk.lock.held():
+                session = _session(disk, session_id)
+                disk.index.state.add_note(session.id, title=title)
+            return {"id": session.id, "title": title or None}
+
+        return self.changed(change)
+
+    def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
+        """Return the size in bytes of an exported session, and its parts."""
+        disk = self._store.disk
+        with _readable():
+            with self._store.index.asked_once() as index:
+                session = _session(disk, session_id)
+                records = export_records(index, session)
+            return export_parts(disk.folder, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
         """Remove a session from RAM, except for blocks that others there need; it stays on disk."""

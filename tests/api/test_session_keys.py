@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.session_keys import is_kept, namespace, session_key, unshared
+from mlx_lm_kvpersist.api.session_keys import is_kept, namespace, note, session_key, unshared
 from mlx_lm_kvpersist.errors import RequestRefused
 
 UUID = "0f3a2b1c-9d8e-4f70-8a6b-5c4d3e2f1a0b"
@@ -144,3 +144,19 @@ def test_whether_a_request_is_kept(values: list[str], kept: bool) -> None:
 def test_only_yes_and_no_say_whether_a_request_is_kept(value: str) -> None:
     with pytest.raises(RequestRefused, match=r"X-KVPersist-Keep is .*, expected yes or no"):
         is_kept(headers({"X-KVPersist-Keep": value}))
+
+
+def test_what_people_know_a_conversation_by() -> None:
+    headers = Message()
+    assert note(headers, []) == {}
+    headers["User-Agent"] = "claude-cli/2.0.14 (external, cli)"
+    parts = [{"text": "<system-reminder>a\nb</system-reminder>"}, {"text": " Fix\nthe <b>parser"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are"},
+        {"role": "user", "content": "<environment_context>x</environment_context>\n"},
+        {"role": "user", "content": parts},
+    ]
+    assert note(headers, messages) == {"client": "claude-cli", "words": "Fix the <b>parser"}
+    long = note(headers, [{"role": "user", "content": "word " * 1000}])["words"]
+    assert len(long) <= 120 and long.startswith("word word")
+    assert note(headers, [{"role": "user", "content": None}]) == {"client": "claude-cli"}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,6 @@ import pytest
 from playwright.sync_api import (
     APIResponse,
     Browser,
-    Dialog,
     Page,
     Route,
     expect,
@@ -20,6 +23,7 @@ from playwright.sync_api import (
 )
 
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.store.index import Index
 from tests.support import Message, ServerProcess, StartServer, chromium, synthetic_text
 
 from .stored import wait_for_reply, wait_for_writer
@@ -27,6 +31,8 @@ from .stored import wait_for_reply, wait_for_writer
 MARKUP = "<img src=x onerror=\"document.title='changed'\">"
 SYSTEM: Message = {"role": "system", "content": synthetic_text(500, seed=71)}
 SESSIONS = "/v1/kvpersist/sessions"
+LONG_ID = "386d61b8-91d0-4b5c-a1ce-9f4f8ad9ce11"
+FITS = "document.documentElement.scrollWidth <= innerWidth"
 CONTRAST = """() => {
   const light = (colour) => {
     const parts = colour.match(/[\\d.]+/g).map(Number);
@@ -85,22 +91,29 @@ def browser() -> Iterator[Browser]:
             yield browser
 
 
+@pytest.fixture(params=[390, 768, 1440])
+def width(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture
-def opened(browser: Browser, server: ServerProcess) -> Iterator[Page]:
+def opened(browser: Browser, server: ServerProcess, width: int) -> Iterator[Page]:
     """The page, shown; its console and the addresses that it asks are checked at the end."""
-    page, told, asked = browser.new_page(viewport={"width": 1024, "height": 800}), [], set[str]()
+    page, told, asked = browser.new_page(viewport={"width": width, "height": 800}), [], set[str]()
     page.on("console", lambda message: told.append(message.text))
     page.on("pageerror", lambda error: told.append(str(error)))
     page.on("request", lambda request: asked.add(request.url))
     wait_for_writer(server)  # so that the page and a test see the same
     page.goto(url_of(server))
-    expect(page.locator("#requests tr").first).to_be_visible()
+    expect(page.locator(".request").first).to_be_visible()
     yield page
+    assert page.evaluate(FITS)
     page.close()
-    assert told == []
-    assert {url.removeprefix(url_of(server, "")) for url in asked} <= {
+    assert told == []  # no console message, no error
+    paths = {url.removeprefix(url_of(server, "")).partition("?")[0] for url in asked}
+    assert {path for path in paths if not path.startswith("blob:")} <= {
         *("/kvpersist", "/v1/kvpersist/requests", SESSIONS, "data:,"),
-        *(f"{SESSIONS}/{what}" for what in ("pin", "evict", "delete")),
+        *(f"{SESSIONS}/{what}" for what in ("pin", "evict", "delete", "rename", "export")),
     }
 
 
@@ -165,6 +178,11 @@ def test_sessions_are_those_on_disk(
             "expected",
         ),
         ("evict", {"id": "no-such"}, {}, 404, "no session has the id 'no-such'"),
+        ("export", {"id": "x"}, {"Origin": "http://evil.example"}, 403, "Origin"),
+        ("export", {"id": "no-such"}, {}, 404, "no session has the id 'no-such'"),
+        ("rename", {"id": "x", "title": "y"}, {"Sec_Fetch_Site": "cross-site"}, 403, "Sec-Fetch"),
+        ("rename", {"id": "x"}, {}, 400, "title is null, expected text"),
+        ("rename", {"id": "x", "title": "y" * 201}, {}, 400, "expected at most 200 characters"),
         ("delete", {"id": 7}, {}, 400, "id is 7, expected text"),
         ("delete", {}, {}, 400, "id is null, expected text"),
         ("pin", {"id": "x", "pinned": 1}, {}, 400, "pinned is 1, expected true or false"),
@@ -188,7 +206,7 @@ def test_who_may_change_a_session(
 
 
 def test_nothing_changes_by_a_link(server: ServerProcess) -> None:
-    for what in ("pin", "evict", "delete"):
+    for what in ("pin", "evict", "delete", "rename", "export"):
         assert server.request("GET", f"{SESSIONS}/{what}?id=x")[0] == 404
 
 
@@ -237,53 +255,181 @@ def test_a_deleted_session_is_gone(
 
 def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProcess) -> None:
     data = described(server)
-    names = opened.locator("#sessions th").all_inner_texts()
+    names = opened.locator(".session b").all_inner_texts()
     assert names == [one["name"] or f"unnamed {one['id']}" for one in data["sessions"]]
     assert MARKUP in names and opened.title().startswith("KV cache")
     assert opened.locator("img").count() == 0
     records = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
-    sentences = opened.locator("#requests td:last-child").all_inner_texts()
-    assert sentences == [record["sentence"] for record in records]
     assert all(record["first_token_s"] > 0 for record in records)
     assert opened.locator("#hits rect").count() == len(records)
     assert opened.locator("#times path").count() == len(records)
     assert opened.locator("#hit-rate").inner_text().endswith("%")
+    tokens, timed, saved_s = (data["saved"][name] for name in ("tokens", "timed", "seconds"))
+    assert tokens >= sum(record["reused_tokens"] for record in records) > 0
+    assert (timed > 0) == (saved_s > 0)
+    assert f"{tokens:,} tokens" in opened.locator("#saved-tokens").inner_text()
+    # A line of a request unfolds, and polls leave it so.
+    line = opened.locator(".request").first
+    expect(line.locator("dl")).to_be_hidden()
+    line.locator("summary").click()
+    expect(line.locator("dl")).to_contain_text(records[0]["sentence"])
+    expect(line.locator("dl")).to_contain_text(records[0]["id"])
 
 
-def test_the_buttons(opened: Page, server: ServerProcess) -> None:
-    server.chat(talk(82), MARKUP + "2", max_tokens=8)
+def action(page: Page, name: str, what: str) -> None:
+    page.get_by_label(f"Actions for {name}", exact=True).click()
+    page.locator(".menu[open]").get_by_role("button", name=what, exact=True).click()
+
+
+def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width: int) -> None:
+    name, status = f"{MARKUP}{width}", opened.locator("#status")
+    reply = server.chat(talk(82), name, max_tokens=8)
     wait_for_reply(server)
-    status = opened.locator("#status")
-    pin = opened.get_by_role("button", name=f"Pin {MARKUP}2", exact=True)
-    pin.click()  # the page finds the session by itself
+    action(opened, name, "Pin")  # the page finds the session by itself
     expect(status).to_contain_text("is pinned")
-    assert session(server, MARKUP + "2")["pinned"]
-    unpin = opened.get_by_role("button", name=f"Unpin {MARKUP}2", exact=True)
-    expect(unpin).to_be_focused()
+    assert session(server, name)["pinned"]
+    expect(opened.get_by_label(f"Actions for {name}", exact=True)).to_be_focused()
+    opened.keyboard.press("Enter")
+    opened.keyboard.press("Tab")
+    expect(opened.get_by_role("button", name="Unpin", exact=True)).to_be_focused()
     opened.keyboard.press("Enter")
     expect(status).to_contain_text("is not pinned")
-    assert not session(server, MARKUP + "2")["pinned"]
-    opened.keyboard.press("Tab")
-    expect(opened.get_by_role("button", name=f"Evict {MARKUP}2")).to_be_focused()
-    opened.keyboard.press("Enter")
+    assert not session(server, name)["pinned"]
+    action(opened, name, "Evict from RAM")
     expect(status).to_contain_text("of RAM freed")
-    assert session(server, MARKUP + "2")["tier"] == "disk"
-    asked: list[str] = []
+    assert session(server, name)["tier"] == "disk"
 
-    def refuse(dialog: Dialog) -> None:
-        asked.append(dialog.message)
-        dialog.dismiss()
+    with opened.expect_download() as download:
+        action(opened, name, "Export")
+    download.value.save_as(tmp_path / "one.session")
+    expect(status).to_contain_text("exported")
+    into = ["--kvpersist-dir", str(tmp_path / "other")]
+    assert main(["sessions", "import", str(tmp_path / "one.session"), *into]) == 0
+    assert main(["sessions", "show", name, *into]) == 0
 
-    opened.once("dialog", refuse)
-    delete = opened.get_by_role("button", name=f"Delete {MARKUP}2")
-    delete.click()
-    assert MARKUP in asked[0] and session(server, MARKUP + "2")
-    opened.once("dialog", lambda dialog: dialog.accept())
-    delete.click()
+    action(opened, name, "Rename")
+    opened.get_by_role("textbox", name="Rename").fill(f"<b>&amp; {width}")
+    opened.get_by_role("button", name="Save").click()
+    expect(status).to_contain_text(f"called <b>&amp; {width}")
+    renamed = session(server, name)
+    assert renamed["title"] == f"<b>&amp; {width}"
+    more: list[Message] = [{"role": "assistant", "content": reply.text}]
+    server.chat([*talk(82), *more, {"role": "user", "content": "On"}], name, max_tokens=8)
+    wait_for_reply(server)
+    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name goes on
+
+    action(opened, f"<b>&amp; {width}", "Delete")
+    dialog = opened.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"Delete <b>&amp; {width}?")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert session(server, name)
+    action(opened, f"<b>&amp; {width}", "Delete")
+    dialog.get_by_role("button", name="Delete").click()
     expect(status).to_contain_text("is deleted")
-    expect(delete).to_have_count(0)
-    assert MARKUP + "2" not in [one["name"] for one in described(server)["sessions"]]
-    expect(opened.locator("#sessions-title")).to_be_focused()
+    assert name not in [one["name"] for one in described(server)["sessions"]]
+
+
+def answered_with(answer: dict[str, Any], route: Route) -> None:
+    route.fulfill(**answer)
+
+
+def test_bad_answers_are_shown_in_words(browser: Browser, server: ServerProcess) -> None:
+    page = browser.new_page()
+    page.goto(url_of(server))
+    status = page.locator("#status")
+    for answer, says in (
+        ({"status": 502, "body": "<html>"}, "The server answered 502"),
+        ({"status": 200, "body": "[1, 2"}, "cannot be read"),
+        ({"status": 503, "json": {"error": {"message": "it ends"}}}, "it ends"),
+    ):
+        page.route("**/sessions/pin", partial(answered_with, answer), times=1)
+        action(page, "first", "Pin")
+        expect(status).to_contain_text(says)
+    page.route("**/kvpersist/requests", lambda route: route.abort())
+    expect(status).to_contain_text("No answer from the server")
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that may show text, with 500 sessions."""
+    with closing(StartServer(tmp_path_factory.mktemp("crowded"))) as servers:
+        server = servers.with_plugin(tiny_model, "--kvpersist-show-text")
+        headers = {"User-Agent": "claude-cli/2.0 (external)", "x-claude-code-session-id": LONG_ID}
+        said = f"<system-reminder>quiet</system-reminder>{MARKUP} Refactor the parser"
+        server.chat([SYSTEM, {"role": "user", "content": said}], max_tokens=4, headers=headers)
+        wait_for_reply(server)
+        with closing(Index(servers.store / "index.sqlite")) as index:
+            (first,) = (one for one in index.sessions() if one.name)
+            with index.database.transaction():
+                for n in range(498):
+                    copied = replace(first, id=f"{n:08x}", name="w" * 200, used=first.used - n)
+                    index.put_session(copied)
+                    index.state.add_note(copied.id, client="curl", words=f"number {n} " * 12)
+        yield server
+
+
+def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> None:
+    page, told = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
+    page.on("console", lambda message: told.append(message.text))
+    page.goto(url_of(crowded))
+    names, place = page.locator(".session b"), page.locator("#place")
+    expect(place).to_have_text(re.compile("^1 to 20 of "))
+    # Its first words, without what the agent put before them, and its client.
+    expect(page.get_by_text(f"{MARKUP} Refactor the parser", exact=True).first).to_be_visible()
+    expect(page.get_by_text("Claude Code").first).to_be_visible()
+    assert names.count() == 20 and page.evaluate(FITS)
+    assert page.evaluate("document.documentElement.scrollHeight") < 5000
+    page.get_by_role("button", name="Older").click()
+    expect(place).to_have_text(re.compile("^21 to 40 of "))
+    find = page.get_by_label("Filter sessions")
+    find.fill(f"NUMBER {width} ")
+    expect(place).to_have_text("No session has that." if width > 498 else "1 to 1 of 1")
+    find.fill(f"number 4{width // 384}")
+    expect(place).to_have_text("1 to 11 of 11")  # 4n, and 4n0 to 4n9
+    page.get_by_label("Choose all on this page").check()
+    page.get_by_role("button", name="Delete them").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
+    expect(place).to_have_text("No session has that.")
+    assert page.evaluate(FITS)
+    page.close()
+    assert told == []
+
+
+def test_an_empty_page(browser: Browser, tiny_model: Path, tmp_path: Path) -> None:
+    with closing(StartServer(tmp_path)) as servers:
+        server = servers.with_plugin(tiny_model)
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.goto(url_of(server))
+        expect(page.locator("#welcome")).to_contain_text(f":{server.port}/v1")
+        expect(page.locator("#charts")).to_be_hidden()
+        assert page.evaluate(FITS)
+        page.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "is_stored"),
+    [((), True), (("--kvpersist-no-text", "--kvpersist-show-text"), False)],
+)
+def test_no_text_is_shown_that_may_not_be(
+    options: tuple[str, ...], is_stored: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    with closing(StartServer(tmp_path)) as servers:
+        server = servers.with_plugin(tiny_model, *options)
+        server.chat([{"role": "user", "content": "Refactor it"}], "s", max_tokens=4)
+        wait_for_reply(server)
+        assert session(server, "s")["words"] is None
+        for path in (SESSIONS, f"{SESSIONS}?find=refactor"):
+            assert b"Refactor" not in server.request("GET", path)[2]
+        found = json.loads(server.request("GET", f"{SESSIONS}?find=refactor")[2])
+        assert found["sessions"] == [] and found["total"] == 0
+        with closing(Index(servers.store / "index.sqlite")) as index:
+            (stored,) = index.sessions_named("s")
+            assert ("words" in index.state.note(stored.id)) is is_stored
+        assert change(server, "delete", {"id": stored.id})[0] == 200
+        with closing(Index(servers.store / "index.sqlite")) as index:
+            assert index.state.note(stored.id) == {}
 
 
 def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
@@ -293,18 +439,18 @@ def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerPro
     def hold(route: Route) -> None:
         held.append((route, route.fetch()))
 
-    opened.route("**/kvpersist/sessions", hold, times=1)
+    opened.route("**/kvpersist/sessions?*", hold, times=1)
     while not held:
         opened.wait_for_timeout(50)
-    opened.get_by_role("button", name="Pin first", exact=True).click()
-    unpin = opened.get_by_role("button", name="Unpin first", exact=True)
-    expect(unpin).to_be_visible()
+    action(opened, "first", "Pin")
+    pinned = opened.locator(".session b", has_text="📌 first")
+    expect(pinned).to_be_visible()
     ((route, old),) = held
     route.fulfill(response=old)
     opened.wait_for_timeout(300)
-    assert unpin.is_visible()
-    unpin.click()
-    expect(unpin).to_have_count(0)
+    assert pinned.is_visible()
+    action(opened, "first", "Unpin")
+    expect(pinned).to_have_count(0)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -314,9 +460,6 @@ def test_it_can_be_read(opened: Page, scheme: Any) -> None:
     assert len(contrasts) > 4 and min(contrasts.values()) >= 4.5, contrasts
     background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(13, 17, 23)") is (scheme == "dark")
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    headers = opened.locator("thead th")
-    assert headers.count() == opened.locator("thead th[scope=col]").count() == 15
     assert opened.locator("svg[role=img][aria-label*=requests]").count() == 2
 
 
@@ -370,8 +513,8 @@ def test_with_a_key_the_page_asks_for_it(
     expect(page.locator("main")).to_be_visible()
     page.reload()
     expect(page.locator("main")).to_be_visible()
-    page.get_by_role("button", name="Delete").first.wait_for()
-    page.once("dialog", lambda dialog: dialog.accept())
-    page.get_by_role("button", name="Delete").first.click()
+    page.locator(".menu summary").first.click()
+    page.locator(".menu[open]").get_by_role("button", name="Delete").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("is deleted")
     page.close()

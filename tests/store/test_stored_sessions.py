@@ -58,7 +58,8 @@ def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> Non
 
 def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> None:
     sessions = StoredSessions(store)
-    assert sessions.describe() == {"is_all": True, "sessions": []}
+    empty = sessions.describe()
+    assert empty["is_all"] and not empty["sessions"] and not empty["total"]
     for n in range(SHOWN):
         add(store, f"s{n}", chain([n]), used=float(n))
     first = sessions.describe()
@@ -67,8 +68,28 @@ def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> No
     then = sessions.describe()
     assert not then["is_all"] and len(then["sessions"]) == SHOWN
     assert then["sessions"][0]["id"] == "newest"
+    assert then["total"] == SHOWN + 1
+    assert [one["id"] for one in sessions.describe(skip=SHOWN)["sessions"]] == ["s0"]
     assert sessions.pin("newest", True) == {"id": "newest", "pinned": True}
     assert sessions.describe()["sessions"][0]["pinned"]
+
+
+def test_sessions_are_found_by_what_is_shown_of_them(store: BlockStore) -> None:
+    sessions = StoredSessions(store)
+    for n in range(3):
+        add(store, f"s{n}", chain([n]))
+    note = store.disk.index.state.add_note
+    note("s0", client="curl", words="Größe of it")
+    assert sessions.rename("s1", "A title") == {"id": "s1", "title": "A title"}
+
+    def found(find: str, **how: bool) -> list[str]:
+        return sorted(one["id"] for one in sessions.describe(find, **how)["sessions"])
+
+    assert found("CURL") == ["s0"] and found("a title") == ["s1"] and found("S2") == ["s2"]
+    assert found("GRÖSSE") == [] and found("GRÖSSE", with_text=True) == ["s0"]
+    assert sessions.rename("s1", "")["title"] is None and found("title") == []
+    sessions.delete("s0")
+    assert store.disk.index.state.note("s0") == {}
 
 
 def test_an_unchanged_store_is_not_summed_up_again(
