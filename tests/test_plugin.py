@@ -89,9 +89,9 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.shutdown()
 
 
-@pytest.mark.parametrize(("name", "n_times"), [("model", 2), ("another", 1)])
-def test_what_is_warm_is_computed_anew_for_a_new_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, n_times: int
+@pytest.mark.parametrize(("name", "is_warmed"), [("model", True), ("another", False)])
+def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_warmed: bool
 ) -> None:
     """Not for the model that a request has named."""
     plugin = KVPersistPlugin()
@@ -107,16 +107,16 @@ def test_what_is_warm_is_computed_anew_for_a_new_precision(
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
     serving = SimpleNamespace(model=SimpleNamespace(root="old", name=name))
 
-    def step(idle_s: float) -> None:
-        serving.model = SimpleNamespace(root="new", name=name)
-
-    guard: Any = SimpleNamespace(step=step)
     any_serving: Any = serving
-    plugin._serving, plugin._guard = any_serving, guard
+    any_guard: Any = SimpleNamespace(step=lambda idle_s: None)
+    plugin._serving = any_serving
     try:
         plugin.started(lambda run: None)
-        for _ in range(3):
-            plugin.idle(5.0)
+        for is_known, root, n_times in ((False, "", 0), (True, "old", 1), (True, "new", 2)):
+            plugin._guard = any_guard if is_known else None
+            serving.model = SimpleNamespace(root=root, name=name)
+            for _ in range(3):
+                plugin.idle(5.0)
+            assert len(warmed) == n_times * is_warmed
     finally:
         plugin.shutdown()
-    assert len(warmed) == n_times
