@@ -103,10 +103,10 @@ def report(error: BaseException) -> None:
 
 def one_line(error: BaseException, plugins: Sequence[str]) -> str:
     """Return what stops the server as one line."""
-    from .errors import KVPersistError, PatchError, SelfTestFailed
+    from .errors import KVPersistError, PatchError
 
     message = " ".join(str(error).split())
-    if isinstance(error, PatchError | SelfTestFailed):
+    if isinstance(error, PatchError):
         from .host.patching.versions import found_and_known
 
         message = f"{message} ({found_and_known()})"

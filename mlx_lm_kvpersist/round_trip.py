@@ -1,4 +1,4 @@
-"""The check at startup: a tiny model's live path gives what mlx-lm's own caches give.
+"""The check before anything is stored: a tiny model's live path gives what mlx-lm's caches give.
 
 The reference is stock arithmetic without any class of ours: one sequence at a time in mlx-lm's
 KVCache, over keys and values that `mx.quantize` and `mx.dequantize` have rounded. The live path

@@ -1,7 +1,6 @@
 """The canary: compute the last tokens of restored caches again, and see whether they agree.
 
-It runs once when a model is loaded, before a request has to wait for it, and over each restore
-from disk.
+It runs before the first restore of a model is needed, and over each restore from disk.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is measured when a model is loaded: precision, attention plans, prefill memory."""
+"""What is measured of a loaded model, once: precision, attention plans, prefill memory."""

@@ -1,4 +1,4 @@
-"""How much memory the next chunk of a prompt will take, from chunks that are measured at load."""
+"""How much memory the next chunk of a prompt will take, from chunks that are measured once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ tokens."""
 _MOST_TOKENS = 1 << 16
 _SHORTEST, _LONGEST = 16, 1024
 _MEASURE_S, _CPU_MEASURE_S = 0.6, 0.05
-"""When a model is loaded, chunks of doubling length are measured, until one has the longest length
-or took this long."""
+"""Chunks of doubling length are measured, until one has the longest length or took this long."""
 
 _MIN_MEASURED = 512
 _SCORE_BYTES = 160
