@@ -228,8 +228,9 @@ class KVPersistPlugin:
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else ("", None)
         n_reused, n_restored = outcome.n_reused, outcome.n_restored
-        saved_s = model.speed.pace.seconds(0, n_reused) if model and n_reused else None
-        record = self._log.add(state, name, outcome, precision, saved_s)
+        if model and n_reused:
+            state.saved_s = model.speed.pace.seconds(0, n_reused)
+        record = self._log.add(state, name, outcome, precision)
         state.outcome, state.id = outcome, record["id"]
         # Stock may reuse some of its own.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused

@@ -29,17 +29,11 @@ class RequestLog:
         self._lock = Lock()
 
     def add(
-        self,
-        state: RequestState,
-        model: str,
-        outcome: Outcome,
-        precision: str | None = None,
-        saved_s: float | None = None,
+        self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
         """Add a record and return it. Ids are unique and growing.
 
-        `received` is in seconds since the epoch. `saved_s` is how long the reused tokens take to
-        compute; None if that is not known. A request that is not kept is not quoted.
+        `received` is in seconds since the epoch. A request that is not kept is not quoted.
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
         record: dict[str, Any] = {
@@ -58,7 +52,7 @@ class RequestLog:
             "reused_tokens": outcome.n_reused,
             "restored_tokens": outcome.n_restored,
             "restore_ms": round(outcome.restore_ms, 2),
-            "saved_s": None if saved_s is None else round(saved_s, 4),
+            "saved_s": state.saved_s,
             "reason": outcome.reason.text if outcome.reason else None,
             "detail": outcome.detail or None,
             "divergence": divergence,

@@ -49,6 +49,8 @@ class RequestState:
     """Whether anything of it may be stored, on disk or in RAM."""
     id: str = ""
     outcome: Outcome | None = None
+    saved_s: float | None = None
+    """How long the tokens that it reused take to compute, where that is known."""
     n_prompt: int = 0
     """Tokens of its prompt, where stock serves it."""
     root: Root | None = None

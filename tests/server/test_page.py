@@ -443,7 +443,7 @@ def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerPro
     while not held:
         opened.wait_for_timeout(50)
     action(opened, "first", "Pin")
-    pinned = opened.locator(".session b", has_text="📌 first")
+    pinned = opened.locator(".session .about", has_text="pinned")
     expect(pinned).to_be_visible()
     ((route, old),) = held
     route.fulfill(response=old)
