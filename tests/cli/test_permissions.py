@@ -99,5 +99,5 @@ def test_plurals_are_right(store: CommandLine) -> None:
     assert store("sessions", "rm", "last") == 0
     assert "3 blocks, 0 checkpoints" in store.out
     fill(store.folder, {"one": chain([5])})
-    assert store("store", "verify") == 0 and "1 block and 0 checkpoints, all good" in store.out
+    assert store("store", "verify") == 0 and "1 block, 0 checkpoints, all good" in store.out
     assert store("store", "rebuild") == 0 and "1 block, 0 checkpoints, 1 session" in store.out
