@@ -102,7 +102,8 @@ class KVPersistPlugin:
 
     @hookimpl
     def shutdown(self) -> None:
-        self._serving = self._sessions = self._guard = None
+        self._drop_model()
+        self._sessions = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -111,8 +112,8 @@ class KVPersistPlugin:
 
     @hookimpl
     def model_loaded(self, provider: Any) -> ModelSupport | None:
-        self._serving, self._guard, self._refusal = None, None, ""
-        self._steps = None
+        self._drop_model()
+        self._refusal = ""
         self._roles = TemplateRoles.of(provider.tokenizer)
         store, asked = self._store, self._config
         if store is None:
@@ -137,6 +138,12 @@ class KVPersistPlugin:
             model.spec.batching is not Batching.NONE,
             model.speed.limits(asked.max_stall_s),
         )
+
+    def _drop_model(self) -> None:
+        """Forget the loaded model. What is being found out of it ends now, files closed."""
+        if self._guard is not None:
+            self._guard.pause()
+        self._serving = self._guard = self._steps = None
 
     def _refuse(self, provider: Any, error: Exception) -> None:
         """Let stock serve the loaded model."""

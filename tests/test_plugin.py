@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
+from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +110,7 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
     serving = SimpleNamespace(model=SimpleNamespace(root="old", name=name))
 
     any_serving: Any = serving
-    any_guard: Any = SimpleNamespace(step=lambda idle_s: None)
+    any_guard: Any = SimpleNamespace(step=lambda idle_s: None, pause=lambda: None)
     plugin._serving = any_serving
     try:
         plugin.started(lambda run: None)
@@ -119,4 +121,42 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
                 plugin.idle(5.0)
             assert len(warmed) == n_times * is_warmed
     finally:
+        plugin.shutdown()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "model_loaded"])
+def test_what_is_being_found_out_ends_with_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """At once: a garbage collector would end it at any time, and its files before its store."""
+    ended: list[str] = []
+
+    def steps() -> Iterator[None]:
+        try:
+            while True:
+                yield
+        finally:
+            ended.append("steps")
+
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
+    plugin.configure(args)
+    preparation = mock.MagicMock(steps=steps)
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", lambda *given: preparation)
+    provider = SimpleNamespace(
+        cli_args=args, model_key=("model", None, None), model=None, tokenizer=None
+    )
+    gc.disable()
+    try:
+        plugin.model_loaded(provider)
+        plugin.idle(1.0)
+        if end == "model_loaded":
+            plugin.model_loaded(provider)
+        else:
+            plugin.shutdown()
+        assert ended == ["steps"]
+    finally:
+        gc.enable()
         plugin.shutdown()
