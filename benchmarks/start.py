@@ -146,7 +146,8 @@ def main() -> None:
     with stores() as folder:
         measure(run, folder, args.repeats).show()
         measure_stages(run, folder).show()
-        measure_requests(run, folder, args.requests, args.every).show()
+        if args.requests:
+            measure_requests(run, folder, args.requests, args.every).show()
 
 
 @contextmanager
