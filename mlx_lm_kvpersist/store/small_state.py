@@ -115,7 +115,10 @@ class SmallState:
     def salvage(self, path: Path) -> None:
         """Add the persisted values of another index, as far as they can be read."""
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as damaged:
+        with (
+            suppress(sqlite3.Error, UnicodeDecodeError),
+            closing(sqlite3.connect(uri, uri=True)) as damaged,
+        ):
             for row in damaged.execute("SELECT key, value FROM state"):
                 with self._transaction() as db:
                     db.execute("INSERT OR IGNORE INTO state VALUES (?, ?)", row)

@@ -46,6 +46,19 @@ def choices(folder: Path) -> dict[str, object]:
         return {key.removeprefix("choice/"): disk.index.state.get(key) for (key,) in keys}
 
 
+def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
+    """SQLite's own message quotes it, so reading what is left fails with another error."""
+    with closing(sqlite3.connect(folder / "index.sqlite")) as db:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = (folder / "index.sqlite").read_bytes()
+    assert b"CREATE TABLE state" in content
+    damaged = content.replace(b"CREATE TABLE state", b"CREATE TABLE\xd7\xff\x85ate")
+    (folder / "index.sqlite").write_bytes(damaged)
+    assert choices(folder) == {}
+    with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
+        assert disk.index.ask("SELECT count(*) FROM blocks") == [(2,)]
+
+
 def test_values_are_found_by_their_keys_after_a_restart(folder: Path) -> None:
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
         state = disk.index.state
