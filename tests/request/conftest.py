@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +45,18 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return LoadedModel(
         model, tokenizer, ModelCacheSpec.probe(model), "fingerprint", TokenText.of(tokenizer)
     )
+
+
+def provider_of(folder: Path, n_layers: int) -> Any:
+    """Return a provider that has loaded a tiny model."""
+    path = make_tiny_model(folder, n_layers=n_layers)
+    model, tokenizer = load(str(path))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, model_key=(str(path), None, None))
+
+
+def store_in(folder: Path) -> BlockStore:
+    """Return a store that no limit keeps from storing."""
+    return BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
 
 
 def unproven() -> Steps[None]:

@@ -5,32 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm import load
 
 from mlx_lm_kvpersist.config import KV_BITS
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.budget import StoreLimits
-from tests.support import make_tiny_model
 from tests.support.host import patched_attention
 
-from .conftest import prepared
+from .conftest import prepared, provider_of, store_in
 
 
 @pytest.fixture(scope="module")
 def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = make_tiny_model(tmp_path_factory.mktemp("model"), n_layers=4)
-    loaded: Any = load(str(path))
-    key = (str(path), None, None)
-    return SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=key)
+    return provider_of(tmp_path_factory.mktemp("model"), n_layers=4)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[BlockStore]:
-    made = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30, min_free_bytes=0))
+    made = store_in(tmp_path / "store")
     yield made
     made.close()
 

@@ -26,9 +26,10 @@ from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from tests.support import make_tiny_model
 from tests.support.host import patched_attention
+
+from .conftest import provider_of, store_in
 
 K6V4 = Asked(KV_BITS["k6v4"], "auto", 1 << 30, with_text=True)
 N_READY = 1
@@ -37,10 +38,7 @@ N_READY = 1
 
 @pytest.fixture(scope="module")
 def provider(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = make_tiny_model(tmp_path_factory.mktemp("model"), n_layers=2)
-    loaded: Any = load(str(path))
-    key = (str(path), None, None)
-    return SimpleNamespace(model=loaded[0], tokenizer=loaded[1], model_key=key)
+    return provider_of(tmp_path_factory.mktemp("model"), n_layers=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +58,7 @@ def opened(folder: Path) -> Iterator[Callable[[], BlockStore]]:
     made: list[BlockStore] = []
 
     def open_store() -> BlockStore:
-        made.append(BlockStore(folder, StoreLimits(1 << 30, 1 << 30, min_free_bytes=0)))
+        made.append(store_in(folder))
         return made[-1]
 
     yield open_store
