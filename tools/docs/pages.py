@@ -10,12 +10,15 @@ from pathlib import Path
 from . import disk, messages, options, results
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(path for path in DOCS.glob("*.md") if "<!-- made: " in path.read_text("utf-8"))
+_WRITTEN = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [path for path in _WRITTEN if "<!-- made: " in path.read_text("utf-8")]
 PARTS: dict[str, Callable[[], str]] = {
     "options": options.server_options,
     "commands": options.commands,
     "messages": messages.lists,
     "disk": disk.table,
+    "in short": results.in_short,
+    "conditions": results.conditions,
     "first token": results.first_token,
     "decode": results.decode,
     "together": results.together,
