@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,10 +64,12 @@ class Config:
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
+    wired: str | int = "auto"
+    """How much memory macOS may keep wired: "auto", "stock", "off", or bytes."""
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
-RARE = ("max-writes-per-hour", "kv-rotate", "attention", "isolation", "show-text")
+RARE = ("max-writes-per-hour", "wired", "kv-rotate", "attention", "isolation", "show-text")
 """Options that --help-all shows, and --help does not."""
 
 
@@ -125,6 +127,15 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         "Most that all servers on the folder write within an hour, to spare the disk "
         "(default: no limit)",
         type=parse_size,
+    )
+    add(
+        "wired",
+        "How much memory macOS may keep wired for the GPU: as much as stock, none, or at most a "
+        "size; auto: as stock for a model that needs more than half of what the device recommends, "
+        "else none (default: auto)",
+        type=_wired,
+        default="auto",
+        metavar="auto|stock|off|SIZE",
     )
     add(
         "kv-bits",
@@ -240,7 +251,17 @@ def from_args(args: Namespace) -> Config:
         attention=args.kvpersist_attention,
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
+        wired=args.kvpersist_wired,
     )
+
+
+def _wired(text: str) -> str | int:
+    if text in ("auto", "stock", "off"):
+        return text
+    try:
+        return parse_size(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or auto, stock or off") from None
 
 
 def precision_of(args: Namespace) -> PrecisionChoice:

@@ -48,6 +48,7 @@ from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
+from .request.wired import check_wired, weight_bytes, wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import NamedSessions, StoredSessions
@@ -93,6 +94,7 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
+        check_wired(self._config.wired)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
         self._sessions = StoredSessions(self._store)
@@ -109,6 +111,13 @@ class KVPersistPlugin:
             self._store = None
 
     # The model.
+
+    @hookimpl
+    def wired_limit(self, provider: Any, asked_bytes: int) -> int | None:
+        n_weight_bytes = weight_bytes(provider.model, getattr(provider, "draft_model", None))
+        limit, why = wired_bytes(self._config.wired, n_weight_bytes, asked_bytes)
+        logger.info("kvpersist: wired memory: %s", why)
+        return limit
 
     @hookimpl
     def model_loaded(self, provider: Any) -> ModelSupport | None:

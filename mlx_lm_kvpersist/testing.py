@@ -92,6 +92,7 @@ class _Tested:
         self.ask("routes")
         self.ask("started", serve=lambda work: None)
         self._make_caches = partial(make_prompt_cache, provider.model)
+        self.ask("wired_limit", provider=provider, asked_bytes=1 << 34)
         support = self.ask("model_loaded", provider=provider)
         if support is not None:
             self.guard("model_loaded", partial(self._compute, support, provider.model))

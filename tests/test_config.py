@@ -181,3 +181,18 @@ def test_the_help_shows_what_many_need(capsys: pytest.CaptureFixture[str]) -> No
         assert f"--kvpersist-{name}" in shown["--help-all"]
         assert f"--kvpersist-{name}" not in shown["--help"]
     assert parsed("--kvpersist-attention", "packed").kvpersist_attention == "packed"
+
+
+def test_wired_memory_is_a_word_or_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ("--kvpersist-dir", str(tmp_path))
+    assert config.from_args(parsed(*folder)).wired == "auto"
+    for given, wired in (("stock", "stock"), ("off", "off"), ("4G", 4 << 30)):
+        assert config.from_args(parsed(*folder, "--kvpersist-wired", given)).wired == wired
+    with pytest.raises(SystemExit):
+        parsed("--kvpersist-wired", "on")
+    assert (
+        "'on' is not a size; write for example 8G or 512M, or auto, stock or off"
+        in capsys.readouterr().err
+    )

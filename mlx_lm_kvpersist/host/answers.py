@@ -280,7 +280,12 @@ def check_routes(answer: Any) -> None:
         expect(callable(route.handle), route, "handle to be a function")
 
 
+def check_wired(answer: Any) -> None:
+    expect(isinstance(answer, int) and answer >= 0, answer, "a number of bytes, or None")
+
+
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "wired_limit": check_wired,
     "model_loaded": check_support,
     "take_request": check_taken,
     "response_headers": check_headers,

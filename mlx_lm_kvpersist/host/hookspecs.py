@@ -51,6 +51,15 @@ def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
 
 
 @hookspec
+def wired_limit(provider: Any, asked_bytes: int) -> int | None:
+    """A model was loaded: say how many bytes macOS may keep wired. Generation thread.
+
+    Stock asks for `asked_bytes`, all that the device recommends. The first answer counts. Not asked
+    on devices without wired memory.
+    """
+
+
+@hookspec
 def model_loaded(provider: Any) -> ModelSupport | None:
     """A model was loaded: say how its sequences are computed. Generation thread.
 

@@ -17,6 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disk",
         "min-free",
         "max-writes-per-hour",
+        "wired",
         "warm",
     ),
     "Precision": (

@@ -1,9 +1,10 @@
 """Everything that this package changes in mlx-lm: one table. docs/plugins.md shows it, too.
 
-All targets but one are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
-so other users of mlx_lm in the process are not affected. The exception is attention over packed
+All targets but two are globals of `mlx_lm.server`. The stock objects behind them stay as they are,
+so other users of mlx_lm in the process are not affected. One exception is attention over packed
 keys, a global of the module that all models call it through. It behaves differently only for keys
-that bring an attention of their own. Beside several CUDA GPUs one function of MLX is replaced, too.
+that bring an attention of their own. The other is MLX's wired limit, which mlx-lm sets in three
+modules. Beside several CUDA GPUs one more function of MLX is replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..scheduling.batch_generator import PluginBatchGenerator
 from ..scheduling.caches import PluginPromptCache, plugin_quantized_attention
 from ..scheduling.model_provider import PluginModelProvider
 from ..scheduling.response_generator import PluginResponseGenerator
+from ..scheduling.wired import WiredLimit
 from . import probes
 from .patch import Overrides, Patch, Uses
 
@@ -120,6 +122,14 @@ PATCHES: tuple[Patch, ...] = (
         ),
         replace=plugin_quantized_attention,
         verify=probes.packed_keys_attend_themselves,
+    ),
+    Patch(
+        name="wired_limit",
+        target="mlx.core:set_wired_limit",
+        why="Plugins choose how much macOS keeps wired; stock wires all it may, and Macs panic.",
+        expect=(),
+        replace=WiredLimit,
+        verify=probes.wired_memory_is_chosen,
     ),
     Patch(
         name="http_server",

@@ -7,10 +7,12 @@ sees its made-up models and requests. It raises PatchNotEffective on an unpatche
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import json
 import logging
+import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,7 @@ from ..answers import (
 from ..hookspecs import hookimpl
 from ..manager import TakenTokens, take_request
 from ..scheduling.model_provider import PluginCaches
+from ..scheduling.wired import WiredLimit
 
 _UNSET = ("adapter_path", "draft_model", "prompt_cache_bytes", "kv_bits")
 _OFF = ("pipeline", "trust_remote_code", "use_default_chat_template")
@@ -110,6 +113,11 @@ class ProbePlugin:
 
     configure, self_test = remembered("configure"), remembered("self_test")
     shutdown = remembered("shutdown")
+
+    @hookimpl
+    def wired_limit(self, asked_bytes: int) -> int:
+        self.asked.append(f"wired_limit {asked_bytes}")
+        return asked_bytes - 1
 
     @hookimpl
     def model_loaded(self) -> ModelSupport:
@@ -194,11 +202,18 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
         return (model, tokenizer, {}) if return_config else (model, tokenizer)
 
-    with probing() as plugin, mock.patch.object(server, "load", load):
+    limits: list[int] = []
+    with (
+        probing() as plugin,
+        mock.patch.object(server, "load", load),
+        mock.patch.object(mx, "set_wired_limit", limit := WiredLimit(limits.append)),
+    ):
+        limit(8)
         provider = server.ModelProvider(ARGS)
         provider.load_default()
         caches = server.make_prompt_cache(provider.model)
-    expect("hooks asked", plugin.asked, ["model_loaded"])
+    expect("hooks asked", plugin.asked, ["wired_limit 8", "model_loaded"])
+    expect("limits of wired memory", limits, [7])
     found = ([type(cache) for cache in caches], provider.is_batchable)
     expect("caches of the model, and batching", found, ([ProbeCache, ProbeCache], True))
 
@@ -325,6 +340,39 @@ class ProbeKeys(tuple[Any, ...]):
 
     def attend(self, *given: Any) -> tuple[Any, ...]:
         return given
+
+
+def wired_memory_is_chosen(mlx: ModuleType) -> None:
+    """The server's start, a batch and a stream set limits; MLX gets one when it is chosen."""
+    server, generate = map(importlib.import_module, ("mlx_lm.server", "mlx_lm.generate"))
+    expect("function that sets the limit", type(mlx.set_wired_limit), WiredLimit)
+    set_by: dict[str, int] = {}
+    passed_on: list[int] = []
+    info = {"max_recommended_working_set_size": 8, "memory_size": 9}
+    with (
+        probing(),
+        mock.patch.object(mlx, "set_wired_limit", limit := WiredLimit(passed_on.append)),
+        mock.patch.object(mlx, "device_info", lambda *device: info),
+        mock.patch.object(mlx.metal, "is_available", lambda: True),
+        mock.patch.multiple(server, run=mock.Mock(), ModelProvider=mock.Mock()),
+        mock.patch.object(server.logging, "basicConfig"),
+        mock.patch.object(sys, "argv", ["probe"]),
+    ):
+        inspect.unwrap(server.main)()
+        set_by["start"] = limit(1)
+        batch: Any = generate.BatchGenerator(ProbeModel())
+        set_by["batch"] = limit.asked_bytes
+        batch.close()
+        set_by["batch's end"] = limit(2)
+        with generate.wired_limit(ProbeModel(), []):
+            set_by["stream"] = limit.asked_bytes
+        set_by["stream's end"] = limit.asked_bytes
+        held = list(passed_on)
+        for chosen in (3, None):
+            limit.choose(chosen)
+    expected = {"start": 8, "batch": 8, "batch's end": 1, "stream": 8, "stream's end": 2}
+    expect("limits that are set", set_by, expected)
+    expect("limits that MLX gets before and after one is chosen", (held, passed_on), ([], [3, 2]))
 
 
 def http_reaches_plugins(server: ModuleType) -> None:

@@ -14,6 +14,7 @@ from .. import manager
 from ..answers import ModelSupport, check_batch, check_caches
 from ..attachments import renders_images
 from .context_length import max_context
+from .wired import choose_wired_limit
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -59,6 +60,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             self.max_context = max_context(model_path, self.tokenizer)
             # 0.31.3 has no processors.
             self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
+            choose_wired_limit(self)
             self._tell_plugins()
         finally:
             self.is_loading = False

@@ -195,18 +195,20 @@ def test_nothing_leaks(server: ModuleType) -> None:
     assert vars(server) == server_before
 
 
-def test_attention_over_packed_keys_is_the_only_change_outside_the_server(
+def test_attention_and_the_wired_limit_are_the_only_changes_outside_the_server(
     server: ModuleType,
 ) -> None:
-    (patch,) = (patch for patch in PATCHES if patch.module is not server)
-    before = dict(vars(patch.module))
+    outside = {patch.module: patch for patch in PATCHES if patch.module is not server}
+    before = {module: dict(vars(module)) for module in outside}
     PATCH_SET.apply(PATCHES)
     try:
-        changed = {k for k, v in vars(patch.module).items() if before.get(k) is not v}
-        assert changed == {"quantized_scaled_dot_product_attention"}
+        for module, old in before.items():
+            changed = {k for k, v in vars(module).items() if old.get(k) is not v}
+            assert changed == {outside[module].attribute}
     finally:
         PATCH_SET.undo()
-    assert vars(patch.module) == before
+    assert {patch.name for patch in outside.values()} == {"attention", "wired_limit"}
+    assert {module: vars(module) for module in outside} == before
 
 
 def test_stocks_own_packed_keys_are_attended_to_once_by_stock(server: ModuleType) -> None:
