@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from http.client import HTTPConnection, IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from playwright.sync_api import (
     APIResponse,
     Browser,
+    Download,
     Page,
     Route,
     expect,
@@ -23,7 +25,9 @@ from playwright.sync_api import (
 )
 
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from mlx_lm_kvpersist.store.index import Index
+from tests.store.conftest import chain, save_turn
 from tests.support import Message, ServerProcess, StartServer, chromium, synthetic_text
 
 from .stored import wait_for_reply, wait_for_writer
@@ -327,6 +331,51 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     dialog.get_by_role("button", name="Delete").click()
     expect(status).to_contain_text("is deleted")
     assert name not in [one["name"] for one in described(server)["sessions"]]
+
+
+@pytest.mark.parametrize("what", ["session", "server"])
+def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
+    what: str, browser: Browser, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The session is deleted, or the server killed, while a page and a program read the file."""
+    with closing(StartServer(tmp_path)) as servers:
+        with closing(BlockStore(servers.store, StoreLimits(64 << 20, 64 << 20))) as store:
+            save_turn(store, chain(*([n] * 16 for n in range(24))), "long")
+        server = servers.with_plugin(tiny_model)
+        found = session(server, "long")
+        assert found["bytes"] > 24 << 20  # more than sockets hold
+        page, saved = browser.new_page(), list[Download]()
+        page.on("download", lambda download: saved.append(download))
+        page.goto(url_of(server))
+        page.get_by_label("Actions for long", exact=True).click()
+        slow = {"downloadThroughput": 1 << 20, "uploadThroughput": -1, "latency": 0}
+        network = page.context.new_cdp_session(page)
+        network.send("Network.emulateNetworkConditions", {"offline": False, **slow})
+        with page.expect_response(f"**{SESSIONS}/export"):
+            page.locator(".menu[open]").get_by_role("button", name="Export", exact=True).click()
+        with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
+            body, kind = json.dumps({"id": found["id"]}), {"Content-Type": "application/json"}
+            client.request("POST", f"{SESSIONS}/export", body, kind)
+            reply = client.getresponse()
+            content = reply.read(1000)
+            if what == "server":
+                server.kill9()
+            else:
+                assert change(server, "delete", {"id": found["id"]})[0] == 200
+            try:
+                content += reply.read()
+            except (IncompleteRead, ConnectionError) as error:
+                content += getattr(error, "partial", b"")
+        status = page.locator("#status")
+        expect(status).to_contain_text(re.compile("broke off and nothing is saved|exported"))
+        assert ("exported" in status.inner_text()) == bool(saved)
+        page.close()
+    is_whole = len(content) == int(reply.headers["Content-Length"])
+    assert what == "session" or not (is_whole or saved)
+    file, other = tmp_path / "one.session", tmp_path / "other"
+    file.write_bytes(content)
+    status_of_import = main(["sessions", "import", str(file), "--kvpersist-dir", str(other)])
+    assert (status_of_import == 0) == is_whole == other.exists()
 
 
 def answered_with(answer: dict[str, Any], route: Route) -> None:
