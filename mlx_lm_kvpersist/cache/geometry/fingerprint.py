@@ -1,4 +1,4 @@
-"""Fingerprint a model by what decides its KV: config, weights, tokenizer, adapter."""
+"""Fingerprint a model by what decides its KV: config, weights, code, tokenizer, adapter."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
 """Keys of config.json that do not change what the model computes."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_QUANTIZATION = "hf_quant_config.json"
+"""mlx-lm reads from it how weights are packed that NVIDIA's ModelOpt made."""
 _READ_BYTES = 8 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -36,8 +38,9 @@ def model_fingerprint(
     weights = sorted(model_path.glob("*.safetensors"))
     if not weights:
         raise ModelNotSupported(f"no *.safetensors weights in {model_path}")
+    config = _config(model_path / "config.json")
     parts: dict[str, Any] = {
-        "config": _config(model_path / "config.json"),
+        "config": config,
         "weights": {path.name: hash_file(path) for path in weights},
         "tokenizer": {
             name: hash_file(model_path / name)
@@ -45,6 +48,11 @@ def model_fingerprint(
             if (model_path / name).is_file()
         },
     }
+    # A model may bring code of its own, which mlx-lm runs in place of its own class.
+    others = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
+    for name in filter(None, others):
+        if (path := model_path / name).is_file():
+            parts[name] = hash_file(path)
     if adapter_path is not None:
         # mlx-lm loads this file only; the others in the folder are checkpoints of the training.
         adapter = adapter_path / "adapters.safetensors"

@@ -20,7 +20,7 @@ SHA256 = "ab" * 32
 def model_path(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "model_file": "mine.py"}))
     for name in ("model-1.safetensors", "model-2.safetensors"):
         mx.save_safetensors(str(path / name), {"weight": mx.arange(64).astype(mx.float32)})
     (path / "tokenizer.json").write_text('{"vocab": {"a": 0}}')
@@ -55,6 +55,8 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
     "tokenizer": lambda path: (path / "tokenizer.json").write_text('{"vocab": {"b": 0}}'),
     "more tokenizer": lambda path: (path / "tokenizer.model").write_bytes(b"pieces"),
     "fewer weights": lambda path: (path / "model-1.safetensors").unlink(),
+    "how weights are packed": lambda path: (path / "hf_quant_config.json").write_text("{}"),
+    "its own code": lambda path: (path / "mine.py").write_text("class Model: pass"),
 }
 
 
@@ -74,6 +76,7 @@ def test_what_does_not_change_the_kv_does_not(model_path: Path) -> None:
     set_config(model_path, text_config={"head_dim": 4, "_name_or_path": "elsewhere"})
     (model_path / "tokenizer_config.json").write_text('{"chat_template": "another"}')
     (model_path / "README.md").write_text("hello")
+    (model_path / "convert.py").write_text("print('made by me')")
     assert model_fingerprint(model_path, None, content_hash) == before
     moved = model_path.rename(model_path.with_name("moved"))
     assert model_fingerprint(moved, None, content_hash) == before
