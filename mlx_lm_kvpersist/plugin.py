@@ -6,7 +6,6 @@ Only this module knows all parts. `request/serving.py` does the work of a reques
 from __future__ import annotations
 
 import logging
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
@@ -32,7 +31,6 @@ from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Root
-from .cache.geometry.on_grid import end_on_grid
 from .cache.geometry.precision import PrecisionChoice
 from .cache.geometry.spec import Batching
 from .cache.live.quantized import batch_of
@@ -43,6 +41,7 @@ from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
 from .request.guard import Guard
+from .request.idle import IdleWork
 from .request.loading import Asked, Preparation, places
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
@@ -55,8 +54,6 @@ from .store.stored_sessions import NamedSessions, StoredSessions
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
-
-_ENDED = object()
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +71,9 @@ class KVPersistPlugin:
         self._serving: Serving | None = None
         """Requests of the loaded model, if its conversations are kept."""
         self._roles = TemplateRoles()
-        self._steps: Steps[None] | None = None
-        """Of finding out what is not known of the loaded model."""
-        self._guard: Guard | None = None
+        self._work: IdleWork | None = None
+        """Finding out what is not known of the loaded model."""
+        self._is_serving = False
         self._warm: Callable[[], None] | None = None
         self._warm_model: str | None = None
         self._warmed: Root | None = None
@@ -133,13 +130,19 @@ class KVPersistPlugin:
         try:
             preparation = Preparation(provider, store, Asked(*options), self._prove)
         except ModelNotSupported as error:
-            self._refuse(provider, error)
+            self._refuse(provider, str(error))
             return None
         model = preparation.model
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
         self._serving = serving = Serving(store, model, self._record, isolated, step_s, preparation)
-        self._steps = self._prepare(provider, serving, preparation)
+        step_s = asked.max_stall_s / 2
+        self._work = IdleWork(
+            self._prepare(provider, serving, preparation),
+            Guard(serving, asked.precision, preparation.fit, step_s).steps,
+            step_s,
+            is_urgent=bool(serving.doing),
+        )
         return ModelSupport(
             # The model may be replaced. Once it is refused, it makes the caches of its class.
             lambda: serving.model.spec.make_cache() if self._serving is serving else None,
@@ -150,17 +153,15 @@ class KVPersistPlugin:
 
     def _drop_model(self) -> None:
         """Forget the loaded model. What is being found out of it ends now, files closed."""
-        if self._guard is not None:
-            self._guard.pause()
-        self._serving = self._guard = self._steps = None
+        self._serving = self._work = None
 
-    def _refuse(self, provider: Any, error: Exception) -> None:
+    def _refuse(self, provider: Any, why: str) -> None:
         """Let stock serve the loaded model."""
-        self._serving, self._refusal = None, str(error)
+        self._serving, self._refusal = None, why
         provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
         if provider.model_key[0] not in self._refused:
             self._refused.add(provider.model_key[0])
-            logger.warning("kvpersist: served as stock does, nothing is kept: %s", error)
+            logger.warning("kvpersist: served as stock does, nothing is kept: %s", why)
 
     def _prove(self, choice: PrecisionChoice) -> Steps[None]:
         from .round_trip import checking  # seldom needed
@@ -168,22 +169,29 @@ class KVPersistPlugin:
         return checking(choice, self._config.attention)
 
     def _prepare(self, provider: Any, serving: Serving, preparation: Preparation) -> Steps[None]:
-        """Find out what is not known of the loaded model; then the guard may judge it."""
-        asked = self._config
+        """Find out what is not known of the loaded model, and serve it by that."""
+        refusal = ""
         try:
             yield from preparation.steps()
         except ReferenceError:
             return  # the server has dropped the model
         except Exception as error:
             level = logging.DEBUG if isinstance(error, KVPersistError) else logging.ERROR
-            logger.log(level, "kvpersist: the model could not be examined", exc_info=error)
-            end_on_grid(provider.model, False)
-            self._refuse(provider, error)
-            return
-        serving.prepared()
-        if serving.model.spec.batching is Batching.NONE:
+            logger.log(level, "kvpersist: the model could not be examined", exc_info=True)
+            refusal = str(error) or repr(error)
+        if refusal or preparation.model.spec != serving.model.spec:
+            was_batchable = provider.is_batchable
+            while self._is_serving:
+                # New caches and those of the replies that run do not go into one batch: it ends.
+                preparation.doing = "the replies that run come to their end"
+                provider.is_batchable = False
+                yield
+            provider.is_batchable = was_batchable
+        if refusal:
+            return self._refuse(provider, refusal)
+        if preparation.model.spec.batching is Batching.NONE:
             provider.is_batchable = False
-        self._guard = Guard(serving, asked.precision, preparation.fit, asked.max_stall_s)
+        yield from serving.prepared()
 
     # A request.
 
@@ -205,25 +213,33 @@ class KVPersistPlugin:
 
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
+        self._is_serving = serving
         if self._store is not None:
             self._store.writer.set_gentle(serving)
-        if serving and self._guard is not None:
-            self._guard.pause()
+        if serving and self._work is not None:
+            self._work.pause()
 
     @hookimpl
     def idle(self, seconds: float) -> None:
-        until_s = time.monotonic() + self._config.max_stall_s / 2
-        while self._steps is not None and time.monotonic() < until_s:
-            if next(self._steps, _ENDED) is _ENDED:
-                self._steps = None
-        if self._guard is None or self._serving is None:
+        if self._work is not None:
+            self._work.idle(seconds)
+        self._warm_known()
+
+    @hookimpl
+    def busy(self) -> None:
+        if self._work is not None:
+            self._work.busy()
+        self._warm_known()
+
+    def _warm_known(self) -> None:
+        """Have the files warmed once the model is known, and anew when the guard replaces it."""
+        serving, warm = self._serving, self._warm
+        if warm is None or serving is None or serving.doing:
             return
-        self._guard.step(seconds)
-        model = self._serving.model
-        is_new = model.name == self._warm_model and model.root != self._warmed
-        if is_new and self._warm is not None:
-            self._warmed = model.root  # the guard may have replaced the one before
-            self._warm()
+        model = serving.model
+        if model.name == self._warm_model and model.root != self._warmed:
+            self._warmed = model.root
+            warm()
 
     @hookimpl
     def prepare_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> None:

@@ -99,6 +99,7 @@ class _Tested:
         self.ask("serving_changed", serving=True)
         for kind in ("chat", "text"):
             self._request(kind, provider.model)
+        self.ask("busy")
         self.ask("serving_changed", serving=False)
         self.ask("idle", seconds=60.0)
         self.ask("shutdown")

@@ -107,18 +107,15 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
     plugin.configure(parser.parse_args(options, given))
     warmed: list[Any] = []
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
-    serving = SimpleNamespace(model=SimpleNamespace(root="old", name=name))
-
-    any_serving: Any = serving
-    any_guard: Any = SimpleNamespace(step=lambda idle_s: None, pause=lambda: None)
-    plugin._serving = any_serving
+    serving: Any = SimpleNamespace()
+    plugin._serving = serving
     try:
         plugin.started(lambda run: None)
-        for is_known, root, n_times in ((False, "", 0), (True, "old", 1), (True, "new", 2)):
-            plugin._guard = any_guard if is_known else None
-            serving.model = SimpleNamespace(root=root, name=name)
+        for doing, root, n_times in (("its files are read", "", 0), ("", "old", 1), ("", "new", 2)):
+            serving.doing, serving.model = doing, SimpleNamespace(root=root, name=name)
             for _ in range(3):
                 plugin.idle(5.0)
+                plugin.busy()
             assert len(warmed) == n_times * is_warmed
     finally:
         plugin.shutdown()

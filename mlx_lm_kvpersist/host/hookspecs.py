@@ -83,6 +83,11 @@ def idle(seconds: float) -> None:
 
 
 @hookspec
+def busy() -> None:
+    """Requests leave no pause: do very little work, if any; replies wait. Generation thread."""
+
+
+@hookspec
 def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) -> None:
     """Change a request's messages and tools in place, before they are rendered. Any thread."""
 

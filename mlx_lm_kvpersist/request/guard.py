@@ -6,7 +6,7 @@ Generation thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,18 +17,15 @@ from ..cache.steps import Steps
 from .model import LoadedModel
 from .serving import Serving
 
-_QUIET_S = 2.0
-"""How long nothing was served before the guard works: a client that goes on does not meet it."""
-
 logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Judges the default precision of a model that was not judged before, one step at a time.
+    """Judges the default precision of a model that was not judged before.
 
     A step takes about `step_s`, those of `fit`, which returns the model in another precision, as
     long as they do after it was loaded. No request runs during a step, so the next one has the new
-    caches and the new root. Between steps the guard holds the text in two caches.
+    caches and the new root.
     """
 
     def __init__(
@@ -39,38 +36,28 @@ class Guard:
         step_s: float,
     ) -> None:
         self._serving, self._default, self._fit = serving, default, fit
-        self._step_s, self._quiet_s = step_s, _QUIET_S
-        model = serving.model
-        self._is_needed = is_guarded(default) and model.verdict is None and model.spec.quantized
-        self._steps: Iterator[None] | None = None
+        self._step_s = step_s
         self._losses: list[Loss] = []
 
-    def pause(self) -> None:
-        """Free the caches, because requests need the memory: a precision is judged in one go.
+    def steps(self) -> Steps[None]:
+        """Judge it. If these steps end before they are done, others begin its precision anew.
 
-        So that little is done in vain, the guard waits twice as long from then on.
+        Between steps they hold the text in two caches.
         """
-        if self._steps is not None:
-            self._steps, self._quiet_s = None, 2 * self._quiet_s
-
-    def step(self, idle_s: float) -> None:
-        """Do the next step, if there is one. Nothing was served for `idle_s`."""
-        if not self._is_needed or idle_s < self._quiet_s:
+        model = self._serving.model
+        if not (is_guarded(self._default) and model.verdict is None and model.spec.quantized):
             return
-        self._steps = self._steps or self._run()
         try:
-            next(self._steps)
-            return
-        except (StopIteration, ReferenceError):
-            pass  # it is done, or the server has dropped the model
+            yield from self._run()
+        except ReferenceError:
+            pass  # the server has dropped the model
         except Exception as error:
             # It may lack memory. Nothing is persisted, so the next start tries again.
-            name = self._serving.model.name
-            logger.warning("kvpersist: the precision of %s could not be checked: %r", name, error)
-        self._is_needed, self._steps = False, None
+            what = "kvpersist: the precision of %s could not be checked: %r"
+            logger.warning(what, model.name, error)
         mx.clear_cache()
 
-    def _run(self) -> Iterator[None]:
+    def _run(self) -> Steps[None]:
         serving, loaded = self._serving, self._serving.model
         state = serving.store.view.state
         # Another server of this folder may have been quicker.

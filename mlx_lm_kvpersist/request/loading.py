@@ -12,7 +12,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -31,7 +30,7 @@ from ..cache.geometry.fingerprint import (
     local_path,
     model_fingerprint,
 )
-from ..cache.geometry.on_grid import end_on_grid, ending_on_grid
+from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.probe import probing
 from ..cache.geometry.spec import Batching, ModelCacheSpec
@@ -63,7 +62,7 @@ _STAGES = (
 )
 _SAY_EVERY_S = 4.0
 """How often the log says what is being found out."""
-_WAIT_S = 0.05
+_WAIT_S = 0.01
 """How long a step waits for the files, so that steps in vain do not slow down their reading."""
 
 _BATCHING = {
@@ -116,21 +115,20 @@ class Preparation:
         text = TokenText.of(provider.tokenizer) if asked.with_text else None
         if text is None and asked.with_text:
             logger.warning("kvpersist: this tokenizer's prompts are matched by ids, not by text")
-        self.doing, self._told_s = "", -inf
+        self.doing, self._stage, self._told_s = "", -1, -inf
         self._model = weakref.proxy(provider.model)
         self._fingerprint = self._files.fingerprint or ""
         verdict, choice = self._choice()
         spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
         known = self._known(choice, spec)
+        end_on_grid(self._model)
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._model, *about, speed, verdict)
         if known is not None:
             self.model = self._fitted(*known, verdict)
         else:
-            end_on_grid(self._model, spec.reads_arrays)
             self._say(0)
-            self._tell()
 
     def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
         """Return what the guard found, and the model's precision, as far as they are known."""
@@ -149,6 +147,7 @@ class Preparation:
     def _steps(self) -> Steps[None]:
         if not self.doing:
             if _has_kernels():
+                logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
                 yield
                 warm_up(self._model, self.model.spec)
             return
@@ -183,8 +182,7 @@ class Preparation:
             spec = yield from self._tried(choice, say)
             say(5)
             yield
-            context = partial(ending_on_grid, self._model, spec.reads_arrays)
-            measured = yield from _within(context, measuring_prefill(self._model, spec))
+            measured = yield from measuring_prefill(self._model, spec)
             known = spec, measured
             found = {
                 "spec": spec.describe(),
@@ -198,8 +196,7 @@ class Preparation:
         """Find how the model's caches are made, batched and read, and that they can be restored."""
         model = self._model
         say(2)
-        probe = probing(model, choice, evaluate=True)
-        spec = yield from _within(partial(own_caches, model), probe)
+        spec = yield from _with_own_caches(model, probing(model, choice, evaluate=True))
         say(3)
         yield
         spec = yield from planning(model, spec, self._asked.attention)
@@ -232,7 +229,11 @@ class Preparation:
             return None
 
     def _say(self, stage: int, detail: str = "") -> None:
+        """Say what is done next, in the log, too, if it is another stage: its step may be long."""
+        if stage != self._stage:
+            self._stage, self._told_s = stage, -inf
         self.doing = f"{_STAGES[stage]}{detail} ({stage + 1} of {len(_STAGES)})"
+        self._tell()
 
     def _tell(self) -> None:
         now_s = time.monotonic()
@@ -244,8 +245,7 @@ class Preparation:
     def _fitted(
         self, spec: ModelCacheSpec, measured: tuple[float, float], verdict: Verdict | None
     ) -> LoadedModel:
-        """Have the model computed so from now on; return it as it is stored and restored."""
-        end_on_grid(self._model, spec.reads_arrays)
+        """Return the model as it is computed, stored and restored from now on."""
         model, asked = self.model, self._asked
         model.speed.memory = PrefillMemory.of(spec, asked.max_prefill_bytes, measured)
         about = described(spec, verdict), places(self._store)
@@ -265,12 +265,10 @@ def _has_kernels() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
 
 
-def _within(
-    context: Callable[[], AbstractContextManager[Any]], steps: Steps[Result]
-) -> Steps[Result]:
-    """Do each step within a context, which requests between two of them do not see."""
+def _with_own_caches(model: Any, steps: Steps[Result]) -> Steps[Result]:
+    """Do steps in which a model makes the caches of its class; a request between two gets ours."""
     while True:
-        with context():
+        with own_caches(model):
             try:
                 next(steps)
             except StopIteration as end:

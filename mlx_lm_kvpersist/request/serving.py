@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
+from ..cache.steps import Steps
 from ..errors import ClientGone
 from ..host.answers import PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
@@ -26,6 +27,9 @@ from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
 from .saver import insert
+
+_Held = tuple[list[int], list[Any], str]
+"""The tokens, the caches and the cache type at an end of a part of a sequence."""
 
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
@@ -116,8 +120,8 @@ class Serving:
 
     `record` logs and keeps the outcome of a request. `isolated`: whether sessions share nothing. A
     waiting request may be worked on for `step_s` between two steps of the replies. `computing` are
-    those whose prompts are being computed, and some that have been. While there is a `preparation`,
-    nothing is looked up, and what is saved is held.
+    those whose prompts are being computed, and some that have been. While a `preparation` is doing
+    something, nothing is looked up, and what is saved is held.
     """
 
     store: BlockStore
@@ -127,7 +131,9 @@ class Serving:
     step_s: float
     preparation: Preparation | None = None
     computing: list[RunningSequence] = field(default_factory=list)
-    _held: list[tuple[RunningSequence, list[int], list[Any], str]] = field(default_factory=list)
+    _held: dict[RunningSequence, list[_Held]] = field(default_factory=dict)
+    _keeps_old = False
+    """Whether the caches of sequences that began before the model was known are as they should."""
 
     @property
     def doing(self) -> str:
@@ -144,29 +150,48 @@ class Serving:
     ) -> None:
         """Save what was computed of a sequence, or hold the ends of its parts for now."""
         if sequence.request.root is not None:
-            try:
-                insert(sequence, tokens, caches, cache_type, self.store, self.model)
-            except Exception:
-                logger.exception("kvpersist: a turn could not be saved")
-            self.remember(sequence.request)
+            self._store_held(sequence)
+            self._store(sequence, tokens, caches, cache_type)
+        elif not self.doing:
+            if self._keeps_old:  # it began before the model was known
+                sequence.request.root = self.root_of(sequence.request)
+                self.save(sequence, tokens, caches, cache_type)
         elif cache_type != PREFILL:
             mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
-            if self.model.spec.any_prefix:
-                self._held = [one for one in self._held if one[0] is not sequence]
-            self._held.append((sequence, list(tokens), caches, cache_type))
-            while _n_bytes(self._held) > self.store.limits.max_ram_bytes:
-                self._held.pop(0)
+            held = self._held.pop(sequence, [])
+            ends = [] if self.model.spec.any_prefix else held
+            self._held[sequence] = [*ends, (list(tokens), caches, cache_type)]
+            while self._held and _n_bytes(self._held.values()) > self.store.limits.max_ram_bytes:
+                del self._held[next(iter(self._held))]
 
-    def prepared(self) -> None:
-        """Take the model as it was found to be, and save what was held. No request runs."""
+    def _store(
+        self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
+    ) -> None:
+        try:
+            insert(sequence, tokens, caches, cache_type, self.store, self.model)
+        except Exception:
+            logger.exception("kvpersist: a turn could not be saved")
+        self.remember(sequence.request)
+
+    def _store_held(self, sequence: RunningSequence) -> None:
+        for held in self._held.pop(sequence, ()):
+            self._store(sequence, *held)
+
+    def prepared(self) -> Steps[None]:
+        """Take the model as it was found to be at once; then save what was held, turn by turn.
+
+        If the spec is another one than before, no request runs.
+        """
         assert self.preparation is not None
         before, self.model, self.preparation = self.model, self.preparation.model, None
-        held, self._held = self._held, []
-        if self.model.spec != before.spec:
-            return  # what was held is of other caches, or wrong in a batch
-        for sequence, tokens, caches, cache_type in held:
+        self._keeps_old = self.model.spec == before.spec
+        if not self._keeps_old:
+            self._held.clear()  # it is of other caches, or wrong in a batch
+        for sequence in self._held:
             sequence.request.root = self.root_of(sequence.request)
-            self.save(sequence, tokens, caches, cache_type)
+        while self._held:
+            self._store_held(next(iter(self._held)))
+            yield
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -192,12 +217,15 @@ class ServedRequest(TakenRequest):
         self._waits: bool | None = None
         self._n_shared: dict[RunningSequence, int] = {}
         state.messages, state.root = prompt.messages, None
-        if serving.doing:
-            return
+        if not serving.doing:
+            self._look_up()
+
+    def _look_up(self) -> None:
+        serving, state = self._serving, self._state
         store, model = serving.store, serving.model
         state.root = root = serving.root_of(state)
         try:
-            fed = retokenize(prompt, root, store, model)
+            fed = retokenize(self._rendered, root, store, model)
             state.lookup = Lookup(fed, root, store, model)
             self.prompt = state.lookup.found.prompt
         except Exception:
@@ -218,6 +246,8 @@ class ServedRequest(TakenRequest):
     def enter(self) -> Prepared:
         """Restore what is stored of the prompt, and record the outcome. Raises ClientGone."""
         state, serving = self._state, self._serving
+        if state.root is None and not serving.doing:
+            self._look_up()  # the model became known while the request waited
         lookup, state.lookup = state.lookup, None
         reuse = None
         if lookup is not None:
@@ -252,8 +282,8 @@ class ServedRequest(TakenRequest):
         serving.save(sequence, tokens, caches, cache_type)
 
 
-def _n_bytes(held: Sequence[tuple[Any, Any, list[Any], str]]) -> int:
-    return sum(int(cache.nbytes) for _, _, caches, _ in held for cache in caches)
+def _n_bytes(held: Iterable[Sequence[_Held]]) -> int:
+    return sum(int(cache.nbytes) for ends in held for _, caches, _ in ends for cache in caches)
 
 
 def awaits_another(

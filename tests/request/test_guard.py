@@ -25,6 +25,7 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.request import guard as guarding
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.guard import Guard
+from mlx_lm_kvpersist.request.idle import IdleWork
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import Serving
@@ -72,9 +73,14 @@ def served(preparation: Preparation, store: BlockStore) -> Serving:
     return Serving(store, model, lambda *_: None, False, 0.1, preparation)
 
 
-def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFAULT) -> Guard:
+def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFAULT) -> IdleWork:
+    """Return what does one step of the guard's whenever nothing is served."""
     assert its.preparation is not None
-    return Guard(its, default, its.preparation.fit, step_s)
+    guard = Guard(its, default, its.preparation.fit, step_s)
+    work = IdleWork(unproven(), guard.steps, 0.0)
+    while not work._quiet_s:
+        work.idle(0.0)
+    return work
 
 
 def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> Serving:
@@ -87,9 +93,9 @@ def serving(provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -
     return made
 
 
-def work(guard: Guard) -> None:
+def work(guard: IdleWork) -> None:
     for _ in range(STEPS):
-        guard.step(IDLE_S)
+        guard.idle(IDLE_S)
 
 
 def test_a_precision_that_is_borne_stays(
@@ -126,7 +132,7 @@ def test_what_is_found_is_what_later_starts_take(
     its = serving(provider, store, monkeypatch)
     before = its.model
     guard = guard_of(its)
-    guard.step(IDLE_S)
+    guard.idle(IDLE_S)
     assert its.model is before
     work(guard)
     assert its.model.spec.layout == layout and its.model.root != before.root
@@ -155,7 +161,7 @@ def test_requests_between_two_steps_change_nothing(
         its = serving(provider, store, monkeypatch)
         guard = guard_of(its, 1e-9)
         for number in range(STEPS):
-            guard.step(IDLE_S)
+            guard.idle(IDLE_S)
             if is_disturbed and number < 50:
                 caches = provider.model.make_cache()
                 mx.eval(provider.model(mx.array([[number, 5, 9]]), cache=caches))
@@ -200,7 +206,7 @@ def test_what_ends_in_the_middle_is_judged_again(
     its = serving(provider, store, monkeypatch)
     guard = guard_of(its, 1e-9)
     for _ in range(20):
-        guard.step(IDLE_S)
+        guard.idle(IDLE_S)
     del guard
     monkeypatch.undo()
     assert its.model.verdict is None and prepare(provider, store).verdict is None
@@ -237,7 +243,7 @@ def test_a_model_that_the_server_drops_is_no_failure(
     model = its.model
     guard = guard_of(its, 1e-9)
     for _ in range(n_steps):
-        guard.step(IDLE_S)
+        guard.idle(IDLE_S)
     del own.model, loaded
     gc.collect()
     caplog.clear()
@@ -265,7 +271,7 @@ def test_while_requests_are_served_the_guard_holds_no_cache(
         guard = guard_of(its)
         held.clear()
         for _ in range(n_steps):
-            guard.step(IDLE_S)
+            guard.idle(IDLE_S)
         assert any(cache() is not None for cache in held) == (n_steps < STEPS)
         guard.pause()
         assert held and all(cache() is None for cache in held)
@@ -283,8 +289,8 @@ def test_less_and_less_is_done_in_vain(
     n_begun = 0
     for _ in range(20):
         for idle_s in (0.5, 10.0, 10.1, 10.2):
-            guard.step(idle_s)
-        n_begun += guard._steps is not None
+            guard.idle(idle_s)
+        n_begun += guard._is_begun
         guard.pause()
     assert n_begun == 3  # after 2, 4 and 8 seconds
     assert its.model.verdict is None

@@ -275,7 +275,7 @@ def test_what_was_computed_meanwhile_is_kept_if_it_is_right(
     assert one.model.spec.batching is Batching.REPLIES
     one.model = replace(one.model, spec=replace(one.model.spec, batching=batching))
     assert serving.doing == ""
-    serving.prepared()
+    list(serving.prepared())
     store.drain()
     assert store.index.totals().n_blocks == (2 if batching is Batching.REPLIES else 0)
     if state.root is not None:
@@ -291,6 +291,6 @@ def test_what_is_held_is_bounded(provider: Any, opened: Callable[[], BlockStore]
     mx.eval(provider.model(mx.array([[5] * 256]), cache=caches))
     serving.save(RunningSequence(RequestState(), 200), [5] * 256, caches, REPLY)
     starts.finish(one, store)
-    serving.prepared()
+    list(serving.prepared())
     store.drain()
     assert store.index.totals().n_blocks == 0

@@ -6,6 +6,7 @@ At a first start what a model's caches can do is found out between requests.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
     server.restart(kill=True)
     again = server.chat(talk, max_tokens=8, temperature=0.0, session="s")
     assert "outcome=EXTEND" in again.headers["x-kvpersist"]
-    assert "nothing is kept yet" in server.log and server.log.count("nothing is kept yet") == 1
+    stages = [line.partition("nothing is kept yet: ")[2] for line in server.log.splitlines()]
+    assert [stage[-8:] for stage in stages if stage] == [f"({n} of 6)" for n in range(1, 7)]
 
 
 def test_an_end_in_the_middle_and_a_second_server_change_nothing(
@@ -116,12 +118,11 @@ def test_a_model_that_fails_is_served_as_stock_does(
     start_server: StartServer, tiny_model: Path, tmp_path: Path, fault: str
 ) -> None:
     """Nothing is stored of it, before and after."""
-    (tmp_path / "fault.py").write_text(FAULTS[fault])
     stock = start_server(tiny_model)
     server = start_server.with_plugin(
         tiny_model,
         *("--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"),
-        launcher=(str(tmp_path / "fault.py"),),
+        launcher=launcher(tmp_path, fault),
         examined=False,
     )
     talk = QUESTION
@@ -134,17 +135,76 @@ def test_a_model_that_fails_is_served_as_stock_does(
     assert not list((tmp_path / "store").glob("blocks/*/*"))
 
 
-_FAULT = """
-import sys
-from mlx_lm_kvpersist import _startup
-from mlx_lm_kvpersist.{module} import {name}
-import mlx_lm_kvpersist.{module} as module
-module.{name} = {wrong}
-_startup.serve(sys.argv[1:])
-"""
-FAULTS = {
-    "round_trip": _FAULT.format(module="round_trip", name="_NOISE", wrong="-1.0"),
-    "canary": _FAULT.format(
-        module="cache.blocks.canary", name="_difference", wrong="lambda *_: 1.0"
-    ),
+@pytest.mark.parametrize(
+    "found",
+    [
+        "as expected",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("no batches", "canary")),
+    ],
+)
+def test_a_server_that_is_never_idle_gets_to_know_its_model(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, found: str
+) -> None:
+    """Between the steps of the replies, all of which are right, and what they leave is kept."""
+    server = start_server.with_plugin(
+        tiny_model,
+        *("--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-kv-bits", "16"),
+        launcher=launcher(tmp_path, "never idle", *({found} & CHANGES.keys())),
+        examined=False,
+    )
+    talks: list[list[Message]] = [
+        [{"role": "user", "content": synthetic_text(2000, seed=seed)}] for seed in range(3)
+    ]
+    sent: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
+    expected = [server.chat(talk, **sent).text for talk in talks]
+    is_over, wrong, outcomes = threading.Event(), [], []
+
+    def client(number: int) -> None:
+        while not is_over.is_set():
+            its = server.chat(talks[number], session=str(number), **sent)
+            outcomes.append(its.headers["x-kvpersist"])
+            if its.text != expected[number]:
+                wrong.append(its.text)
+
+    clients = [threading.Thread(target=client, args=(n,)) for n in range(len(talks))]
+    for one in clients:
+        one.start()
+    try:
+        wait_until(lambda: not told(server, SPEC_PATH).get("examining"), "all of the model", 90)
+        n_before = len(outcomes)
+        wait_until(lambda: len(outcomes) > n_before + 9, "some replies", 60)
+    finally:
+        is_over.set()
+        for one in clients:
+            one.join()
+    assert not wrong
+    assert "not-ready" in outcomes[0] and "not-ready" not in outcomes[-1]
+    if found == "canary":
+        assert "outcome=STOCK" in outcomes[-1] and not told(server, SPEC_PATH)["kept"]
+        return
+    assert "outcome=EXACT" in outcomes[-1]
+    assert told(server, SPEC_PATH)["batching"] == (
+        "nothing" if found == "no batches" else "replies"
+    )
+    wait_for_writer(server)
+    server.restart(kill=True)
+    assert "outcome=EXACT" in server.chat(talks[0], session="0", **sent).headers["x-kvpersist"]
+
+
+def launcher(folder: Path, *changes: str) -> tuple[str]:
+    """Return the program of a server in which lines of `CHANGES` were run."""
+    path = folder / "launcher.py"
+    lines = "import sys", "from mlx_lm_kvpersist import _startup", *map(CHANGES.get, changes)
+    path.write_text("\n".join([*map(str, lines), "_startup.serve(sys.argv[1:])"]))
+    return (str(path),)
+
+
+CHANGES = {
+    "round_trip": "from mlx_lm_kvpersist import round_trip; round_trip._NOISE = -1.0",
+    "canary": "from mlx_lm_kvpersist.cache.blocks import canary\n"
+    "canary._difference = lambda *_: 1.0",
+    "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
+    "probe._batching = lambda *_: (yield) or probe.Batching.NONE",
+    "never idle": "from mlx_lm_kvpersist.request import idle\n"
+    "idle.IdleWork.idle, idle.PATIENCE_S, idle._BUSY_SHARE = lambda *_: None, 1.0, 0.6",
 }

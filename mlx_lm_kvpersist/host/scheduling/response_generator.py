@@ -109,7 +109,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         another model's, or one that cannot be batched. A client has one request at a time, so its
         requests stay in order. While nothing is served, the oldest request enters at once.
         """
+        was_serving = self._serving
         self._set_serving(timeout is None)
+        if was_serving:
+            manager.ask("busy")
         if timeout is None:
             request = self._enter(self._next_ready())
         elif self._line:
