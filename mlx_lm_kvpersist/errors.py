@@ -16,6 +16,7 @@ KVPersistError
 ├── ClientGone                  a client closed its connection before its reply had ended
 └── StoreError
     ├── StoreFormatError        the store was written by another version
+    ├── PoolFull                what must stay in RAM leaves no room for more
     └── BlockCorrupt            the file of a block is not what its name promises
 """
 
@@ -94,6 +95,10 @@ class StoreError(KVPersistError):
 
 class StoreFormatError(StoreError):
     """The store was written by another version of this package."""
+
+
+class PoolFull(StoreError):
+    """What must stay in RAM for now leaves no room for more."""
 
 
 class BlockCorrupt(StoreError):

@@ -192,7 +192,7 @@ class BlockStore:
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
         self.pool = BlockPool(limits.max_ram_bytes)
-        self.disk.files.forgotten = self.pool.not_stored
+        self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
         """The tiers below RAM, in the order in which they are read."""
         self.tiers: tuple[Tier, ...] = (self.pool, *self.below)
@@ -391,10 +391,7 @@ class BlockStore:
             return
         self.turns_saved += 1
         self._failures.clear()
-        for key in {record.key for one in saved for record in one.records}:
-            entry = self.pool.get(key)
-            if entry is not None:
-                entry.is_stored = True
+        self.pool.set_stored({record.key for one in saved for record in one.records})
         self.pool.unpin(pinned)
         for one in saved:
             for replaced, _ in one.leaf.replaced if one.leaf else ():

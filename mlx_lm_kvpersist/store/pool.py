@@ -1,13 +1,13 @@
 """The first tier: blocks in RAM under a byte budget; the least recently used are evicted first.
 
 Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
-are shared and never changed.
+are shared and never changed. No step looks at all entries: evicting takes O(log n).
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,7 +15,9 @@ from threading import RLock
 from typing import Any
 
 from ..block import Block, Checkpoint, Record
+from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, nearest
+from ..units import show_bytes
 from .tier import RAM
 
 
@@ -26,7 +28,8 @@ class KVBlock:
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
     it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
     `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here.
+    good as one that was computed here. Entries with a low `rank` are evicted first; `place` is the
+    number of its item in the pool's order.
     """
 
     block: Record
@@ -37,6 +40,13 @@ class KVBlock:
     prefetched: int = 0
     tier: str = RAM
     read_s: float = 0.0
+    rank: float = 0.0
+    place: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it must stay: a prompt waits for it, or a commit has no other copy of it."""
+        return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
 
     @classmethod
     def of(cls, block: Record, arrays: Any) -> KVBlock:
@@ -54,28 +64,34 @@ class BlockPool:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, KVBlock] = OrderedDict()
+        self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
         """The blocks that continue a block, by its key: sorted by text, and by packed ids."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
+        self._unneeded: list[_Item] = []
+        self._spare: list[_Item] = []
+        """Two heaps: what may be evicted, and what may be when that is not enough, because a tier
+        below has it, too. An item counts while its number is its entry's place, and its rank may
+        be older than its entry's."""
+        self._n_items = self._clock = 0
         self._lock = RLock()
-        self.n_bytes = 0
-        """Bytes of all entries."""
+        self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
+        """Bytes of all entries, of those that must stay for now, and of checkpoints."""
         self.n_evicted = 0
         """Blocks and checkpoints that went to make room."""
 
     def stats(self) -> dict[str, int]:
         """Return what is here, in numbers and bytes, and what went to make room."""
         with self._lock:
-            sizes = [self._entries[key].n_bytes for at in self._checkpoints.values() for key in at]
-        return {
-            "blocks": len(self) - len(sizes),
-            "checkpoints": len(sizes),
-            "bytes": self.n_bytes,
-            "checkpoint_bytes": sum(sizes),
-            "evicted": self.n_evicted,
-            "max_bytes": self.max_bytes,
-        }
+            return {
+                "blocks": len(self) - self.n_checkpoints,
+                "checkpoints": self.n_checkpoints,
+                "bytes": self.n_bytes,
+                "checkpoint_bytes": self.checkpoint_bytes,
+                "held_bytes": self.held_bytes,
+                "evicted": self.n_evicted,
+                "max_bytes": self.max_bytes,
+            }
 
     def __len__(self) -> int:
         """Return the number of blocks and checkpoints."""
@@ -116,41 +132,53 @@ class BlockPool:
     def put(self, entry: KVBlock) -> KVBlock:
         """Add an entry, or keep the one there: equal keys mean equal content. Return what is here.
 
-        The pins of both are added up.
+        The pins of both are added up. One that is larger than the pool, and need not stay, is not
+        added.
         """
         block = entry.block
         with self._lock:
             present = self._entries.get(block.key)
             if present is not None:
-                present.pins += entry.pins
-                present.prefetched += entry.prefetched
-                self._entries.move_to_end(block.key)
+                self._hold([present], entry.pins, entry.prefetched)
+                self._use(present)
                 return present
+            if entry.n_bytes > self.max_bytes and not entry.is_held:
+                return entry
             self._entries[block.key] = entry
-            self.n_bytes += entry.n_bytes
+            self._count(entry, 1)
             if isinstance(block, Checkpoint):
                 self._checkpoints.setdefault(block.block, {})[block.key] = block
             else:
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
                 for name, nodes in siblings.items():
                     insort(nodes, block, key=attrgetter(name))
-            if self.n_bytes > self.max_bytes:
-                self._evict()
+                if len(nodes) == 1:
+                    self._requeue(block.parent)
+            self._use(entry)
+            self._requeue(block.key)
+            self._evict()
             return entry
 
-    def admit(self, entry: KVBlock) -> KVBlock | None:
-        """Add an entry if there is room, and pin it for a prefetch.
+    def admit(self, entry: KVBlock) -> KVBlock:
+        """Add an entry, and pin it for a prefetch.
 
-        Return what is here under its key, which may be what was there before; None where pinned
-        entries leave no room for it.
+        Return what is here under its key, which may be what was there before. Raises PoolFull where
+        entries that must stay leave no room for it.
         """
         with self._lock:
+            key, free = entry.block.key, self.max_bytes - self.n_bytes
+            reclaimable = self.n_bytes - self.held_bytes
             entry.prefetched += 1
-            present = self.put(entry)
-            if present is entry and self.n_bytes > self.max_bytes:
-                self._remove(entry.block.key)
-                return None
-            return present
+            if key in self._entries or entry.n_bytes <= free + reclaimable:
+                present = self.put(entry)
+                if present is not entry or self.n_bytes <= self.max_bytes:
+                    return present
+                self._remove(key)
+            raise PoolFull(
+                f"{entry.block} needs {show_bytes(entry.n_bytes)} of RAM: "
+                f"{show_bytes(max(0, free))} of {show_bytes(self.max_bytes)} are free and "
+                f"{show_bytes(reclaimable)} reclaimable; give a larger --kvpersist-ram"
+            )
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep those of these blocks and checkpoints that are here, until `unpin`; return them.
@@ -159,17 +187,13 @@ class BlockPool:
         """
         with self._lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
-            for entry in pinned:
-                entry.prefetched += prefetch
-                entry.pins += not prefetch
+            self._hold(pinned, not prefetch, prefetch)
             return pinned
 
     def unpin(self, entries: Iterable[KVBlock], *, prefetch: bool = False) -> None:
         """Let go of what was pinned; it may have been dropped meanwhile."""
         with self._lock:
-            for entry in entries:
-                entry.prefetched -= prefetch
-                entry.pins -= not prefetch
+            self._hold(entries, -(not prefetch), -prefetch)
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
@@ -180,17 +204,19 @@ class BlockPool:
         with self._lock:
             for key in reversed(list(keys)):
                 if (entry := self._entries.get(key)) is not None:
-                    self._entries.move_to_end(key)
+                    self._use(entry)
                     if proven:
                         entry.tier, entry.read_s = RAM, 0.0
 
-    def not_stored(self, keys: Iterable[bytes]) -> None:
-        """Mark what no tier below has any longer: while a commit waits for it, it stays."""
+    def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
+        """Say of entries whether a tier below has them; without, they stay for waiting commits."""
         with self._lock:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    entry.is_stored = False
+            entries = [self._entries[key] for key in keys if key in self._entries]
+            for entry in entries:
+                self.held_bytes -= entry.n_bytes * entry.is_held
+                entry.is_stored = is_stored
+                self.held_bytes += entry.n_bytes * entry.is_held
+                self._requeue(entry.block.key)
 
     def drop(self, key: bytes) -> None:
         """Remove a checkpoint, or a block with its checkpoints."""
@@ -209,7 +235,7 @@ class BlockPool:
             if entry is not None and not entry.pins and (written or not entry.is_stored):
                 self.drop(key)
 
-    def release(self, chain: Iterable[bytes]) -> int:
+    def drop_chain(self, chain: Iterable[bytes]) -> int:
         """Drop what is on disk, too, of a chain given from its first block on; return the bytes.
 
         Blocks that others in RAM continue stay, and so does what is about to be used.
@@ -225,17 +251,55 @@ class BlockPool:
                 self.drop(key)
             return before - self.n_bytes
 
+    def resize(self, max_bytes: int) -> int:
+        """Change the budget and evict what is over it; return the bytes that went. Any thread.
+
+        What must stay is evicted later, when it is let go of.
+        """
+        with self._lock:
+            self.max_bytes = max_bytes
+            return self._evict()
+
+    def release(self, n_bytes: int) -> int:
+        """Evict at least `n_bytes`, or all that may go; return the bytes that went. Any thread.
+
+        What prompts or commits wait for stays.
+        """
+        with self._lock:
+            return self._evict(self._unneeded, down_to=self.n_bytes - n_bytes)
+
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
-            self._children.clear()
-            self._checkpoints.clear()
-            self.n_bytes = 0
+            for by_key in (self._entries, self._children, self._checkpoints):
+                by_key.clear()
+            self._unneeded, self._spare = [], []
+            self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
+
+    def _count(self, entry: KVBlock, n: int) -> None:
+        """Count an entry that comes (1) or goes (-1)."""
+        is_checkpoint = isinstance(entry.block, Checkpoint)
+        self.n_checkpoints += n * is_checkpoint
+        self.n_bytes += n * entry.n_bytes
+        self.checkpoint_bytes += n * entry.n_bytes * is_checkpoint
+        self.held_bytes += n * entry.n_bytes * entry.is_held
+
+    def _hold(self, entries: Iterable[KVBlock], pins: int, prefetched: int) -> None:
+        """Add to the pins of entries, of which some may not be here any longer."""
+        for entry in entries:
+            was_held, was_pinned = entry.is_held, entry.pins > 0
+            entry.pins += pins
+            entry.prefetched += prefetched
+            key = entry.block.key
+            if (was_held, was_pinned) != (entry.is_held, entry.pins > 0) and (
+                self._entries.get(key) is entry
+            ):
+                self.held_bytes += entry.n_bytes * (entry.is_held - was_held)
+                self._requeue(key)
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         block = entry.block
-        self.n_bytes -= entry.n_bytes
+        self._count(entry, -1)
         if isinstance(block, Checkpoint):
             of_block = self._checkpoints[block.block]
             del of_block[key]
@@ -250,28 +314,73 @@ class BlockPool:
                 del nodes[place]
             if not siblings["text"]:
                 del self._children[block.parent]
+                self._requeue(block.parent)
 
-    def _evict(self) -> None:
-        while self.n_bytes > self.max_bytes:
-            # Without its parent a block is of no use, so parents stay as long as they have any.
-            # Nothing needs a checkpoint, and its key is no parent's.
-            unneeded = (
-                key
-                for key, entry in self._entries.items()
-                if not entry.pins and not entry.prefetched and key not in self._children
-            )
-            # Turns that wait may need whole conversations. What is on disk can be read again.
-            stored = (k for k, e in self._entries.items() if e.is_stored and not e.prefetched)
-            victim = next(unneeded, None) or next(stored, None)
-            if victim is None:
-                return
-            is_gone = not self._entries[victim].is_stored
-            self._evict_one(victim)
+    # The order in which entries go.
+
+    def _use(self, entry: KVBlock) -> None:
+        """Raise the rank of an entry that is used. Its item in a heap follows when it is met."""
+        self._clock += 1
+        entry.rank = self._clock
+
+    def _heap_of(self, entry: KVBlock) -> list[_Item] | None:
+        """Return the heap that an entry belongs to now; None if it must stay."""
+        # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
+        # needs a checkpoint, and its key is no parent's.
+        if not entry.pins and not entry.prefetched and entry.block.key not in self._children:
+            return self._unneeded
+        # Turns that wait may need whole conversations. What is on disk can be read again.
+        return self._spare if entry.is_stored and not entry.prefetched else None
+
+    def _requeue(self, key: bytes) -> None:
+        """Put an entry, if it is here, into the heap that it belongs to now."""
+        if (entry := self._entries.get(key)) is None:
+            return
+        if (heap := self._heap_of(entry)) is None:
+            entry.place = 0
+            return
+        if len(heap) > 2 * len(self._entries) + 64:
+            heap[:] = [item for item in heap if self._is_current(item, heap)]
+            heapq.heapify(heap)
+        self._n_items += 1
+        entry.place = self._n_items
+        heapq.heappush(heap, (entry.rank, self._n_items, key))
+
+    def _is_current(self, item: _Item, heap: list[_Item]) -> bool:
+        entry = self._entries.get(item[2])
+        return entry is not None and entry.place == item[1] and self._heap_of(entry) is heap
+
+    def _next(self, heap: list[_Item]) -> bytes | None:
+        """Return the key of the lowest rank in a heap."""
+        while heap:
+            rank, _, key = item = heap[0]
+            if not self._is_current(item, heap):
+                heapq.heappop(heap)
+            elif (entry := self._entries[key]).rank != rank:  # it was used since
+                heapq.heapreplace(heap, (entry.rank, entry.place, key))
+            else:
+                return key
+        return None
+
+    def _evict(self, *heaps: list[_Item], down_to: int | None = None) -> int:
+        """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
+        heaps, before = heaps or (self._unneeded, self._spare), self.n_bytes
+        while self.n_bytes > (self.max_bytes if down_to is None else down_to):
+            key = next((key for heap in heaps if (key := self._next(heap)) is not None), None)
+            if key is None:
+                break
+            is_gone = not self._entries[key].is_stored
+            self._evict_one(key)
             # Checkpoints of a block that is nowhere else would be of no use.
-            for key in list(self._checkpoints.get(victim, ())) if is_gone else ():
-                if not self._entries[key].pins and not self._entries[key].prefetched:
-                    self._evict_one(key)
+            for one in list(self._checkpoints.get(key, ())) if is_gone else ():
+                if not self._entries[one].pins and not self._entries[one].prefetched:
+                    self._evict_one(one)
+        return before - self.n_bytes
 
     def _evict_one(self, key: bytes) -> None:
         self._remove(key)
         self.n_evicted += 1
+
+
+_Item = tuple[float, int, bytes]
+"""Rank, number and key of an entry."""

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ..block import Record, Root
-from ..errors import BlockCorrupt, StoreFormatError
+from ..errors import BlockCorrupt, PoolFull, StoreFormatError
 from .pool import BlockPool, KVBlock
 from .tier import LowerTier
 
@@ -155,10 +155,13 @@ class Reader:
                 if n_bytes + sum(sizes.values()) > self.pool.max_bytes // 2:
                     return
                 read = self.read(block, root)
-                entry = self.pool.admit(read) if read is not None else None
-                if entry is None:
+                if read is None:
                     return
-                come = [entry]
+                try:
+                    come = [self.pool.admit(read)]
+                except PoolFull as error:
+                    logger.debug("prefetching ends: %s", error)
+                    return
             prefetch.sizes[block.key] = come[0].n_bytes
             prefetch.add(come)
 

@@ -127,7 +127,7 @@ class StoredSessions:
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)
-            freed = self._store.pool.release(block.key for block, _ in chain)
+            freed = self._store.pool.drop_chain(block.key for block, _ in chain)
             return {"id": session_id, "ram_bytes_freed": freed}
 
         return self.changed(change)

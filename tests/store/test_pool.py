@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_lm_kvpersist.block import Block, pack_ids
+from mlx_lm_kvpersist.errors import PoolFull
 from mlx_lm_kvpersist.match.tree import FEW, MAX_ALIKE
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 
@@ -174,7 +175,8 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     keys = filled(pool, chain([1], [2]), pinned=True)
     (node,) = chain([9])
     entry = KVBlock(node, object(), 10, is_stored=True)
-    assert pool.admit(entry) is None
+    with pytest.raises(PoolFull, match=r"needs 10 B .* 0 B of 20 B are free and 0 B reclaimable"):
+        pool.admit(entry)
     assert node.key not in pool and pool.n_bytes == 20
     pool.unpin(entries_of(pool, keys))
     entry = KVBlock(node, object(), 10, is_stored=True)
@@ -218,17 +220,16 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     pool = BlockPool(max_bytes=1000)
     first = chain([1], [2], [3])
     keys = filled(pool, first)
-    assert pool.release(keys) == 0  # none of it is on disk
-    for entry in entries_of(pool, keys):
-        entry.is_stored = True
+    assert pool.drop_chain(keys) == 0  # none of it is on disk
+    pool.set_stored(keys)
     checkpoint = state(first[-1])
     pool.put(KVBlock(checkpoint, object(), 10, is_stored=True))
     (other,) = filled(pool, chain([4], parent=keys[0]))
     for prefetch in (False, True):
         pinned = pool.pin(keys[2:], prefetch=prefetch)
-        assert pool.release(keys) == 0
+        assert pool.drop_chain(keys) == 0
         pool.unpin(pinned, prefetch=prefetch)
-    assert pool.release(keys) == 30
+    assert pool.drop_chain(keys) == 30
     assert [key in pool for key in (*keys, other, checkpoint.key)] == [
         True,
         False,
@@ -236,7 +237,7 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
         True,
         False,
     ]
-    assert pool.release([keys[0], other]) == 0
+    assert pool.drop_chain([keys[0], other]) == 0
 
 
 def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
@@ -277,3 +278,62 @@ def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
     assert len(pool.children(ROOT.key, "alike, and more")) == MAX_ALIKE
     pool.drop(nodes[1].key)
     assert pool.children(ROOT.key) == [nodes[0], *nodes[2:]]
+
+
+def test_a_pool_gives_back_what_it_is_asked_for() -> None:
+    pool = BlockPool(max_bytes=100)
+    old, new = filled(pool, chain([1], [2], [3])), filled(pool, chain([4], [5]))
+    pool.touch(old)
+    pool.pin(new[1:])
+    assert pool.release(11) == 20 and [key in pool for key in old] == [True, False, False]
+    assert pool.release(100) == 10 and pool.release(100) == 0
+    assert [key in pool for key in (*old, *new)] == [False, False, False, True, True]
+    # What a tier below has, too, stays while a commit waits for it.
+    pool.set_stored(new)
+    assert pool.release(100) == 0 and pool.stats()["evicted"] == 3
+
+
+def test_a_pool_is_resized_while_it_is_used() -> None:
+    pool = BlockPool(max_bytes=50)
+    keys = filled(pool, chain([1], [2], [3]))
+    assert pool.resize(25) == 10 and [key in pool for key in keys] == [True, True, False]
+    pinned = pool.pin(keys)
+    assert pool.resize(10) == 0 and pool.stats()["held_bytes"] == 20
+    pool.unpin(pinned)
+    assert (pool.n_bytes, pool.stats()["held_bytes"]) == (10, 0)
+    pool.resize(20)
+    filled(pool, chain([9]))
+    assert pool.n_bytes == 20
+
+
+def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
+    pool = BlockPool(max_bytes=20)
+    keys = filled(pool, chain([1], [2]))
+    (node,) = chain([9])
+    pool.put(KVBlock(node, object(), 21))
+    assert [key in pool for key in (*keys, node.key)] == [True, True, False]
+
+
+def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, pinned or not."""
+    n_looks = 0
+    heap_of = BlockPool._heap_of
+
+    def counted(pool: BlockPool, entry: KVBlock) -> object:
+        nonlocal n_looks
+        n_looks += 1
+        return heap_of(pool, entry)
+
+    monkeypatch.setattr(BlockPool, "_heap_of", counted)
+    looks = []
+    for n in (100, 3000):
+        pool = BlockPool(max_bytes=20 * n)
+        held = filled(pool, [node for i in range(n) for node in chain([i])], pinned=True)
+        filled(pool, [node for i in range(n) for node in chain([n + i])])
+        before = n_looks
+        for i in range(50):
+            filled(pool, chain([2 * n + i]))
+            pool.unpin(pool.pin(held[:1]))
+        looks.append(n_looks - before)
+        assert len(pool) == 2 * n and all(key in pool for key in held)
+    assert looks[1] <= looks[0] + 10, looks
