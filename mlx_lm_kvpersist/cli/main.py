@@ -85,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_sessions(_group(commands, "sessions", "look after the sessions of a store"))
     _add_warm(add)
     _add_store(_group(commands, "store", "check, repair and shrink a store"))
-    _add_bench(add)
+    _add_bench(_adder(commands, "wired"))
     demo = add("demo", "demo:run", "kill a server and see its conversation go on")
     demo.add_argument(
         "--model", help="a model to serve (default: a tiny one with random weights, made now)"
@@ -142,6 +142,7 @@ def _add_bench(add: Any) -> None:
         "bench",
         "bench:run",
         "compare first tokens and replies with stock's",
+        json=False,
     )
     bench.add_argument("--model", required=True, help="a folder, or a name on the hub")
     bench.add_argument(
@@ -149,6 +150,15 @@ def _add_bench(add: Any) -> None:
         type=float,
         default=5.0,
         help="most time; more allows longer prompts, up to 16,384 tokens (default: %(default)g)",
+    )
+    bench.add_argument(
+        "--soak",
+        type=float,
+        nargs="?",
+        const=5.0,
+        metavar="MINUTES",
+        help="compare nothing: run two streams of long prompts over small budgets, and say what "
+        "the server took (default: %(const)g)",
     )
     bench.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, too")
 

@@ -84,6 +84,10 @@ class StartedServer:
     def url(self) -> str:
         return f"http://{_HOST}:{self._port}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill9(self) -> None:
         """End the server with SIGKILL."""
         self._process.kill()
@@ -113,12 +117,12 @@ class StartedServer:
         deadline = time.monotonic() + _START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise self._failure("it did not start")
+                raise self.failure("it did not start")
             time.sleep(0.05)
         try:
             ask(self.url, "/v1/completions", {"prompt": "a", "max_tokens": 1}, _REPLY_S)
         except KVPersistError as error:
-            raise self._failure(str(error)) from error
+            raise self.failure(str(error)) from error
 
     def _is_ready(self) -> bool:
         """Say whether it serves, and a plugin keeps what it serves."""
@@ -151,9 +155,10 @@ class StartedServer:
             with answer(self.url, "/v1/chat/completions", body, headers, _REPLY_S) as response:
                 return _read(response, start)
         except (KVPersistError, OSError, ValueError, HTTPException) as error:
-            raise self._failure(str(error)) from error
+            raise self.failure(str(error)) from error
 
-    def _failure(self, problem: str) -> KVPersistError:
+    def failure(self, problem: str) -> KVPersistError:
+        """Return an error that says a problem, the command, and the end of the log."""
         log = self._log_path.read_text(encoding="utf-8", errors="replace")
         tail = "\n".join(log.splitlines()[-60:])
         return KVPersistError(

@@ -80,7 +80,9 @@ def test_ci_runs_the_same_commands_on_linux_and_on_a_mac() -> None:
     systems = {each["os"] for each in jobs["checks"]["strategy"]["matrix"]["include"]}
     for found in (systems, set(jobs["matrix"]["strategy"]["matrix"]["os"])):
         assert {one.split("-")[0] for one in found} == {"ubuntu", "macos"}
-    assert [step["run"] for step in jobs["checks"]["steps"] if "run" in step] == [".ci/run"]
+    run, soak = [step for step in jobs["checks"]["steps"] if "run" in step]
+    assert (run["run"], "if" in run) == (".ci/run", False)
+    assert soak["if"] == "runner.os == 'macOS'" and soak["run"].startswith("make soak ")
 
 
 def test_the_weekly_run_takes_upstreams_main_branch() -> None:

@@ -1,0 +1,195 @@
+"""`bench --soak`: the workload that Macs were reported to panic under, and what the server takes.
+
+Two streams of requests, each with new prompts of 12,000 to 16,000 tokens, or one more turn of an
+earlier conversation, and short and long replies. The budgets are small, so blocks are evicted,
+written and read all the time. After https://github.com/ml-explore/mlx/issues/3186.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..api.admin import STATS_PATH
+from ..errors import KVPersistError
+from ..host.scheduling.context_length import max_context
+from ..units import show_bytes
+from .asking import ask
+from .bench_report import conditions
+from .output import ongoing
+from .started_server import Message, Reply, StartedServer
+from .story import document
+
+STREAMS = 2
+MOST_TOKENS = 16_384
+"""Of a new prompt; it has three quarters of these at least."""
+BUDGETS = ("--kvpersist-ram", "256M", "--kvpersist-disk", "8G", "--kvpersist-min-free", "512M")
+_REPLY_TOKENS = (16, 256)
+_KEPT, _MOST_TURNS = 6, 4
+"""How many conversations a stream may go on with, and how many turns each may have."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process takes at one moment; None where the system does not say."""
+
+    memory_bytes: int | None
+    """Resident memory; on a Mac the footprint, which counts the GPU's memory."""
+    n_descriptors: int | None
+    n_threads: int | None
+
+    @classmethod
+    def of(cls, pid: int) -> Sample:
+        """Return what a process of this user takes. Raises OSError where it has ended."""
+        if sys.platform == "darwin":
+            # struct rusage_info_v0 of sys/resource.h; the eighth number is ri_phys_footprint.
+            usage = (ctypes.c_uint64 * 12)()
+            failed = ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
+            files = _lines("lsof", "-a", "-d", "0-99999", "-F", "f", "-p", str(pid))
+            threads = _lines("ps", "-M", "-p", str(pid))
+            n_files = sum(line.startswith("f") for line in files)
+            return cls(None if failed else usage[9], n_files or None, len(threads) - 1 or None)
+        process = Path("/proc") / str(pid)
+        status = dict(re.findall(r"^(\w+):\s+(\d+)", (process / "status").read_text(), re.M))
+        n_descriptors = len(os.listdir(process / "fd"))
+        return cls(1024 * int(status["VmRSS"]), n_descriptors, int(status["Threads"]))
+
+    def __str__(self) -> str:
+        memory = "?" if self.memory_bytes is None else show_bytes(self.memory_bytes)
+        files, threads = ("?" if n is None else n for n in (self.n_descriptors, self.n_threads))
+        return f"{memory}, {files} files, {threads} threads"
+
+
+def _lines(*command: str) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
+
+
+@dataclass
+class Soak:
+    """One run, and what it has seen so far.
+
+    model: a folder. n_tokens: of the longest prompts. log: gets a line of JSON for each sample, on
+    the disk at once, because a Mac that panics keeps nothing else.
+    """
+
+    model: str
+    folder: Path
+    seconds: float
+    options: Sequence[str] = ()
+    n_tokens: int = MOST_TOKENS
+    budgets: Sequence[str] = BUDGETS
+    log: TextIO | None = None
+    samples: list[Sample] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    n_evicted: int = 0
+    _chars_per_token: float = 2.0
+    _ends_s: float = 0.0
+
+    def run(self, every_s: float = 1.0) -> None:
+        """Run both streams for `seconds`. Raises KVPersistError where the server fails."""
+        store = ("--kvpersist-dir", str(self.folder / "store"), *self.budgets, *self.options)
+        with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
+            command = ("--plugin", "kvpersist", *store)
+            with StartedServer(self.model, *command, log_path=self.folder / "log") as server:
+                self._ends_s = time.monotonic() + self.seconds
+                streams = [pool.submit(self._stream, server, n) for n in range(STREAMS)]
+                try:
+                    while not any(each.done() for each in streams):
+                        say(self._sample(server))
+                        wait(streams, every_s, "FIRST_COMPLETED")
+                finally:
+                    self._ends_s = min(self._ends_s, time.monotonic())
+                # What is still computed has until the end of a reply.
+                for stream in streams:
+                    stream.result()
+                say(self._sample(server))
+
+    def _stream(self, server: StartedServer, number: int) -> None:
+        """Ask one request after the other, until the time is over."""
+        rng = random.Random(number)
+        kept: deque[list[Message]] = deque(maxlen=_KEPT)
+        while time.monotonic() < self._ends_s:
+            if kept and rng.random() < 0.5:
+                messages, question = rng.choice(kept), "Go on."
+                if len(messages) + 2 >= 2 * _MOST_TURNS:
+                    kept.remove(messages)
+            else:
+                n_chars = int(rng.uniform(0.75, 1.0) * self.n_tokens * self._chars_per_token)
+                messages, question = [], f"Prompt {rng.random()}.\n\n{document(n_chars)}"
+                kept.append(messages)
+            messages.append({"role": "user", "content": question})
+            reply = server.chat(messages, None, rng.choice(_REPLY_TOKENS))
+            messages.append({"role": "assistant", "content": reply.text})
+            self.replies.append(reply)
+            if len(messages) == 2:
+                self._chars_per_token = len(question) / reply.prompt_tokens
+
+    def _sample(self, server: StartedServer) -> str:
+        """Take a sample; return a line about the run so far."""
+        try:
+            self.samples.append(Sample.of(server.pid))
+            tiers = ask(server.url, STATS_PATH)["store"]["tiers"].values()
+        except (OSError, KVPersistError) as error:
+            raise server.failure(str(error)) from error
+        self.n_evicted = sum(tier["evicted"] for tier in tiers)
+        left_s = max(0.0, self._ends_s - time.monotonic())
+        if self.log is not None:
+            seen = {"left_s": round(left_s), "requests": len(self.replies)}
+            seen |= {"evicted": self.n_evicted, **asdict(self.samples[-1])}
+            self.log.write(json.dumps(seen) + "\n")
+            self.log.flush()
+            os.fsync(self.log.fileno())
+        return f"soak: {left_s:.0f} s left, {len(self.replies)} requests, {self.samples[-1]}"
+
+    def seen(self) -> str:
+        """Return what was seen, in one line."""
+        memory = [each.memory_bytes for each in self.samples if each.memory_bytes]
+        most = show_bytes(max(memory)) if memory else "?"
+        computed = sum(each.prompt_tokens - each.cached_tokens for each in self.replies)
+        reused = sum(each.cached_tokens for each in self.replies)
+        quarter = self.samples[len(self.samples) // 4] if self.samples else "nothing"
+        last = self.samples[-1] if self.samples else "nothing"
+        return (
+            f"{len(self.replies)} requests, {computed:,} tokens computed and {reused:,} reused, "
+            f"{self.n_evicted:,} evicted; memory {most} at most; after a quarter {quarter}; at the "
+            f"end {last}"
+        )
+
+
+def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str, Any]) -> int:
+    """Run `bench --soak`: print one line to send, also where the server fails; return 0.
+
+    path: the model's folder. about: the conditions; see `bench_report.conditions`. Raises
+    KVPersistError where the server fails.
+    """
+    options = ("--kvpersist-wired", str(args.kvpersist_wired))
+    room = max_context(str(path), None) or 2 * MOST_TOKENS
+    with args.json.open("w", encoding="utf-8") if args.json else nullcontext() as log:
+        made = Soak(str(path), folder, 60 * args.soak, options, min(MOST_TOKENS, 3 * room // 4))
+        made.log = log
+        result = "stopped"
+        try:
+            made.run(every_s=1.0 if sys.stderr.isatty() else 10.0)
+            result = f"passed {args.soak:g} min"
+        except KVPersistError as error:
+            result = f"failed: {str(error).partition(chr(10))[0]}"
+            raise
+        finally:
+            said = (f"soak: {result}", made.seen(), " ".join(options), *conditions(about))
+            print("; ".join(said))
+    return 0

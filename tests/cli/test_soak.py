@@ -1,0 +1,101 @@
+"""`bench --soak` keeps a server busy, and reports what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.cli import soak
+from mlx_lm_kvpersist.cli.demo_model import make_model
+from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.cli.soak import Sample, Soak
+from mlx_lm_kvpersist.cli.started_server import StartedServer
+from mlx_lm_kvpersist.errors import KVPersistError
+
+
+def test_a_sample_follows_what_a_process_takes(tmp_path: Path) -> None:
+    before = Sample.of(os.getpid())
+    ends = threading.Event()
+    threads = [threading.Thread(target=ends.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    files = [(tmp_path / str(n)).open("w") for n in range(4)]
+    block = b"x" * (32 << 20)
+    after = Sample.of(os.getpid())
+    ends.set()
+    for file in files:
+        file.close()
+    assert before.n_threads and after.n_threads == before.n_threads + 3
+    assert before.n_descriptors and after.n_descriptors == before.n_descriptors + 4
+    assert before.memory_bytes and after.memory_bytes
+    assert after.memory_bytes - before.memory_bytes > len(block) // 2
+    assert f"{after.n_descriptors} files, {after.n_threads} threads" in str(after)
+
+
+def test_what_a_system_does_not_tell_is_said_so() -> None:
+    assert str(Sample(None, None, 7)) == "?, ? files, 7 threads"
+
+
+class SoonEnough(Soak):
+    """Ends when there is something to report, however slow the machine is."""
+
+    def _sample(self, server: StartedServer) -> str:
+        line = super()._sample(server)
+        n_reused = sum(reply.cached_tokens > 100 for reply in self.replies)
+        if len(self.replies) > 6 and self.n_evicted and n_reused and len(self.samples) > 4:
+            self._ends_s = 0.0
+        return line
+
+
+@pytest.mark.timeout(180)
+def test_two_streams_overflow_the_budget_and_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real server with a tiny model, for a few seconds."""
+    monkeypatch.setattr(soak, "_REPLY_TOKENS", (2, 24))
+    budgets = ("--kvpersist-ram", "256K", "--kvpersist-disk", "64M", "--kvpersist-min-free", "64M")
+    log_path = tmp_path / "samples.json"
+    model = str(make_model(tmp_path / "model"))
+    with log_path.open("w", encoding="utf-8") as log:
+        made = SoonEnough(model, tmp_path, 120.0, (), 240, budgets, log)
+        made.run(every_s=0.2)
+    assert len(made.replies) > 6 and made.n_evicted > 0
+    assert {reply.cached_tokens > 100 for reply in made.replies} == {True, False}
+    assert all(100 < reply.prompt_tokens < 500 for reply in made.replies)
+    lines = [json.loads(line) for line in log_path.read_text().splitlines()]
+    assert len(lines) == len(made.samples) > 4
+    assert lines[-1]["requests"] == len(made.replies) and lines[-1]["evicted"] == made.n_evicted
+    for name in ("memory_bytes", "n_descriptors", "n_threads"):
+        assert all(line[name] > 0 for line in lines), name
+    said = made.seen()
+    assert said.startswith(f"{len(made.replies)} requests, ") and "\n" not in said
+    assert f"{made.n_evicted:,} evicted; memory " in said
+    assert said.endswith(f"at the end {made.samples[-1]}")
+
+
+def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(soak: Soak, every_s: float) -> None:
+        soak.samples.append(Sample(1 << 30, 20, 10))
+        raise KVPersistError("the server failed: no answer\n--- mlx_lm.server\nits log")
+
+    monkeypatch.setattr(Soak, "run", failing)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    argv = ["bench", "--model", str(tmp_path), "--soak", "2", "--kvpersist-wired", "off"]
+    assert main(argv) == 1
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    assert line.startswith("soak: failed: the server failed: no answer; 0 requests, ")
+    assert "memory 1.0 GiB at most" in line and "; --kvpersist-wired off; mlx-lm-kvpersist " in line
+    assert line.endswith(f"{tmp_path} (llama, 0 B)")
+    assert "its log" in said.err
+
+
+def test_a_soak_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--model", "x", "--soak", "0.5"]) == 1
+    assert "--soak 0.5 is too short; give 1 or more" in capsys.readouterr().err
