@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,28 +102,32 @@ class Soak:
 
     def run(self, every_s: float = 1.0) -> None:
         """Run both streams for `seconds`. Raises KVPersistError where the server fails."""
-        store = ("--kvpersist-dir", str(self.folder / "store"), *self.budgets, *self.options)
+        options = ("--kvpersist-dir", str(self.folder / "store"), *self.budgets, *self.options)
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
-            command = ("--plugin", "kvpersist", *store)
-            with StartedServer(self.model, *command, log_path=self.folder / "log") as server:
+            command = (self.model, "--plugin", "kvpersist", *options)
+            with StartedServer(*command, log_path=self.folder / "log") as server:
                 self._ends_s = time.monotonic() + self.seconds
                 streams = [pool.submit(self._stream, server, n) for n in range(STREAMS)]
                 try:
-                    while not any(each.done() for each in streams):
+                    while self._left_s and not any(stream.done() for stream in streams):
                         say(self._sample(server))
-                        wait(streams, every_s, "FIRST_COMPLETED")
+                        wait(streams, min(every_s, self._left_s), FIRST_COMPLETED)
                 finally:
-                    self._ends_s = min(self._ends_s, time.monotonic())
-                # What is still computed has until the end of a reply.
-                for stream in streams:
-                    stream.result()
-                say(self._sample(server))
+                    self._ends_s = 0.0  # what is still computed ends with the server
+            for stream in streams:
+                stream.result()
+        if not self.replies:
+            raise KVPersistError(f"no request was served in {self.seconds:.0f} s; give it longer")
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._ends_s - time.monotonic())
 
     def _stream(self, server: StartedServer, number: int) -> None:
         """Ask one request after the other, until the time is over."""
         rng = random.Random(number)
         kept: deque[list[Message]] = deque(maxlen=_KEPT)
-        while time.monotonic() < self._ends_s:
+        while self._left_s:
             if kept and rng.random() < 0.5:
                 messages, question = rng.choice(kept), "Go on."
                 if len(messages) + 2 >= 2 * _MOST_TURNS:
@@ -133,7 +137,12 @@ class Soak:
                 messages, question = [], f"Prompt {rng.random()}.\n\n{document(n_chars)}"
                 kept.append(messages)
             messages.append({"role": "user", "content": question})
-            reply = server.chat(messages, None, rng.choice(_REPLY_TOKENS))
+            try:
+                reply = server.chat(messages, None, rng.choice(_REPLY_TOKENS))
+            except KVPersistError:
+                if not self._left_s:
+                    return
+                raise
             messages.append({"role": "assistant", "content": reply.text})
             self.replies.append(reply)
             if len(messages) == 2:
@@ -147,14 +156,13 @@ class Soak:
         except (OSError, KVPersistError) as error:
             raise server.failure(str(error)) from error
         self.n_evicted = sum(tier["evicted"] for tier in tiers)
-        left_s = max(0.0, self._ends_s - time.monotonic())
         if self.log is not None:
-            seen = {"left_s": round(left_s), "requests": len(self.replies)}
+            seen = {"left_s": round(self._left_s), "requests": len(self.replies)}
             seen |= {"evicted": self.n_evicted, **asdict(self.samples[-1])}
             self.log.write(json.dumps(seen) + "\n")
             self.log.flush()
             os.fsync(self.log.fileno())
-        return f"soak: {left_s:.0f} s left, {len(self.replies)} requests, {self.samples[-1]}"
+        return f"soak: {self._left_s:.0f} s left, {len(self.replies)} requests, {self.samples[-1]}"
 
     def seen(self) -> str:
         """Return what was seen, in one line."""
