@@ -69,7 +69,15 @@ class Config:
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
-RARE = ("max-writes-per-hour", "wired", "kv-rotate", "attention", "isolation", "show-text")
+RARE = (
+    "max-writes-per-hour",
+    "max-loss-s",
+    "wired",
+    "kv-rotate",
+    "attention",
+    "isolation",
+    "show-text",
+)
 """Options that --help-all shows, and --help does not."""
 
 
@@ -136,6 +144,15 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         type=_wired,
         default="auto",
         metavar="auto|stock|off|SIZE",
+    )
+    add(
+        "max-loss-s",
+        "Most seconds of computing that kill -9 may undo of a conversation with windows or "
+        "recurrent layers: so much of it is written when it rests; 0 writes after each turn "
+        "(default: 2)",
+        type=float,
+        default=2,
+        metavar="SECONDS",
     )
     add(
         "kv-bits",
@@ -226,6 +243,8 @@ def from_args(args: Namespace) -> Config:
         raise ConfigError(
             f"--kvpersist-max-stall-ms {stall_ms:g} is out of range; give 10 to 60000"
         )
+    if not (max_loss_s := args.kvpersist_max_loss_s) >= 0:
+        raise ConfigError(f"--kvpersist-max-loss-s {max_loss_s:g} is out of range; give 0 or more")
     folder = args.kvpersist_dir or default_folder()
     ram, disk = args.kvpersist_ram, args.kvpersist_disk
     if ram is None:
@@ -239,6 +258,7 @@ def from_args(args: Namespace) -> Config:
             max_disk_bytes=disk,
             min_free_bytes=args.kvpersist_min_free,
             max_hourly_bytes=args.kvpersist_max_writes_per_hour,
+            max_loss_s=max_loss_s,
         ),
         store_text=not args.kvpersist_no_text,
         namespace_by_key=args.kvpersist_namespace_by_key,

@@ -28,16 +28,17 @@ class StoredModel:
     model: Any
     spec: ModelCacheSpec
     folder: Path
+    limits: StoreLimits = _LIMITS
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Token ids stand for text, and prompts are matched by them.
         self.loaded = LoadedModel(self.model, None, self.spec, "zoo", None)
-        self.store = BlockStore(self.folder, _LIMITS)
+        self.store = BlockStore(self.folder, self.limits)
 
     def restart(self) -> None:
         self.store.close()
-        self.store = BlockStore(self.folder, _LIMITS)
+        self.store = BlockStore(self.folder, self.limits)
 
     def close(self) -> None:
         self.store.close()

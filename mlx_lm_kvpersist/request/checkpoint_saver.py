@@ -2,14 +2,16 @@
 
 Such a model can go on only from a place where the last tokens of its windows and its states are
 stored: from a checkpoint. The ends of the system prompt, of the user's messages and of the replies
-become one, and some places of a long prompt, until it is computed.
+become one, and some places of a long prompt, until it is computed. A checkpoint that would be
+computed again from one on disk in a few seconds is postponed: the next one takes its place.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, copy_state, first
 from ..cache.geometry.spec import as_computed, state_arrays, token_arrays
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY
 from ..host.answers import PREFILL, REPLY
+from ..host.scheduling.pace import Pace
 from ..match.tree import FEW
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
@@ -34,6 +37,9 @@ quantized ones the newest tokens as they were computed."""
 
 MAX_CHECKPOINTS = 6
 """Newest checkpoints that a conversation keeps, beside its first: two for each of three turns."""
+
+N_SAFE = 2
+"""Newest checkpoints below RAM that stay besides: a kill takes those that are postponed."""
 
 MAX_BRANCHES = 4
 """Older checkpoints that stay because conversations diverge there."""
@@ -54,7 +60,12 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Saves checkpoints besides, and finds the one to go on from."""
+    """Saves checkpoints besides, and finds the one to go on from.
+
+    `pace` says what it takes to compute them again.
+    """
+
+    pace: Pace = field(default_factory=Pace)
 
     saves_every = CHECKPOINT_EVERY
     granule = 1
@@ -108,6 +119,7 @@ class CheckpointSaver(Saver):
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
         leaf, superseded = None, []
+        loss_s = self._loss_s(chain, stored, store, cache_type)
         if ended:
             leaf = sequence.leaf(chain)
             superseded = self.superseded(sequence, stored, store)
@@ -118,7 +130,25 @@ class CheckpointSaver(Saver):
         needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
         kept, gone = tuple(needed.values()), tuple(superseded)
         commit = Commit(sequence.root, tuple(chain), leaf, (), kept, gone)
-        store.commit(commit, [*blocks, *checkpoints])
+        store.commit(commit, [*blocks, *checkpoints], loss_s)
+
+    def _loss_s(
+        self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
+    ) -> float:
+        """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
+
+        Of those that go when the prompt is computed, only a chunk of the prompt counts.
+        """
+        ends = (
+            block.stop
+            for block in reversed(chain[:-1])
+            if (state := _stored_state(stored, block)) is not None
+            and (cache_type == PREFILL or not _is_temporary(block))
+            and store.is_safe(state.key)
+        )
+        start = next(ends, 0)
+        seconds = self.pace.seconds(start, chain[-1].stop - start)
+        return math.inf if seconds is None else seconds
 
     def _new(
         self, chain: Sequence[Block], caches: list[Any], stored: Stored
@@ -152,11 +182,12 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the windows and states, of those `stored`, that can be deleted.
 
-        These checkpoints of a conversation stay, with all that they need: the newest, the first
-        (the end of the system prompt, which others share), the newest of those where conversations
-        diverge, and those where another session ends. Temporary ones served while their prompt was
-        computed: they stay only where others went on meanwhile. An earlier reply at the place that
-        the sequence went on from, left out or repeated in other words, loses its checkpoint.
+        These checkpoints of a conversation stay, with all that they need: the newest, the newest
+        below RAM, the first (the end of the system prompt, which others share), the newest of those
+        where conversations diverge, and those where another session ends. Temporary ones served
+        while their prompt was computed: they stay only where others went on meanwhile. An earlier
+        reply at the place that the sequence went on from, left out or repeated in other words,
+        loses its checkpoint.
         """
         chain = sequence.chain
 
@@ -171,7 +202,8 @@ class CheckpointSaver(Saver):
         states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
         temporary = {block.key for block in chain[:-1] if _is_temporary(block)}
         keys = [key for key in states if key not in temporary or is_branch(key) or is_end(key)]
-        stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:]}
+        safe = [key for key in keys if key != chain[-1].key and store.is_safe(states[key].key)]
+        stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]}
         others = [key for key in keys if key not in stay]
         stay.update(list(filter(is_branch, others))[-MAX_BRANCHES:], filter(is_end, others))
         needed = {states[key].key for key in stay}

@@ -102,8 +102,9 @@ class LoadedModel:
     @cached_property
     def saver(self) -> Saver:
         """What saves this model's caches, and finds what can be restored."""
-        saver = Saver if self.spec.any_prefix else CheckpointSaver
-        return saver(self.spec, self.text)
+        if self.spec.any_prefix:
+            return Saver(self.spec, self.text)
+        return CheckpointSaver(self.spec, self.text, self.speed.pace)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)

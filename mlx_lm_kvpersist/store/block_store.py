@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -276,25 +277,56 @@ class BlockStore:
             self.pool.put(KVBlock.of(block, arrays))
         self.n_changes += 1
 
-    def commit(self, commit: Commit, new: Iterable[tuple[Record, Arrays]]) -> None:
+    def commit(
+        self, commit: Commit, new: Iterable[tuple[Record, Arrays]], loss_s: float = math.inf
+    ) -> None:
         """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
+        Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
         """
-        pinned = self.pool.pin(record.key for record in commit.records)
-        for block, arrays in new:
-            entry = KVBlock.of(block, arrays)
-            entry.pins = 1
-            pinned.append(self.pool.put(entry))
-        self.pool.touch(block.key for block in commit.blocks)
+        chain = [block.key for block in commit.blocks]
+        checkpoints = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
+        if checkpoints:
+            commit = replace(commit, checkpoints=())
+        entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
+        pinned, sizes = self._pinned(commit.records, entries)
+        later, later_sizes = self._pinned(checkpoints, entries)
+        self.pool.touch(chain)
         self.n_changes += 1
-        sizes = {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        self.writer.withdraw(chain)
         self.writer.submit_commit(
             commit,
             save=partial(self._save, commit, pinned),
             abandon=partial(self._abandon, pinned),
             sizes=sizes,
         )
+        if checkpoints:
+            postponed = Commit(commit.root, (), checkpoints=checkpoints)
+            self.writer.postpone(
+                chain[-1],
+                postponed,
+                save=partial(self._save, postponed, later),
+                abandon=partial(self.pool.unpin, later),
+                sizes=later_sizes,
+                has_ended=commit.leaf is not None,
+            )
+
+    def _pinned(
+        self, records: Iterable[Record], new: Mapping[bytes, KVBlock]
+    ) -> tuple[list[KVBlock], dict[bytes, int]]:
+        """Pin records in RAM, those that are new put there; return them, and the unstored sizes."""
+        keys = [record.key for record in records]
+        pinned = self.pool.pin(key for key in keys if key not in new)
+        for entry in [new[key] for key in keys if key in new]:
+            entry.pins = 1
+            pinned.append(self.pool.put(entry))
+        return pinned, {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+
+    def is_safe(self, key: bytes) -> bool:
+        """Say whether a block or checkpoint that was found is below RAM, or on its way there."""
+        entry = self.pool.get(key)
+        return entry is None or entry.is_stored or self.writer.will_write(key)
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of those of these replies that are remembered, by digest."""
@@ -351,6 +383,7 @@ class BlockStore:
                 "tasks": self.writer.n_tasks,
                 "bytes": self.writer.n_bytes,
                 "max_bytes": self.writer.max_bytes,
+                "postponed_bytes": self.writer.n_postponed_bytes,
             },
             "turns_saved": self.turns_saved,
             "turns_not_saved": self.turns_not_saved,

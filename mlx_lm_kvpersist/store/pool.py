@@ -236,17 +236,18 @@ class BlockPool:
                 self.drop(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Drop what is on disk, too, of a chain given from its first block on; return the bytes.
+        """Drop the blocks on disk of a chain, given from its first on; return the bytes.
 
-        Blocks that others in RAM continue stay, and so does what is about to be used.
+        Their checkpoints go with them. Blocks that others in RAM continue stay, and so does what
+        is about to be used.
         """
         with self._lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
                 block, at_end = self._entries.get(key), self._checkpoints.get(key, {})
                 entries = [entry for entry in (block, *map(self._entries.get, at_end)) if entry]
-                busy = any(not e.is_stored or e.pins or e.prefetched for e in entries)
-                if busy or key in self._children:
+                busy = any(entry.pins or entry.prefetched for entry in entries)
+                if busy or (block and not block.is_stored) or key in self._children:
                     break
                 self.drop(key)
             return before - self.n_bytes

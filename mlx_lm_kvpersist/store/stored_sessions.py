@@ -130,6 +130,7 @@ class StoredSessions:
             freed = self._store.pool.drop_chain(block.key for block, _ in chain)
             return {"id": session_id, "ram_bytes_freed": freed}
 
+        self._store.writer.write_postponed()
         return self.changed(change)
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""The writer: one thread that changes the store, so that generation never waits for a disk."""
+"""The writer: one thread that changes the store, so that generation never waits for a disk.
+
+What the next turn is likely to supersede is postponed: it is written when its conversation has
+rested, when too much is postponed, and when the store is drained or closed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .records import Commit
@@ -21,6 +25,8 @@ At full speed it slowed decoding by 17% on a GPU; in a seventh of the time that 
 """
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
+POSTPONE_S = 30.0
+"""A conversation has rested when it has not gone on for so long after a reply."""
 
 
 @dataclass
@@ -32,6 +38,12 @@ class _Task:
     abandon: Callable[[], None] = lambda: None
     sizes: Mapping[bytes, int] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
+    due_s: float = math.inf
+    """When it is written if it is postponed, by the writer's clock."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 class Writer:
@@ -40,12 +52,17 @@ class Writer:
     At most `max_bytes` of blocks and checkpoints wait. When more come, the oldest commit that a
     later one of the same conversation contains is left out, and if there is none, the oldest: no
     request waits. The newest commit may be as much again, together with the one that is being
-    written; one commit alone, or behind one that is bigger than that, may always wait.
+    written; one commit alone, or behind one that is bigger than that, may always wait. Half of
+    `max_bytes` may be postponed besides.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self.now: Callable[[], float] = time.monotonic
+        """The clock of what is postponed."""
         self._tasks: deque[_Task] = deque()
+        self._postponed: dict[bytes, _Task] = {}
+        """By the block that they end in, the oldest first."""
         self.n_bytes = 0
         """Bytes of the blocks and checkpoints that wait or are being written."""
         self._holders: Counter[bytes] = Counter()
@@ -63,10 +80,22 @@ class Writer:
         """Tasks that wait or run."""
         return len(self._tasks) + (self._running is not None)
 
-    def commits(self) -> list[Commit]:
-        """Return the commits that wait or are being written, the oldest first. Any thread."""
+    @property
+    def n_postponed_bytes(self) -> int:
+        """Bytes of what is postponed."""
         with self._changed:
-            return [task.commit for task in self._commit_tasks() if task.commit is not None]
+            return sum(task.n_bytes for task in self._postponed.values())
+
+    def commits(self) -> list[Commit]:
+        """Return what waits or is being written, the oldest first, and what is postponed."""
+        with self._changed:
+            tasks = (*self._commit_tasks(), *self._postponed.values())
+            return [task.commit for task in tasks if task.commit is not None]
+
+    def will_write(self, key: bytes) -> bool:
+        """Say whether a commit that waits or is being written has this in RAM. Any thread."""
+        with self._changed:
+            return key in self._holders
 
     def _commit_tasks(self) -> list[_Task]:
         return [task for task in (self._running, *self._tasks) if task and task.commit]
@@ -90,10 +119,7 @@ class Writer:
         victims: list[_Task] = []
         newest = _Task(save, commit, abandon, sizes)
         with self._changed:
-            self._tasks.append(newest)
-            for key, n_bytes in sizes.items():
-                self._holders[key] += 1
-                self.n_bytes += n_bytes if self._holders[key] == 1 else 0
+            self._queue(newest)
             while self.n_bytes > self.max_bytes:
                 oldest = next((task for task in self._tasks if task.commit and task.sizes), None)
                 victim = self._superseded() or oldest
@@ -106,12 +132,54 @@ class Writer:
         for victim in victims:
             victim.abandon()
 
+    def postpone(
+        self,
+        end: bytes,
+        commit: Commit,
+        save: Callable[[], None],
+        abandon: Callable[[], None],
+        sizes: Mapping[bytes, int],
+        *,
+        has_ended: bool,
+    ) -> None:
+        """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
+
+        Time alone has it written only if a reply `has_ended` there: a running one goes on from it.
+        """
+        due_s = self.now() + POSTPONE_S if has_ended else math.inf
+        with self._changed:
+            self._postponed[end] = _Task(save, commit, abandon, sizes, due_s=due_s)
+            while self.n_postponed_bytes > self.max_bytes // 2:
+                self._queue(self._postponed.pop(next(iter(self._postponed))))
+            self._changed.notify_all()
+
+    def withdraw(self, ends: Iterable[bytes]) -> None:
+        """Let go of what is postponed where conversations end: they have gone on."""
+        with self._changed:
+            gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
+        for task in gone:
+            task.abandon()
+
+    def _queue(self, task: _Task) -> None:
+        task.since_s = time.monotonic()
+        self._tasks.append(task)
+        for key, n_bytes in task.sizes.items():
+            self._holders[key] += 1
+            self.n_bytes += n_bytes if self._holders[key] == 1 else 0
+
+    def write_postponed(self, due_s: float = math.inf) -> None:
+        """Have what is postponed until `due_s` written, or all of it. Any thread."""
+        with self._changed:
+            for end in [end for end, task in self._postponed.items() if task.due_s <= due_s]:
+                self._queue(self._postponed.pop(end))
+            self._changed.notify_all()
+
     def _fits(self, newest: _Task) -> bool:
         """Say whether a commit may wait beside the one that is being written."""
         if self.n_bytes <= 2 * self.max_bytes or self._running is None:
             return True
         n_added = sum(n for key, n in newest.sizes.items() if self._holders[key] == 1)
-        return n_added <= self.max_bytes < sum(self._running.sizes.values()) // 2
+        return n_added <= self.max_bytes < self._running.n_bytes // 2
 
     def _let_go(self, task: _Task) -> None:
         for key, n_bytes in task.sizes.items():
@@ -138,6 +206,7 @@ class Writer:
         """Return when everything submitted so far has run, at full speed."""
         with self._changed:
             self._n_draining += 1
+            self.write_postponed()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._tasks and self._running is None)
             self._n_draining -= 1
@@ -169,6 +238,7 @@ class Writer:
         """Run what waits and stop; return the commits that `timeout_s` left, and their bytes."""
         with self._changed:
             self._closing = True
+            self.write_postponed()
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
@@ -183,7 +253,10 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._tasks or self._closing)
+                while not self._tasks and not self._closing:
+                    due_s = min((task.due_s for task in self._postponed.values()), default=math.inf)
+                    self._changed.wait(min(due_s - self.now(), threading.TIMEOUT_MAX))
+                    self.write_postponed(self.now())
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()

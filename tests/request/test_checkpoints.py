@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -29,12 +30,12 @@ from mlx_lm_kvpersist.request.checkpoint_saver import (
 from mlx_lm_kvpersist.request.outcome import Reason
 from mlx_lm_kvpersist.request.saver import RestorePoint
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence
-from mlx_lm_kvpersist.store.block_store import BlockStore
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.conversation import random_ids
 from models_check.drive import Row, alone
 from models_check.stored import StoredModel
-from tests.support import keeps_short_chunks
+from tests.support import keeps_short_chunks, wait_until
 
 WINDOW = 16
 SHAPE = TensorShape(1, 32, "float32")
@@ -89,6 +90,9 @@ class Checkpoints:
     @property
     def view(self) -> Checkpoints:
         return self
+
+    def is_safe(self, key: bytes) -> bool:
+        return True
 
     def sessions_at(self, key: bytes) -> list[SimpleNamespace]:
         return [SimpleNamespace(name=name) for name in self.sessions.get(key, ())]
@@ -341,6 +345,62 @@ def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
     fresh = stored.row([[*random_ids(1, 40), *random_ids(8, 30)]], 1, None)
     assert fresh.n_cached == 40
     stored.close()
+
+
+TOKENS_PER_S = 100.0
+MAX_LOSS_S = 1.0
+
+
+@pytest.fixture
+def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
+    """A model whose states are written when 100 tokens or more would be lost."""
+    model = build(request.param)
+    limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
+    stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path, limits)
+    for n_tokens in (512, 1024, 512, 1024):
+        stored.loaded.speed.pace.learn(1, n_tokens, n_tokens / TOKENS_PER_S)
+    yield stored
+    stored.close()
+
+
+@contextmanager
+def killed(stored: StoredModel) -> Iterator[StoredModel]:
+    """Give another process's view of the store: what a kill leaves once the queue is empty."""
+    wait_until(lambda: stored.store.writer.n_tasks == 0, "the queue")
+    other = StoredModel(stored.model, stored.spec, stored.folder)
+    yield other
+    other.close()
+
+
+@pytest.mark.parametrize("postponing", ["gemma3_text", "qwen3_next"], indirect=True)
+def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
+    """At every turn, at the end of the reply and of the prompt; and rewound by one turn."""
+    system, history = random_ids(1, 40), list[int]()
+    most = MAX_LOSS_S * TOKENS_PER_S
+    written = set[bytes]()
+    n_lost: list[int] = []
+    for turn in range(14):
+        user = random_ids(100 + turn, 21)
+        prompt = [*system, *history, *user]
+        reply = postponing.answer([system, [*history, *user]], n_new=6)
+        assert postponing.outcomes[-1].n_reused == (len(prompt) - 21 if turn else 0)
+        history += [*user, *reply.ids]
+        whole = [*system, *history]
+        with killed(postponing) as left:
+            written |= left.store.index.keys("checkpoints")
+            for ids in (whole, prompt):
+                row = left.row([[*ids, *random_ids(7, 9)]], 1, None)
+                n_lost.append(len(ids) - row.n_cached)
+            if turn % 6 == 5:
+                assert_right(left, [*prompt, *random_ids(7, 9)], row)
+    assert max(n_lost) <= most and max(n_lost) > most / 2
+    # A state, and a window in two blocks, for each `most` tokens; not two for each turn.
+    assert len(written) <= 3 * len(whole) / most + 3
+    postponing.store.drain()
+    with killed(postponing) as left:
+        row = left.row([[*whole, *random_ids(7, 9)]], 1, None)
+        assert row.n_cached == len(whole)
+        assert_right(left, [*whole, *random_ids(7, 9)], row)
 
 
 @pytest.mark.parametrize("stored", ["gemma3_text", "qwen3_next", "mamba2"], indirect=True)

@@ -64,7 +64,8 @@ def test_a_conversation_goes_on_after_kill_9(
     family: str, kills: set[int], start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
-    plugin = ("--plugin", "kvpersist", *UNMEASURED, "--kvpersist-dir")
+    options = (*UNMEASURED, "--kvpersist-max-loss-s", "0")
+    plugin = ("--plugin", "kvpersist", *options, "--kvpersist-dir")
     whole = Talk(start_server(model, *plugin, str(tmp_path / "whole")), tmp_path / "whole")
     for question in QUESTIONS:
         whole.turn(question)

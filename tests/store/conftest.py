@@ -58,6 +58,16 @@ def arrays_of_checkpoint(checkpoint: Checkpoint) -> dict[str, mx.array]:
     return arrays
 
 
+def checkpoint_files(folder: Path) -> set[str]:
+    """Return the names of the checkpoints' files in a store."""
+    return {path.name for path in (folder / "checkpoints").glob("*/*")}
+
+
+def names(*checkpoints: Checkpoint) -> set[str]:
+    """Return the names of these checkpoints' files."""
+    return {f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints}
+
+
 def save_turn(
     store: BlockStore,
     nodes: list[Block],

@@ -23,7 +23,17 @@ from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_bloc
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.records import Gone
 
-from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state, window
+from .conftest import (
+    ROOT,
+    arrays_of,
+    arrays_of_checkpoint,
+    chain,
+    checkpoint_files,
+    names,
+    save_turn,
+    state,
+    window,
+)
 
 
 def reopened(store: BlockStore) -> BlockStore:
@@ -39,14 +49,6 @@ def checkpoints_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
         for checkpoint in checkpoints
     )
     return {checkpoint for checkpoints in found.values() for checkpoint in checkpoints}
-
-
-def checkpoint_files(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "checkpoints").glob("*/*")}
-
-
-def names(*checkpoints: Checkpoint) -> set[str]:
-    return {f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints}
 
 
 def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:

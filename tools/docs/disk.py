@@ -31,6 +31,15 @@ def _full(n_layers: int, n_kv_heads: int, head_dim: int) -> dict[str, Any]:
     }
 
 
+_GATED_DELTA = {
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
 SHAPES: dict[str, tuple[str, Config]] = {
     "Llama 3.1 8B": ("llama", _full(32, 8, 128)),
     "Llama 3.3 70B": ("llama", _full(80, 8, 128)),
@@ -39,17 +48,10 @@ SHAPES: dict[str, tuple[str, Config]] = {
     "Qwen3 14B": ("qwen3", _full(40, 8, 128)),
     "Qwen3 32B": ("qwen3", _full(64, 8, 128)),
     "Qwen3 30B-A3B, Coder 30B-A3B": ("qwen3_moe", _full(48, 4, 128)),
-    "Qwen3-Next 80B-A3B": (
-        "qwen3_next",
-        {
-            **_full(48, 2, 256),
-            "full_attention_interval": 4,
-            "linear_num_value_heads": 32,
-            "linear_num_key_heads": 16,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-        },
+    "Qwen3-Next 80B-A3B": ("qwen3_next", {**_full(48, 2, 256), **_GATED_DELTA}),
+    "Qwen3.5, Qwen3.6 35B-A3B": (
+        "qwen3_5_moe",
+        {"text_config": {**_full(40, 2, 256), **_GATED_DELTA}},
     ),
     "GLM-4.5-Air": ("glm4_moe", _full(46, 8, 128)),
     "gpt-oss 20B": (
@@ -90,7 +92,10 @@ def spec_of(name: str) -> ModelCacheSpec:
     """
     architecture, config = SHAPES[name]
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
-    config = {"model_type": architecture, **CONFIGS[architecture], **config}
+    small = CONFIGS[architecture]
+    if "text_config" in config:
+        config = {"text_config": {**small["text_config"], **config["text_config"]}}
+    config = {"model_type": architecture, **small, **config}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     return ModelCacheSpec.probe(model, KV_BITS[DEFAULT_BITS], evaluate=False)

@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "min-free",
         "max-writes-per-hour",
         "wired",
+        "max-loss-s",
         "warm",
     ),
     "Precision": (

@@ -1,0 +1,146 @@
+"""Checkpoints that the next turn may supersede: when they are written, and when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlx_lm_kvpersist.block import Block, Checkpoint, Record
+from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.files import Arrays
+from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.verify import find_problems
+from mlx_lm_kvpersist.store.writer import POSTPONE_S
+from tests.support import wait_until
+
+from .conftest import (
+    ROOT,
+    arrays_of,
+    arrays_of_checkpoint,
+    chain,
+    checkpoint_files,
+    names,
+    state,
+)
+
+LIMITS = StoreLimits(64 << 20, 1 << 30, max_loss_s=2.0)
+
+
+class Talk:
+    """A conversation in a store that postpones its states."""
+
+    def __init__(self, folder: Path, max_ram_bytes: int = 64 << 20) -> None:
+        self.store = BlockStore(folder, replace(LIMITS, max_ram_bytes=max_ram_bytes))
+        self.now_s = 100.0
+        self.store.writer.now = lambda: self.now_s
+        self.nodes: list[Block] = []
+
+    def turn(self, *, loss_s: float = 1.0, has_ended: bool = True) -> Checkpoint:
+        """Add a block with a state at its end."""
+        self.nodes = chain(*([n] for n in range(len(self.nodes) + 1)))
+        end, keys = state(self.nodes[-1]), tuple(node.key for node in self.nodes)
+        leaf = Leaf("s", keys[-1], len(keys), keys) if has_ended else None
+        new: list[tuple[Record, Arrays]] = [
+            (self.nodes[-1], arrays_of(self.nodes[-1])),
+            (end, arrays_of_checkpoint(end)),
+        ]
+        turn = Commit(ROOT, tuple(self.nodes), leaf, checkpoints=(end,))
+        self.store.commit(turn, new, loss_s)
+        self.settle()
+        return end
+
+    def after(self, seconds: float) -> set[str]:
+        """Return the files of checkpoints that are there so much later."""
+        self.now_s += seconds
+        self.store.writer.submit(lambda: None)
+        self.settle()
+        return checkpoint_files(self.store.folder)
+
+    def settle(self) -> None:
+        """Return when nothing is left to be written but what is postponed."""
+        wait_until(lambda: self.store.writer.n_tasks == 0, "the queue")
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Iterator[Talk]:
+    talk = Talk(tmp_path / "store")
+    yield talk
+    talk.store.close()
+
+
+def test_a_state_is_written_when_its_conversation_rests(talk: Talk) -> None:
+    first = talk.turn()
+    assert talk.after(POSTPONE_S - 1) == set()
+    second = talk.turn()
+    assert talk.store.writer.n_postponed_bytes > 0
+    assert talk.after(POSTPONE_S - 1) == set()
+    assert talk.after(1) == names(second)
+    assert talk.store.writer.n_postponed_bytes == 0
+    assert [talk.store.is_safe(one.key) for one in (first, second)] == [False, True]
+    assert talk.store.index.totals().n_blocks == 2
+    assert talk.store.checkpoints([first.block]) == {first.block: [first]}  # in RAM, unpinned
+
+
+def test_a_state_that_costs_much_is_written_at_once(talk: Talk) -> None:
+    talk.turn()
+    assert checkpoint_files(talk.store.folder) == set()
+    dear = talk.turn(loss_s=2.1)
+    assert checkpoint_files(talk.store.folder) == names(dear)
+    talk.turn()
+    assert checkpoint_files(talk.store.folder) == names(dear)
+
+
+def test_a_prompt_whose_reply_runs_does_not_rest(talk: Talk) -> None:
+    talk.turn(has_ended=False)
+    assert talk.after(100 * POSTPONE_S) == set()
+    end = talk.turn()
+    assert talk.after(POSTPONE_S) == names(end)
+
+
+@pytest.mark.parametrize("end", [BlockStore.drain, BlockStore.close])
+def test_an_end_writes_what_is_postponed(talk: Talk, end: Callable[[BlockStore], None]) -> None:
+    for _ in range(3):
+        last = talk.turn(has_ended=False)
+    end(talk.store)
+    assert checkpoint_files(talk.store.folder) == names(last)
+
+
+def test_what_has_no_room_in_ram_is_written(tmp_path: Path) -> None:
+    talk = Talk(tmp_path, max_ram_bytes=1 << 20)  # a quarter of it may be postponed
+    ends = []
+    for n in range(12):
+        (node,) = chain([n])
+        ends.append(state(node))
+        new: list[tuple[Record, Arrays]] = [
+            (node, arrays_of(node)),
+            (ends[-1], arrays_of_checkpoint(ends[-1])),
+        ]
+        talk.store.commit(Commit(ROOT, (node,), checkpoints=(ends[-1],)), new, loss_s=1.0)
+        talk.settle()
+    written = checkpoint_files(tmp_path)
+    assert 0 < len(written) < 12 and written == names(*ends[: len(written)])
+    assert talk.store.writer.n_postponed_bytes <= 1 << 18 <= 2 * talk.store.writer.n_postponed_bytes
+    talk.store.close()
+    assert checkpoint_files(tmp_path) == names(*ends)
+
+
+def test_another_server_finds_what_rested(talk: Talk) -> None:
+    with closing(BlockStore(talk.store.folder, LIMITS)) as other:
+        end = talk.turn()
+        assert other.checkpoints([end.block]) == {}
+        talk.after(POSTPONE_S)
+        assert other.checkpoints([end.block]) == {end.block: [end]}
+
+
+def test_a_session_that_was_removed_takes_what_is_postponed_along(talk: Talk) -> None:
+    talk.turn()
+    with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
+        (session,) = disk.index.sessions()
+        disk.files.remove_session(session)
+    assert talk.after(POSTPONE_S) == set()
+    assert find_problems(talk.store.folder, talk.store.index) == []
