@@ -24,9 +24,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; return 0 if the conversation came back from disk, else 1."""
     if args.model is not None:
         check_model_name(args.model)
+    first = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
     with (
         tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as folder_name,
-        ongoing("make a tiny model with random weights") as say,
+        ongoing(first) as say,
     ):
         folder, model = Path(folder_name), args.model
         if model is None:

@@ -1,16 +1,19 @@
 """`mlx-lm-kvpersist doctor`: does `mlx_lm.server --plugin kvpersist` work here, and if not, why.
 
-It looks at this Python environment, and at the `mlx_lm.server` that the shell would start, which
-may belong to another. Nothing of mlx is imported: a broken MLX must be reported, not fatal.
+It looks at this Python environment, at the `mlx_lm.server` that the shell would start, which may
+belong to another, at the store, and at the port. Nothing of mlx is imported: a broken MLX must be
+reported, not fatal.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import site
+import socket
 import stat
 import subprocess
 import sys
@@ -19,11 +22,15 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ..errors import PluginNotFound, UnsupportedVersion
+from ..api.admin import SPEC_PATH
+from ..config import default_folder
+from ..errors import KVPersistError, PluginNotFound, UnsupportedVersion
 from ..host import manager
 from ..host.patching import versions
+from ..units import show_bytes
+from . import asking
 from .machine import openblas_advice
-from .output import console, print_json
+from .output import console, counted, print_json
 
 PLUGIN = "kvpersist"
 INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
@@ -31,6 +38,7 @@ AGAIN = f"{INSTALL} --force-reinstall mlx-lm-kvpersist"
 PTH_NAME = "mlx_lm_kvpersist.pth"
 WITHOUT_PTH = "mlx-lm-kvpersist server …, which needs no .pth file"
 MACHINE = f"{__package__}.machine"
+PORT = 8080
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,47 @@ def script() -> Finding:
     return Finding(name, True, f"none; start it as {server_command()} …")
 
 
+def store(folder: Path) -> Finding:
+    """Check that the server can use a folder, which the command `store stats` looks at."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not os.access(there, os.W_OK | os.X_OK):
+        advice = "choose a folder of your own with --kvpersist-dir"
+        return Finding("store", False, f"{there} cannot be written to", advice)
+    if there != folder or (folder.is_dir() and not any(folder.iterdir())):
+        return Finding("store", True, f"none yet; the server makes it in {folder}")
+    name = __package__.partition(".")[0]
+    options = ["store", "stats", "--json", "--kvpersist-dir", str(folder)]
+    status, output = ask([sys.executable, "-m", name, *options])
+    if status == 0:
+        stats = json.loads(output)
+        used, most = (show_bytes(n) for n in (stats["bytes"]["all"], stats["max_disk_bytes"]))
+        sessions = counted(stats["sessions"], "session")
+        return Finding("store", True, f"{folder}: {sessions}, {used} of {most}")
+    found, _, advice = output.partition(": ")[2].partition("; ")
+    if "store rebuild" in advice:
+        return Finding("store", True, f"{found}; the server makes it anew when it starts")
+    return Finding("store", False, found, advice)
+
+
+def running(start: str) -> tuple[Finding, str]:
+    """Look who answers where the server listens by default; return what to type next, too.
+
+    start: what starts the server.
+    """
+    name, url = f"port {PORT}", f"http://127.0.0.1:{PORT}"
+    start = f"{start} --model mlx-community/Qwen3-8B-4bit"
+    try:
+        socket.create_connection(("127.0.0.1", PORT), timeout=2.0).close()
+    except OSError:
+        return Finding(name, True, "free for the server"), start
+    try:
+        model = asking.ask(url, SPEC_PATH)["model"]
+    except (KVPersistError, KeyError, TypeError) as error:
+        return Finding(name, True, f"taken: {error}"), f"{start} --port {PORT + 1}"
+    found = f"a server with the plugin runs there, with {model or 'no model yet'}"
+    return Finding(name, True, found), "mlx-lm-kvpersist connect claude --write"
+
+
 def server_command() -> str:
     """Return how a shell starts the stock server."""
     is_there = shutil.which("mlx_lm.server") is not None
@@ -168,13 +217,19 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found, and return the exit status: 0 if the plugin works here."""
-    return report(args, examine(), f"{server_command()} --plugin {PLUGIN}")
+    command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
+    where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
+    port, following = running(command + where)
+    findings = [*examine(), store((folder or default_folder()).absolute()), port]
+    return report(args, findings, command, following)
 
 
-def report(args: argparse.Namespace, findings: Sequence[Finding], command: str) -> int:
+def report(
+    args: argparse.Namespace, findings: Sequence[Finding], command: str, following: str
+) -> int:
     """Print a line for each finding, then what to do next; return 1 unless all passed.
 
-    command: what works where all passed.
+    command: what works where all passed. following: what to type then.
     """
     broken = next((finding for finding in findings if not finding.passed), None)
     status = 0 if broken is None else 1
@@ -193,5 +248,5 @@ def report(args: argparse.Namespace, findings: Sequence[Finding], command: str) 
     for each in findings:
         if each.advice:
             say(f"Faster: {each.advice}")
-    say(f"Next: {command} --model mlx-community/Qwen3-8B-4bit")
+    say(f"Next: {following}")
     return status

@@ -69,8 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description="Persistent memory for mlx_lm.server.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = _commands(parser, "command", "Most people need the first five only.")
+    about = "say whether --plugin works here and, if not, why"
+    _adder(commands, "dir")("doctor", "doctor:run", about)
     add = _adder(commands)
-    add("doctor", "doctor:run", "say whether --plugin works here and, if not, why", json=True)
     # No argument of this one begins with an option's prefix: all go to mlx_lm.server.
     server = add(
         "server",

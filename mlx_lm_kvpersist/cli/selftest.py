@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the self-test, print its findings, and return the exit status."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
-    return report(args, run_selftest(args.server_options), command)
+    findings = run_selftest(args.server_options)
+    return report(args, findings, command, f"{command} --model mlx-community/Qwen3-8B-4bit")
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:

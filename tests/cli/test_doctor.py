@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import stat
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_lm_kvpersist.cli import doctor
-from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.host.patching import versions
 from tests.support.host import PTH, Environment
+
+from .test_permissions import nobody
 
 
 def findings(done: Any) -> dict[str, dict[str, Any]]:
@@ -128,18 +133,73 @@ def test_what_else_a_process_prints_is_no_answer(
     assert doctor.mlx().found.startswith("says 'hello\\n")
 
 
-def test_people_read_the_first_cause_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_read_the_first_cause_last(capsys: pytest.CaptureFixture[str]) -> None:
     broken = doctor.Finding("mlx", False, "does not compute", "install [cpu]")
     later = doctor.Finding("plugin", False, "none", "install it")
-    monkeypatch.setattr(doctor, "examine", lambda: [broken, later])
-    assert main(["doctor"]) == 1
+    args = argparse.Namespace(json=False)
+    assert doctor.report(args, [broken, later], "the server", "start it") == 1
     *_, cause, advice = capsys.readouterr().out.strip().splitlines()
     assert cause.endswith("does not work here: mlx: does not compute")
     assert advice == "Next: install [cpu]"
-    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding("mlx", True, "computes")])
-    assert main(["doctor"]) == 0
+    fine = doctor.Finding("mlx", True, "computes")
+    assert doctor.report(args, [fine], "the server", "start it") == 0
     found, works, following = capsys.readouterr().out.splitlines()
-    assert found == "ok    mlx: computes" and works.endswith("works here.")
-    assert " --plugin kvpersist --model " in following and following.startswith("Next: ")
+    assert (found, works) == ("ok    mlx: computes", "the server works here.")
+    assert following == "Next: start it"
+
+
+def test_what_the_server_would_find_of_its_store(folder: Path, tmp_path: Path) -> None:
+    """It makes a missing store or index, and refuses a folder of something else."""
+    found = doctor.store(folder)
+    assert found.passed and found.found.startswith(f"{folder}: 3 sessions, ")
+    (folder / "index.sqlite").write_bytes(bytes(5000))
+    found = doctor.store(folder)
+    assert found.passed and "is damaged" in found.found and "makes it anew" in found.found
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+    found = doctor.store(folder)
+    assert found.passed and "is missing; the server makes it anew" in found.found
+    for new in (tmp_path / "none" / "yet", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert doctor.store(new) == doctor.Finding(
+            "store", True, f"none yet; the server makes it in {new}"
+        )
+    (tmp_path / "empty" / "letter.txt").touch()
+    found = doctor.store(tmp_path / "empty")
+    assert not found.passed and "holds no store" in found.found
+    assert "--kvpersist-dir" in found.advice
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_of_somebody_else_is_named() -> None:
+    with TemporaryDirectory() as mine, nobody():
+        found = doctor.store(Path(mine) / "store")
+    assert not found.passed and mine in found.found and "--kvpersist-dir" in found.advice
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server of no plugin, or one whose model is `model`."""
+
+    model: str | None = None
+
+    def do_GET(self) -> None:
+        self.send_response(404 if self.model is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"model": self.model}).encode())
+
+
+def test_what_to_type_next_follows_from_who_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        port = server.server_port
+        monkeypatch.setattr(doctor, "PORT", port)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found, following = doctor.running("start it")
+        assert found.passed and "taken: " in found.found and "answered 404" in found.found
+        assert following.endswith(f" --port {port + 1}") and following.startswith("start it ")
+        monkeypatch.setattr(Answering, "model", "tiny")
+        found, following = doctor.running("start it")
+        assert "runs there, with tiny" in found.found
+        assert following == "mlx-lm-kvpersist connect claude --write"
+        server.shutdown()
+    found, following = doctor.running("start it")
+    assert found.found == "free for the server" and following.startswith("start it --model ")
