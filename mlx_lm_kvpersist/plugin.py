@@ -345,7 +345,8 @@ class KVPersistPlugin:
 
     def _service(self) -> Service:
         asked = self._config
-        return Service(chat_api, self._named_sessions, asked.api_key, asked.namespace_by_key)
+        key, by_key = asked.api_key, asked.namespace_by_key
+        return Service(chat_api, self._named_sessions, key, by_key, lambda: self._doing)
 
     def _named_sessions(self) -> NamedSessions:
         if self._store is None:
@@ -362,13 +363,18 @@ class KVPersistPlugin:
         return self._sessions
 
     @property
+    def _doing(self) -> str:
+        """What is being found out of the loaded model before it is kept; "" when that is known."""
+        return serving.doing if (serving := self._serving) else ""
+
+    @property
     def _model(self) -> dict[str, str | None]:
-        """What is loaded, how it is kept, and what is being found out of it before it is kept."""
+        """What is loaded, how it is kept, and what is being found out of it before."""
         model = serving.model if (serving := self._serving) else None
         return {
             "model": model.name if model else None,
             "precision": model.precision if model else None,
-            "examining": (serving.doing or None) if serving else None,
+            "examining": self._doing or None,
         }
 
     def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
@@ -378,7 +384,7 @@ class KVPersistPlugin:
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
-            return {**serving.model.describe(), "examining": serving.doing or None}
+            return {**serving.model.describe(), "examining": self._doing or None}
         why_not = self._refusal or "no model is loaded"
         return {"model": None, "kept": False, "why_not": why_not}
 

@@ -146,7 +146,8 @@ class DiskTier:
             self._failed("mark what was used", error)
 
     def sweep(self) -> None:
-        """Remove what an interrupted run left. Writer thread."""
+        """Remove what an interrupted run left, by an index that is whole. Writer thread."""
+        self.disk.check_index()
         with self.disk.lock.held():
             self.disk.follow_folder()  # or files that only a newer index knows would be removed
             n_swept = self.disk.files.sweep()
@@ -186,7 +187,7 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks come, or are found to be gone or damaged: what was matched before may
         be worth matching again."""
-        self.disk = DiskStore(folder, limits)
+        self.disk = DiskStore(folder, limits, whole=False)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
         self.writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)

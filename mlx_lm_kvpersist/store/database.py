@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_OPEN_S, _WAIT_S = 5.0, 30.0
+"""How long a file that another connection has locked is waited for: to open it, to change it."""
 INCREMENTAL = 2
 """The file gives free pages back when it is asked to, so that it shrinks with the store."""
 
@@ -38,6 +40,11 @@ def _text(raw: bytes) -> str | bytes:
         return raw.decode()
     except UnicodeDecodeError:
         return raw
+
+
+def is_locked(error: BaseException) -> bool:
+    """Say whether an error means that another connection has the file locked."""
+    return isinstance(error, sqlite3.OperationalError) and "is locked" in str(error)
 
 
 class Database:
@@ -78,7 +85,7 @@ class Database:
         # A reader must not make the file anew where somebody removed it.
         uri = f"{self.path.absolute().as_uri()}?mode=rw"
         # Another thread closes it only when nobody has this database any more.
-        db = sqlite3.connect(uri, uri=True, timeout=30, check_same_thread=False)
+        db = sqlite3.connect(uri, uri=True, timeout=_OPEN_S, check_same_thread=False)
         try:
             db.text_factory = _text
             if not self.path.stat().st_size:  # else this would write
@@ -90,8 +97,10 @@ class Database:
             db.execute("PRAGMA journal_size_limit = 262144")
             # What is removed is overwritten: a page may have held a conversation's text.
             db.execute("PRAGMA secure_delete = ON")
-        except BaseException:
+            db.execute(f"PRAGMA busy_timeout = {_WAIT_S * 1000:.0f}")
+        except BaseException as error:
             db.close()
+            self._explain(error)
             raise
         return db
 
@@ -111,9 +120,19 @@ class Database:
         if db.in_transaction:
             yield db
             return
-        with db:
-            db.execute("BEGIN IMMEDIATE")
-            yield db
+        try:
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                yield db
+        except sqlite3.OperationalError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise an error that says what to do, if another program keeps the file locked."""
+        if is_locked(error):
+            advice = "another program has it open, such as a database browser or a backup; close it"
+            raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
     def empty_log(self) -> None:
         """Give back the pages that are free, and empty the log, as far as other readers allow."""

@@ -31,6 +31,7 @@ from ..block import Block, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .budget import StoreLimits
+from .database import is_locked
 from .files import (
     Arrays,
     block_path,
@@ -58,11 +59,12 @@ class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
     Opening takes the folder into use: it is made, 0700, when missing, and its index is rebuilt
-    when that is missing or damaged; only then is the lock taken. Raises StoreError when the folder
-    cannot be used.
+    when that is missing or damaged; only then is the lock taken. Damage within it is found if the
+    `whole` is read, which takes longer the more the store holds; else by `check_index`. Raises
+    StoreError when the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, limits: StoreLimits) -> None:
+    def __init__(self, folder: Path, limits: StoreLimits, *, whole: bool = True) -> None:
         self.folder = folder
         self.limits = limits
         self.lock = StoreLock(folder / "lock")
@@ -72,16 +74,20 @@ class DiskStore:
             take_into_use(folder)
             if not os.access(folder, os.W_OK):  # SQLite would say less
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-            self.index = self._opened(partial(Index, folder / "index.sqlite"))
+            self.index = self._opened(partial(Index, folder / "index.sqlite", whole=whole))
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"the store {folder} cannot be used: {error}. "
-                "Choose a writable folder with --kvpersist-dir."
-            ) from error
+            why = f"the store {folder} cannot be used: {error}"
+            if not is_locked(error):
+                why += ". Choose a writable folder with --kvpersist-dir."
+            raise StoreError(why) from error
         self.files = StoredFiles(folder, self.index, self.lock, limits)
 
     def close(self) -> None:
         self.index.close()
+
+    def check_index(self) -> None:
+        """Read all of the index, and rebuild it if it is damaged. Serving threads go on."""
+        self._opened(self.index.reopen)
 
     def _opened(self, open_index: Callable[..., Opened]) -> Opened:
         """Open the index. Where it is missing or damaged, the lock is taken and it is rebuilt."""

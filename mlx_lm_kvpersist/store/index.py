@@ -48,10 +48,10 @@ class Index:
 
     Opening makes it where it is missing or empty, unless `create` is false: then it raises
     FileNotFoundError. Raises StoreFormatError when another version wrote it and
-    sqlite3.DatabaseError when it is damaged.
+    sqlite3.DatabaseError when it is damaged. `whole`: see `prepare`.
     """
 
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    def __init__(self, path: Path, *, create: bool = True, whole: bool = True) -> None:
         self.path = path
         self.database = Database(path)
         self._seldom = Lock()
@@ -59,12 +59,12 @@ class Index:
         self._hidden: Collection[bytes] = ()
         self.state = SmallState(self)
         try:
-            self.reopen(create=create)
+            self.reopen(create=create, whole=whole)
         except BaseException:
             self.close()
             raise
 
-    def reopen(self, *, create: bool = True) -> None:
+    def reopen(self, *, create: bool = True, whole: bool = True) -> None:
         """Use the file that is at the path now. Raises what opening raises."""
         if create:
             self.path.touch(mode=0o600)
@@ -72,7 +72,7 @@ class Index:
             raise FileNotFoundError(self.path)
         self.database.reopen()
         try:
-            prepare(self.database.connection, self.path)
+            prepare(self.database.connection, self.path, whole=whole)
         except UnicodeDecodeError as error:
             # A message of SQLite's that quotes a damaged schema.
             raise sqlite3.DatabaseError(f"its schema is damaged: {error.object!r}") from error

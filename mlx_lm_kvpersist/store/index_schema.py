@@ -157,9 +157,10 @@ _MISCOUNTED = (
 )
 
 
-def prepare(db: sqlite3.Connection, path: Path) -> None:
+def prepare(db: sqlite3.Connection, path: Path, *, whole: bool) -> None:
     """Check the index at `path`, and make its tables where it is empty.
 
+    Its pages are read only if the `whole` is to be checked, which takes longer the more it holds.
     Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
     damaged.
     """
@@ -176,9 +177,10 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{version}, expected {INDEX_FORMAT}); choose another folder with --kvpersist-dir, or "
             "remove this one"
         )
-    (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
-    if verdict != "ok":
-        raise sqlite3.DatabaseError(verdict)
+    if whole:
+        (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)
     if version == 0:
         _make_tables(db)
     if not _as_made().items() <= _statements(db).items():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.api.warming import chat_body_of, read_prompt
+from mlx_lm_kvpersist.api import warming
+from mlx_lm_kvpersist.api.agents import Service
+from mlx_lm_kvpersist.api.warming import chat_body_of, read_prompt, warm
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 
 ASK = {"role": "user", "content": "Who is first?"}
@@ -47,3 +51,29 @@ def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
         file.write_text(content)
     with pytest.raises(ConfigError, match=r"file\.json cannot be read as JSON"):
         read_prompt(file)
+
+
+def service_that_examines(doing: Callable[[], str], done: list[str]) -> Service:
+    """Return a server of which nothing can be pinned but what was computed at last."""
+    chat: Any = SimpleNamespace(prefill=lambda *_: done.append("computed"))
+    pin = SimpleNamespace(pin_newest=lambda *_: {"tokens": 7} if done else None)
+    return Service(chat, lambda: pin, None, False, doing)
+
+
+def test_a_prompt_is_computed_when_the_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, nothing of it might be kept: the server waits, and says why if that takes long."""
+    monkeypatch.setattr(warming, "_POLL_S", 0.001)
+    handler, done = SimpleNamespace(headers=Message()), list[str]()
+    stages = ["its files are read, 10%", "its attention is measured", ""]
+
+    def doing() -> str:
+        assert not done
+        return stages.pop(0)
+
+    assert warm(service_that_examines(doing, done), handler, "s", [ASK]) == {"tokens": 7}
+    assert done == ["computed"] and not stages
+    monkeypatch.setattr(warming, "_KNOWN_S", 0.01)
+    busy = service_that_examines(lambda: "its files are read, 10%", [])
+    with pytest.raises(RequestRefused, match="its files are read, 10%; ask again") as refused:
+        warm(busy, handler, "s", [ASK])
+    assert refused.value.status == 503

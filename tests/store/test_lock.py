@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from tests.support import wait_until
@@ -72,3 +75,25 @@ def test_a_server_reads_meanwhile_and_writes_afterwards(
         assert longer[-1].key in store.index and store.turns_saved == 1
     assert caplog.text.count(str(holder.pid)) == 1
     store.close()
+
+
+def test_an_index_that_another_program_has_locked(
+    folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to do is said, and it is not to choose another folder."""
+    monkeypatch.setattr(database, "_OPEN_S", 0.1)
+    monkeypatch.setattr(database, "_WAIT_S", 0.1)
+    disk = DiskStore(folder, limits)
+    advice = "index.sqlite is locked: another program has it open"
+    with closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as browser:
+        browser.execute("BEGIN IMMEDIATE")
+        with pytest.raises(sqlite3.OperationalError, match=advice):
+            disk.index.forget(b"nothing")
+        disk.close()
+        browser.execute("ROLLBACK")
+        browser.execute("PRAGMA locking_mode = EXCLUSIVE")
+        browser.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match=advice) as told:
+            DiskStore(folder, limits)
+        assert "--kvpersist-dir" not in str(told.value)
+    DiskStore(folder, limits).close()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from mlx_lm_kvpersist.block import Block, block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.database import Database
 from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import fill
@@ -61,6 +65,33 @@ def test_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
         counts.append(steps(store.index, verify))
         store.close()
     assert counts[1] < 6 * counts[0], counts
+
+
+def test_a_start_reads_as_much_of_a_large_index_as_of_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes reads the rest, before it changes anything."""
+    n_read: Counter[threading.Thread] = Counter()
+    connect = Database._connect
+
+    def counted(database: Database) -> sqlite3.Connection:
+        db = connect(database)
+        by = threading.current_thread()
+        db.set_progress_handler(lambda: n_read.update([by]), 10)
+        return db
+
+    monkeypatch.setattr(Database, "_connect", counted)
+    ours, theirs = [], []
+    for n_sessions in (20, 200):
+        store = filled(tmp_path / str(n_sessions), n_sessions)
+        limits = store.limits
+        store.close()
+        n_read.clear()
+        store = BlockStore(store.folder, limits)
+        ours.append(n_read.pop(threading.current_thread()))
+        store.close()
+        theirs.append(sum(n_read.values()))
+    assert ours[0] == ours[1] > 0 and theirs[1] > 5 * theirs[0]
 
 
 @pytest.mark.parametrize("n_sessions", [2, 9])
