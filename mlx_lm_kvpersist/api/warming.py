@@ -59,8 +59,9 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     deadline_s = time.time() + _KNOWN_S
     while doing := service.examining():
         if time.time() > deadline_s:
-            why = f"the model is still being examined, so nothing is kept yet: {doing}; ask again"
-            raise RequestRefused(why, 503)
+            raise RequestRefused(
+                f"the model is still examined, so nothing is kept yet: {doing}; ask again", 503
+            )
         time.sleep(_POLL_S)
     since_s = time.time()
     service.chat.prefill(handler, chat_body)

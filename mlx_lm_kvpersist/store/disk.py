@@ -76,10 +76,12 @@ class DiskStore:
                 raise PermissionError(errno.EACCES, "Permission denied", str(folder))
             self.index = self._opened(partial(Index, folder / "index.sqlite", whole=whole))
         except (OSError, sqlite3.Error) as error:
-            why = f"the store {folder} cannot be used: {error}"
-            if not is_locked(error):
-                why += ". Choose a writable folder with --kvpersist-dir."
-            raise StoreError(why) from error
+            if is_locked(error):
+                raise StoreError(f"the store {folder} cannot be used: {error}") from error
+            raise StoreError(
+                f"the store {folder} cannot be used: {error}. "
+                "Choose a writable folder with --kvpersist-dir."
+            ) from error
         self.files = StoredFiles(folder, self.index, self.lock, limits)
 
     def close(self) -> None:
