@@ -26,7 +26,6 @@ from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
-    Computed,
     Mask,
     PackedKV,
     dequantized_attention,
@@ -159,7 +158,8 @@ class Layers:
                     pk.quantize(x, each),
                     each,
                     n_keys,
-                    newest=Computed(mx.contiguous(x[:, :, newest]), n_own),
+                    newest=mx.contiguous(x[:, :, newest]),
+                    n_own=n_own,
                 )
                 for x, each in zip(plain, (precision.keys, precision.values), strict=True)
             ]

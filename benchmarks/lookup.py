@@ -30,11 +30,10 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import match_prompt
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
-from mlx_lm_kvpersist.store.records import Commit
+from mlx_lm_kvpersist.store.records import Commit, StoreLimits
 from mlx_lm_kvpersist.store.verify import find_problems
 from tests.support.synthetic import synthetic_text, train_tokenizer
 

@@ -18,7 +18,7 @@ import platformdirs
 from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
-from .store.budget import StoreLimits
+from .store.records import StoreLimits
 from .units import parse_folder, parse_size
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.host.patching.probes import ARGS
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request.serving import RequestState
-from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.records import StoreLimits
 
 
 def test_a_request_with_images_says_that_it_is_left_to_stock(

@@ -33,6 +33,7 @@ class Metrics:
 
     def __init__(self, store: Callable[[], dict[str, Any] | None]) -> None:
         self.registry = CollectorRegistry()
+        self._store = store
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"kvpersist_{name}", about, labels, registry=self.registry)
@@ -51,7 +52,7 @@ class Metrics:
         self._inter_token = histogram(
             "inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
         )
-        self.registry.register(_StoreCollector(store))
+        self.registry.register(self)
 
     def count(self, outcome: str, n_reused: int, n_restored: int, n_prefilled: int) -> None:
         """Count a request by its outcome, and its prompt's tokens."""
@@ -72,14 +73,8 @@ class Metrics:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-
-class _StoreCollector:
-    """Reads the store's own counts when the metrics are asked for."""
-
-    def __init__(self, store: Callable[[], dict[str, Any] | None]) -> None:
-        self._store = store
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the store's own counts; the registry asks for them."""
         found = self._store()
         if found is None:
             return

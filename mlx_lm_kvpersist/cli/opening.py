@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ..config import default_disk_bytes, default_folder
 from ..errors import StoreError
-from ..store.budget import StoreLimits
 from ..store.disk import DiskStore
 from ..store.folder import check_store
 from ..store.index import Index
 from ..store.index_schema import is_damage
+from ..store.records import StoreLimits
 
 
 def folder_of(args: argparse.Namespace) -> Path:

@@ -11,12 +11,11 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.fingerprint import local_path, model_fingerprint
+from ..cache.geometry.fingerprint import hash_once, local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.packed import GRID
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, precision_in_words
-from ..cache.measuring.persisted import hash_once
 from ..config import precision_of
 from ..errors import KVPersistError, ModelNotSupported, StoreError
 from ..host.scheduling.model_provider import check_model_name

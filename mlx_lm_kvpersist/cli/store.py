@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
-from ..store.budget import StoreLimits
 from ..store.folder import own_bytes
 from ..store.index import Index
 from ..store.index_schema import INDEX_FORMAT
 from ..store.lock import StoreLock
 from ..store.rebuild import rebuild_index
+from ..store.records import StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
 from .opening import changing, check_exists, folder_of, limits_of, reading

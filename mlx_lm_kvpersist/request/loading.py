@@ -26,6 +26,7 @@ from .. import __version__
 from ..cache.blocks.canary import warm_up
 from ..cache.geometry.fingerprint import (
     content_hash,
+    hash_once,
     is_quickly_hashed,
     local_path,
     model_fingerprint,
@@ -37,7 +38,6 @@ from ..cache.geometry.spec import Batching, ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import device_key, planned, planning, read_plans
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
-from ..cache.measuring.persisted import hash_once
 from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
 from ..cache.steps import Result, Steps
 from ..errors import ModelNotSupported

@@ -17,13 +17,12 @@ from ..block import Block, Checkpoint, Record, Root
 from ..errors import BlockCorrupt, StoreError
 from ..match.tree import AHEAD
 from ..units import show_bytes
-from .budget import StoreLimits
 from .disk import DiskStore
 from .files import Arrays, block_path, read_file
 from .index import Index
 from .pool import BlockPool, KVBlock
 from .reading import Prefetch, Reader
-from .records import Commit
+from .records import Commit, StoreLimits
 from .tier import DISK, LowerTier, Tier
 from .writer import Writer
 

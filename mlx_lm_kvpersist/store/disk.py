@@ -30,7 +30,6 @@ from typing import TypeVar
 from ..block import Block, Record, Root
 from ..errors import StoreError
 from ..units import show_bytes
-from .budget import StoreLimits
 from .database import is_locked
 from .files import (
     Arrays,
@@ -45,7 +44,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, NewFile
+from .records import Commit, NewFile, StoreLimits
 from .stored_files import StoredFiles
 
 logger = logging.getLogger(__name__)

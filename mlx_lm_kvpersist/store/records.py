@@ -1,4 +1,4 @@
-"""The records of the store: commits that come to disk, and rows and notes of what is there."""
+"""The records of the store: its limits, commits that come to disk, rows and notes of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ from typing import Any
 from ..block import Block, Checkpoint, Record, Root
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """What the store may use: bytes, and one time in seconds."""
+
+    max_ram_bytes: int
+    max_disk_bytes: int
+    min_free_bytes: int = 0
+    """Free space to leave on the volume."""
+    max_hourly_bytes: int | None = None
+    """Most that all processes together may write within an hour; None for no limit."""
+    max_loss_s: float = 0.0
+    """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
 
 
 @dataclass(frozen=True)

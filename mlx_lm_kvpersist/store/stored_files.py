@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..units import show_bytes
-from .budget import StoreLimits
 from .files import block_path, checkpoint_path, key_of
 from .folder import (
     INDEX_FILES,
@@ -29,7 +28,7 @@ from .folder import (
 from .index import Forgotten, Index, Session
 from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
-from .records import Gone, sidecar, sidecar_path
+from .records import Gone, StoreLimits, sidecar, sidecar_path
 
 logger = logging.getLogger(__name__)
 

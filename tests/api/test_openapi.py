@@ -10,7 +10,7 @@ from mlx_lm_kvpersist.api import agents, messages, responses
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support.host import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlx_lm_kvpersist.store.block_store import BlockStore
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.files import checkpoint_path
+from mlx_lm_kvpersist.store.records import StoreLimits
 from mlx_lm_kvpersist.store.verify import find_problems
 
 from .test_bit_flips import TORN, Change, few_or_many, files_of, flip_a_bit, flip_in_any_file

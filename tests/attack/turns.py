@@ -18,10 +18,9 @@ import numpy as np
 
 from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root, block_key, pack_ids
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.records import StoredReply
+from mlx_lm_kvpersist.store.records import StoredReply, StoreLimits
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")

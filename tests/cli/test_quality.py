@@ -24,8 +24,8 @@ from mlx_lm_kvpersist.cli import quality as command
 from mlx_lm_kvpersist.cli import quality_checks as checks
 from mlx_lm_kvpersist.cli.story import OWN_TEXT
 from mlx_lm_kvpersist.config import KV_BITS
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support import make_tiny_model, make_zoo_model
 
 from ..cache.conftest import tiny_llama

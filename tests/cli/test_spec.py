@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from mlx_lm_kvpersist.cache.geometry import fingerprint as fingerprints
 from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash, model_fingerprint
-from mlx_lm_kvpersist.cache.measuring import persisted
 from mlx_lm_kvpersist.cache.measuring.guard import Verdict, put_verdict
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.config import DEFAULT_BITS, KV_BITS
 from mlx_lm_kvpersist.errors import StoreError
-from mlx_lm_kvpersist.store.budget import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
+from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support import make_tiny_model, make_zoo_model
 
 PLAIN = ("--kvpersist-kv-bits", "4", "--kvpersist-kv-rotate", "off")
@@ -114,7 +114,7 @@ def test_what_the_servers_guard_found(
         raise AssertionError(f"{path} is hashed again")
 
     with monkeypatch.context() as hashed:
-        hashed.setattr(persisted, "content_hash", read_again)
+        hashed.setattr(fingerprints, "_hash_in_name", read_again)
         assert described(capsys, *options)["precision"].endswith("0.002 nats (German))")
     asked = described(capsys, *options, "--kvpersist-kv-bits", "k6v4")
     assert asked["precision"] == "keys 6 bits, values 4, rotated"

@@ -53,7 +53,7 @@ def test_a_rebuild_that_is_killed_loses_nothing(store: BlockStore) -> None:
     program = f"""
 import os
 from pathlib import Path
-from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.records import StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index
 add, added = Index.add_blocks, []

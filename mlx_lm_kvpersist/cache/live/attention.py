@@ -11,8 +11,8 @@ mask is None, "causal" (the queries are the last N of the S tokens), or an array
 [B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
 the mask is None.
 
-A query sees the keys and values of its own block of the grid as they were computed (`Computed`). So
-queries are attended in spans that do not go beyond a block.
+A query sees the keys and values of its own block of the grid as they were computed. So queries are
+attended in spans that do not go beyond a block.
 
 Queries, what was computed and results are as the model has them. Rotated keys meet rotated queries,
 and what rotated values add up to is rotated back: the products of rows do not change if both are
@@ -43,18 +43,6 @@ NEAR_BYTES = 16 << 20
 """Bytes of a quick tile: they are still in a GPU's last-level cache when they are read again."""
 
 
-class Computed(NamedTuple):
-    """The last tokens [B, H, n, D] of keys, or values, as they were computed.
-
-    Those of the queries, and some of the `n_own` before them that are in the first query's block of
-    the grid; the others of these are packed. Rows that differ in this have one query each: `n_own`
-    is then the most of any row, and a row with fewer tokens here has zeros in front of them.
-    """
-
-    array: mx.array
-    n_own: int
-
-
 class _Span(NamedTuple):
     """Queries [start, stop), and the keys [first, last) that they see as they were computed.
 
@@ -76,13 +64,19 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
     As a tuple: weights, scales and biases, the cache's own buffers, with spare room behind the
     first `n_tokens`. `strategy` says how to attend to them, `tile_bytes` in tiles of which size.
+
+    `newest` are the last tokens [B, H, n, D] as they were computed: those of the queries, and some
+    of the `n_own` before them that are in the first query's block of the grid; the others of these
+    are packed. Rows that differ in this have one query each: `n_own` is then the most of any row,
+    and a row with fewer tokens here has zeros in front of them.
     """
 
     quantization: Quantization
     n_tokens: int
     strategy: Strategy
     tile_bytes: int
-    newest: Computed | None
+    newest: mx.array | None
+    n_own: int
 
     @classmethod
     def of(
@@ -92,12 +86,14 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
         n_tokens: int,
         strategy: Strategy = "packed",
         tile_bytes: int = MAX_DEQUANTIZED_BYTES,
-        newest: Computed | None = None,
+        newest: mx.array | None = None,
+        n_own: int = 0,
     ) -> PackedKV:
         """Return the first `n_tokens` of `buffers`, which are keys or values quantized so."""
         made = cls(buffers)
         made.quantization, made.n_tokens = quantization, n_tokens
-        made.strategy, made.tile_bytes, made.newest = strategy, tile_bytes, newest
+        made.strategy, made.tile_bytes = strategy, tile_bytes
+        made.newest, made.n_own = newest, n_own
         return made
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
@@ -109,11 +105,10 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Cut the queries where the grid does."""
-        n_keys, newest, start = self.n_tokens, self.newest, 0
-        if newest is None:
+        n_keys, n_own, start = self.n_tokens, self.n_own, 0
+        if self.newest is None:
             return [_Span(0, n_queries, n_keys, n_keys)]
-        n_own, before = newest.n_own, n_keys - n_queries
-        first, spans = n_keys - newest.array.shape[2], []
+        before, first, spans = n_keys - n_queries, n_keys - self.newest.shape[2], []
         while start < n_queries:
             stop = min(n_queries, start + pk.GRID - n_own)
             spans.append(_Span(start, stop, first, n_keys if mask is None else before + stop))
@@ -133,8 +128,8 @@ class PackedKV(tuple[mx.array, mx.array, mx.array]):
     def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
         """Return tokens [first, last) as they were computed."""
         assert self.newest is not None
-        before = self.n_tokens - self.newest.array.shape[2]
-        return self.newest.array[rows, heads, first - before : last - before]
+        before = self.n_tokens - self.newest.shape[2]
+        return self.newest[rows, heads, first - before : last - before]
 
     def prepared(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
         """Return the same tokens in the form that is packed."""

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision
 from . import packed as pk
-from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, Computed, PackedKV, Strategy
+from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
 from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
 from .newest import Newest
 
@@ -139,7 +139,8 @@ class PackedCache(Buffers):
                 self.size(),
                 strategy,
                 plan.tile_bytes,
-                Computed(newest, max(n_own)),
+                newest,
+                max(n_own),
             )
             for packed, quantization, newest in zip(
                 (self.keys, self.values), sides, self.newest.view(), strict=True

@@ -28,7 +28,6 @@ from ..live.attention import (
     MAX_DEQUANTIZED_BYTES,
     NEAR_BYTES,
     STRATEGIES,
-    Computed,
     Mask,
     PackedKV,
     Strategy,
@@ -242,7 +241,7 @@ class _Layers:
         newest = _random((*shape[:2], n_own + work.n_queries, shape[3])).astype(dtype)
         mx.eval(newest)
         packed = _random_packed(shape, side, dtype)
-        return PackedKV.of(packed, side, work.n_keys, newest=Computed(newest, n_own))
+        return PackedKV.of(packed, side, work.n_keys, newest=newest, n_own=n_own)
 
     def agree(self, attention: Callable[..., mx.array]) -> bool:
         """Say whether the first layer's result is what dequantizing gives; compiles kernels."""

@@ -16,11 +16,11 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..geometry.fingerprint import Persisted
 from ..geometry.precision import FULL_BITS, PrecisionChoice, layout_in_words
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
 from .divergence import AT_ONCE, compared, part_means
-from .persisted import Persisted
 from .texts import placed
 
 LIMIT_NATS = 0.01

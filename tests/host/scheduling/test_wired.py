@@ -17,7 +17,7 @@ from mlx_lm_kvpersist.config import Config
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.patching.probes import ARGS, ProbeModel
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
-from mlx_lm_kvpersist.store.budget import StoreLimits
+from mlx_lm_kvpersist.store.records import StoreLimits
 from tests.support.host import plugged
 
 RECOMMENDED = 1000
