@@ -13,15 +13,7 @@ from functools import partial
 from typing import Any
 
 from . import config
-from .api.admin import (
-    METRICS_PATH,
-    REQUESTS_PATH,
-    SPEC_PATH,
-    STATS_PATH,
-    answering,
-    operator_change,
-    operator_view,
-)
+from .api import admin
 from .api.agents import AgentsAPI, Service
 from .api.messages import COUNT_PATH, HELLO_PATHS, MESSAGES_PATH, MessagesAPI
 from .api.metrics import CONTENT_TYPE, Metrics
@@ -50,7 +42,7 @@ from .request.serving import RequestState, ServedRequest, Serving
 from .request.wired import check_wired, weight_bytes, wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
-from .store.stored_sessions import NamedSessions, StoredSessions
+from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
@@ -318,17 +310,21 @@ class KVPersistPlugin:
         records = partial(self._log.records, with_text=self._config.show_text)
         agents = AgentsAPI(self._service(), self._log.forget)
         return [
-            Route("GET", REQUESTS_PATH, operator_view(records, key)),
-            Route("GET", STATS_PATH, operator_view(self._stats, key)),
-            Route("GET", SPEC_PATH, operator_view(self._spec, key)),
-            Route("GET", METRICS_PATH, operator_view(self._metrics.exposed, key, CONTENT_TYPE)),
+            Route("GET", admin.REQUESTS_PATH, admin.operator_view(records, key)),
+            Route("GET", admin.STATS_PATH, admin.operator_view(self._stats, key)),
+            Route("GET", admin.SPEC_PATH, admin.operator_view(self._spec, key)),
+            Route(
+                "GET",
+                admin.METRICS_PATH,
+                admin.operator_view(self._metrics.exposed, key, CONTENT_TYPE),
+            ),
             Route("GET", PAGE_PATH, page_view(key)),
             Route("GET", SESSIONS_PATH, sessions_view(self._describe_sessions, key)),
             *(
-                Route("POST", path, operator_change(change, read_json, key))
+                Route("POST", path, admin.operator_change(change, read_json, key))
                 for path, change in session_changes(self._stored_sessions, self._log.forget).items()
             ),
-            *(Route("HEAD", path, answering(lambda handler: b"")) for path in HELLO_PATHS),
+            *(Route("HEAD", path, admin.answering(lambda handler: b"")) for path in HELLO_PATHS),
             Route("POST", MESSAGES_PATH, partial(chat_api.serve, api=MessagesAPI())),
             Route("POST", RESPONSES_PATH, partial(chat_api.serve, api=ResponsesAPI())),
             Route("POST", COUNT_PATH, partial(chat_api.count_tokens, api=MessagesAPI())),
@@ -346,12 +342,7 @@ class KVPersistPlugin:
     def _service(self) -> Service:
         asked = self._config
         key, by_key = asked.api_key, asked.namespace_by_key
-        return Service(chat_api, self._named_sessions, key, by_key, lambda: self._doing)
-
-    def _named_sessions(self) -> NamedSessions:
-        if self._store is None:
-            raise RequestRefused("the server ends", 503)
-        return NamedSessions(self._store)
+        return Service(chat_api, self._stored_sessions, key, by_key, lambda: self._doing)
 
     def _store_counts(self, *, all_files: bool = False) -> dict[str, Any] | None:
         store = self._store  # the server may end meanwhile

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import ChunkedKVCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache
 
-from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS
+from mlx_lm_kvpersist.cache.geometry.kinds import KINDS
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.packed import GRID
 
@@ -20,7 +20,7 @@ def describe_caches(caches: Sequence[Any]) -> str:
 
 
 def _kind(cache: Any) -> str:
-    if isinstance(cache, COMPOSITE):
+    if isinstance(cache, CacheList):
         return f"({' + '.join(_kind(part) for part in cache.caches) or 'nothing'})"
     kind = KINDS.get(type(cache))
     if kind is None:

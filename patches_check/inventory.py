@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_lm_kvpersist.cache.geometry.kinds import COMPOSITE, KINDS, REFUSED
+from mlx_lm_kvpersist.cache.geometry.kinds import KINDS, REFUSED
 from mlx_lm_kvpersist.host.patching.patch import Patch
 
 SERVER = "mlx_lm.server"
@@ -60,7 +60,7 @@ def _kept(name: str, module: str) -> str:
         return OWN_CACHES.get(module.rpartition(".")[2], "")
     if name in kinds:
         return f"kept: {kinds[name]}"
-    if name == COMPOSITE.__name__:
+    if name == "CacheList":
         return "taken apart"
     if name in REFUSED:
         return f"refused: {REFUSED[name]}"

@@ -63,9 +63,9 @@ class Service:
     """What agents and warming ask of the server, and how they know who asks.
 
     chat: stock's chat completions (`host/dialects/chat_api.py`). sessions: returns the store's
-    `NamedSessions`. What either refuses raises RequestRefused. key: the operator's. by_key: whether
-    API keys have namespaces of their own. examining: says what is being found out of the loaded
-    model before anything is kept, "" once all is known.
+    `StoredSessions`. What either refuses raises RequestRefused. key: the operator's. by_key:
+    whether API keys have namespaces of their own. examining: says what is being found out of the
+    loaded model before anything is kept, "" once all is known.
     """
 
     chat: Any
@@ -192,7 +192,7 @@ class AgentsAPI:
     def _evict(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
         agent = self._find(handler)
-        self._service.sessions().evict(agent.namespace, agent.session)
+        self._service.sessions().evict_named(agent.namespace, agent.session)
         return 200, self._describe(agent)
 
     def _pin(self, handler: Any, body: Body) -> Answer:
@@ -200,7 +200,7 @@ class AgentsAPI:
         agent = self._find(handler)
         pinned = body.get("pinned", True)
         require(isinstance(pinned, bool), "pinned", pinned, "a boolean")
-        if not self._service.sessions().set_pinned(agent.namespace, agent.session, pinned):
+        if not self._service.sessions().pin_named(agent.namespace, agent.session, pinned):
             raise RequestRefused(f"nothing of the agent {agent.id} is stored; generate first", 409)
         return 200, self._describe(agent)
 
@@ -211,7 +211,7 @@ class AgentsAPI:
             if agent.n_running:
                 raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
             self._agents.pop((agent.namespace, agent.id), None)
-        self._service.sessions().remove(agent.namespace, agent.session)
+        self._service.sessions().delete_named(agent.namespace, agent.session)
         self._forget(agent.session)
         return 204, b""
 
@@ -227,7 +227,7 @@ class AgentsAPI:
         return agent
 
     def _describe(self, agent: Agent) -> Body:
-        stored = self._service.sessions().describe(agent.namespace, agent.session)
+        stored = self._service.sessions().describe_named(agent.namespace, agent.session)
         known = {"id": agent.id, "object": "agent", "created": agent.created}
         return {**known, "messages": len(agent.beginning["messages"]), **stored}
 

@@ -16,29 +16,16 @@ from typing import Any
 
 from ..error_forms import anthropic_error
 from ..fields import refuse, require, require_object, require_objects, require_text
+from . import translation as chat
 from .session_keys import is_kept
-from .translation import (
-    ChatRequest,
-    Event,
-    Message,
-    OpenPart,
-    Part,
-    ReplyParts,
-    function,
-    image_part,
-    is_stream,
-    max_tokens,
-    readable,
-    text_part,
-    unread_part,
-)
+from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 MESSAGES_PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
 HELLO_PATHS = ("/", "/api/hello")
 """Claude Code asks for the head of one of them to see whether a server is there."""
 
-_SAMPLING = ("temperature", "top_p", "top_k")
+_PASSED_ON = ("model", "metadata", "temperature", "top_p", "top_k")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -55,30 +42,28 @@ class MessagesAPI:
         """Translate a request; raises RequestRefused for a field of a wrong form."""
         tools = dict(_tools(body.get("tools")))
         listed = [tool for tool, is_deferred in tools.values() if not is_deferred]
-        chat: dict[str, Any] = {"messages": list(_messages(body, tools))}
+        made: dict[str, Any] = {"messages": list(_messages(body, tools))}
         if listed:
-            chat["tools"] = listed
-        for name in ("model", "metadata", *_SAMPLING):
-            if body.get(name) is not None:
-                chat[name] = body[name]
+            made["tools"] = listed
+        made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         if body.get("max_tokens") is not None:
-            chat["max_tokens"] = max_tokens("max_tokens", body["max_tokens"])
+            made["max_tokens"] = chat.max_tokens("max_tokens", body["max_tokens"])
         if body.get("stop_sequences"):
             words = body["stop_sequences"]
             require(isinstance(words, list), "stop_sequences", words, "a list of texts")
-            chat["stop"] = [
+            made["stop"] = [
                 require_text(f"stop_sequences[{i}]", word) for i, word in enumerate(words)
             ]
             require(all(words), "stop_sequences", words, "texts that are not empty")
         thinking = body.get("thinking")
         if thinking is not None and require_object("thinking", thinking).get("type") == "disabled":
-            chat["chat_template_kwargs"] = {"enable_thinking": False}
+            made["chat_template_kwargs"] = {"enable_thinking": False}
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "none":
-            chat["tool_choice"] = "none"
+            made["tool_choice"] = "none"
         model = require_text("model", body.get("model", "default_model"))
         reply = MessagesReply(model, marks_cache=_marks_cache(body) and is_kept(headers))
-        return ChatRequest(chat, [tool for tool, _ in tools.values()], is_stream(body), reply)
+        return ChatRequest(made, [tool for tool, _ in tools.values()], chat.is_stream(body), reply)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return anthropic_error(status, message)
@@ -93,7 +78,7 @@ def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
             continue
         name = require_text(f"tools[{i}].name", tool.get("name"))
-        made = function(f"tools[{i}]", name, tool, "input_schema")
+        made = chat.function(f"tools[{i}]", name, tool, "input_schema")
         yield name, (made, bool(tool.get("defer_loading")))
 
 
@@ -130,7 +115,9 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
     blocks = _blocks(name, content)
     for i, block in enumerate(blocks):
         require(block.get("type") == "text", f"{name}[{i}].type", block.get("type"), '"text"')
-    return [text_part(f"{name}[{i}].text", block.get("text")) for i, block in enumerate(blocks)]
+    return [
+        chat.text_part(f"{name}[{i}].text", block.get("text")) for i, block in enumerate(blocks)
+    ]
 
 
 def _assistant(name: str, content: Any) -> Message:
@@ -157,7 +144,7 @@ def _assistant(name: str, content: Any) -> Message:
             call_id = require_text(f"{place}.id", block.get("id"))
             calls.append({"id": call_id, "type": "function", "function": called})
         else:
-            texts.append(require_text(f"{place}.text", readable(block)))
+            texts.append(require_text(f"{place}.text", chat.readable(block)))
     message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -206,39 +193,39 @@ def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
     """Return a block of a user's message, or of a tool's result, as parts of a chat message."""
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
-        return [text_part(f"{name}.text", block.get("text"))]
+        return [chat.text_part(f"{name}.text", block.get("text"))]
     if kind == "image":
         return [_image(source if isinstance(source, dict) else {})]
     if kind == "document":
         return _document(name, block, source if isinstance(source, dict) else {})
-    text = readable(block)
-    return [text_part(f"{name}.text", text) if text else unread_part(kind)]
+    text = chat.readable(block)
+    return [chat.text_part(f"{name}.text", text) if text else chat.unread_part(kind)]
 
 
 def _image(source: Mapping[str, Any]) -> Part:
     form, url, data = (source.get(field) for field in ("type", "url", "data"))
     if form == "url" and isinstance(url, str):
-        return image_part(url)
+        return chat.image_part(url)
     if form == "base64" and isinstance(data, str):
-        return image_part(f"data:{source.get('media_type')};base64,{data}")
-    return unread_part("image")
+        return chat.image_part(f"data:{source.get('media_type')};base64,{data}")
+    return chat.unread_part("image")
 
 
 def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) -> list[Part]:
     """Return a document's title, context and content. A document that is no text is not read."""
     parts = [
-        text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
+        chat.text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
         for head in ("title", "context")
         if block.get(head) is not None
     ]
     form, place = source.get("type"), f"{name}.source.content"
     if form == "text":
-        return [*parts, text_part(f"{name}.source.data", source.get("data"))]
+        return [*parts, chat.text_part(f"{name}.source.data", source.get("data"))]
     if form != "content":
-        return [*parts, unread_part("document", source.get("media_type"))]
+        return [*parts, chat.unread_part("document", source.get("media_type"))]
     for i, inner in enumerate(_blocks(place, source.get("content"))):
         is_nested = inner.get("type") == "document"  # the API has no document in a document
-        parts += [unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
+        parts += [chat.unread_part("document")] if is_nested else _parts(f"{place}[{i}]", inner)
     return parts
 
 

@@ -15,11 +15,6 @@ from .admin import Parts, answering, check_operator
 
 PAGE_PATH = "/kvpersist"
 SESSIONS_PATH = "/v1/kvpersist/sessions"
-PIN_PATH = f"{SESSIONS_PATH}/pin"
-EVICT_PATH = f"{SESSIONS_PATH}/evict"
-DELETE_PATH = f"{SESSIONS_PATH}/delete"
-RENAME_PATH = f"{SESSIONS_PATH}/rename"
-EXPORT_PATH = f"{SESSIONS_PATH}/export"
 
 _PAGE = Path(__file__).with_name("page.html")
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -98,5 +93,5 @@ def session_changes(
     def export(body: dict[str, Any]) -> Any:
         return Parts(*sessions().export(require_text("id", body.get("id"))))
 
-    changes = {PIN_PATH: pin, EVICT_PATH: evict, DELETE_PATH: delete}
-    return {**changes, RENAME_PATH: rename, EXPORT_PATH: export}
+    changes = pin, evict, delete, rename, export
+    return {f"{SESSIONS_PATH}/{change.__name__}": change for change in changes}

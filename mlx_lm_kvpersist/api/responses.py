@@ -19,22 +19,9 @@ from typing import Any
 from ..error_forms import openai_error
 from ..errors import RequestRefused
 from ..fields import require, require_objects, require_text
+from . import translation as chat
 from .session_keys import is_kept
-from .translation import (
-    ChatRequest,
-    Event,
-    Message,
-    OpenPart,
-    Part,
-    ReplyParts,
-    function,
-    image_part,
-    is_stream,
-    max_tokens,
-    readable,
-    text_part,
-    unread_part,
-)
+from .translation import ChatRequest, Event, Message, OpenPart, Part, ReplyParts
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -78,19 +65,19 @@ class ResponsesAPI:
                 )
         names: dict[str, tuple[str, str]] = {}
         tools = list(_tools("tools", body.get("tools"), "", names))
-        chat: dict[str, Any] = {"messages": _messages(body)}
+        made: dict[str, Any] = {"messages": _messages(body)}
         if tools:
-            chat["tools"] = tools
-        chat |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
+            made["tools"] = tools
+        made |= {name: body[name] for name in _PASSED_ON if body.get(name) is not None}
         most = body.get("max_output_tokens")
-        chat["max_tokens"] = max_tokens(
+        made["max_tokens"] = chat.max_tokens(
             "max_output_tokens", _USUAL_TOKENS if most is None else most
         )
         if body.get("tool_choice") == "none":
-            chat["tool_choice"] = "none"
+            made["tool_choice"] = "none"
         require_text("model", body.get("model", "default_model"))
         reply = ResponsesReply(body, names, is_kept=is_kept(headers))
-        return ChatRequest(chat, tools, is_stream(body), reply)
+        return ChatRequest(made, tools, chat.is_stream(body), reply)
 
     def error(self, status: int, message: str, code: str | None) -> dict[str, Any]:
         return openai_error(status, message, code)
@@ -114,7 +101,7 @@ def _tools(
             names[full] = (namespace, own)
             if tool.get("parameters") is None:
                 tool = {**tool, "parameters": {}}
-            yield function(name, full, tool, "parameters")
+            yield chat.function(name, full, tool, "parameters")
 
 
 def _full_name(namespace: str, name: str) -> str:
@@ -169,15 +156,15 @@ def _content(place: str, content: Any) -> str | list[Part]:
 def _part(name: str, part: Mapping[str, Any]) -> Part:
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text"):
-        return text_part(f"{name}.text", part.get("text"))
+        return chat.text_part(f"{name}.text", part.get("text"))
     if kind == "refusal":
-        return text_part(f"{name}.refusal", part.get("refusal"))
+        return chat.text_part(f"{name}.refusal", part.get("refusal"))
     if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return image_part(part["image_url"])
+        return chat.image_part(part["image_url"])
     if kind == "input_file":
         return _file(f"{name}.file_data", part)
-    text = readable(part) if kind != "input_image" else ""
-    return text_part(f"{name}.text", text) if text else unread_part(kind)
+    text = chat.readable(part) if kind != "input_image" else ""
+    return chat.text_part(f"{name}.text", text) if text else chat.unread_part(kind)
 
 
 def _file(name: str, part: Mapping[str, Any]) -> Part:
@@ -186,18 +173,18 @@ def _file(name: str, part: Mapping[str, Any]) -> Part:
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
     if not head.startswith("data:text/"):
-        return unread_part("input_file", media_type, filename)
+        return chat.unread_part("input_file", media_type, filename)
     try:
         text = base64.b64decode(encoded, validate=True).decode()
     except (binascii.Error, ValueError):
-        return unread_part("input_file", media_type, filename)
-    return text_part(name, f"{filename or ''}\n{text}".removeprefix("\n"))
+        return chat.unread_part("input_file", media_type, filename)
+    return chat.text_part(name, f"{filename or ''}\n{text}".removeprefix("\n"))
 
 
 def _text(place: str, content: Any) -> str:
     """Return the assistant's text; non-text parts from other servers are ignored."""
     parts = content if isinstance(content, list) else [content]
-    texts = (part.get("refusal") or readable(part) if isinstance(part, dict) else part
+    texts = (part.get("refusal") or chat.readable(part) if isinstance(part, dict) else part
              for part in parts)  # fmt: skip
     return "".join(require_text(place, text) for text in texts if text is not None)
 

@@ -22,24 +22,8 @@ from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
 from ..errors import ConfigError, ModelNotSupported
 from ..units import show_bytes
+from . import quality_checks as checks
 from .output import progress, table, tell
-from .quality_checks import (
-    FIRST_TOKENS,
-    QUESTIONS,
-    THINGS,
-    MakeCache,
-    Window,
-    document_with_facts,
-    fact_questions,
-    predicted,
-    prompt_of,
-    replies_to,
-    served,
-    server_attention,
-    tool_call_in,
-    tool_prompts,
-    windows_of,
-)
 from .spec import load_named, verdict_of
 from .story import OWN_TEXT
 
@@ -108,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{text_name} has {len(ids)} tokens; at least {_MIN_TOKENS} are needed to say anything"
         )
-    with server_attention():
+    with checks.server_attention():
         with progress("the model's layers") as told:
             verdict, specs, left_out = _specs(args, model, told)
         if not specs:
@@ -117,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
             content = {"model": args.model, "text": about_text, "rows": [], "left_out": left_out}
             tell(args, {**content, "why": why}, why)
             return 0
-        windows = windows_of(ids, begin, _WINDOW, _STRIDE)
+        windows = checks.windows_of(ids, begin, _WINDOW, _STRIDE)
         context = args.context if args.context > 0 else None
         questions = _questions(tokenizer, text, context) if context else []
-        calls = tool_prompts(tokenizer, text[:_TOOL_CHARS])
+        calls = checks.tool_prompts(tokenizer, text[:_TOOL_CHARS])
         with progress("quality") as told:
             rows = _measured(model, tokenizer, specs, text_name, windows, questions, calls, told)
     dtype = next(group.keys.dtype for spec in specs.values() for group in spec.full if group.keys)
@@ -157,28 +141,30 @@ def run(args: argparse.Namespace) -> int:
 
 def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
     """Return prompts about `n_context` tokens of a text; the first ask for the hidden facts."""
-    document = document_with_facts(tokenizer, text, n_context)
-    questions = (*fact_questions(), *QUESTIONS)
-    return [prompt_of(tokenizer, f"{document}\n\n{question}") for question in questions]
+    document = checks.document_with_facts(tokenizer, text, n_context)
+    questions = (*checks.fact_questions(), *checks.QUESTIONS)
+    return [checks.prompt_of(tokenizer, f"{document}\n\n{question}") for question in questions]
 
 
 def _judged(
     tokenizer: Any, expected_calls: Sequence[Any], said: _Said, own: _Said
 ) -> dict[str, Replies | None]:
     """Return what a row says of replies; `own` are those of the model's own precision."""
-    begun, own_begun = ([reply[:FIRST_TOKENS] for reply in each[0]] for each in (said, own))
+    begun, own_begun = ([reply[: checks.FIRST_TOKENS] for reply in each[0]] for each in (said, own))
     same = [its == mine for its, mine in zip(begun, own_begun, strict=True)]
-    facts = zip(THINGS.values(), said[0], strict=False)
+    facts = zip(checks.THINGS.values(), said[0], strict=False)
     found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
     calls, own_calls = (
-        [tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in each[1]]
+        [checks.tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in each[1]]
         for each in (said, own)
     )
     right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
     as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
     return {
         "replies": Replies(len(same), None, sum(same)) if same else None,
-        "needles": Replies(len(THINGS), found, sum(same[: len(THINGS)])) if same else None,
+        "needles": Replies(len(checks.THINGS), found, sum(same[: len(checks.THINGS)]))
+        if same
+        else None,
         "tool_calls": Replies(len(calls), right, as_own) if calls else None,
     }
 
@@ -188,7 +174,7 @@ def _measured(
     tokenizer: Any,
     specs: Mapping[str, ModelCacheSpec],
     text_name: str,
-    windows: Sequence[Window],
+    windows: Sequence[checks.Window],
     questions: Sequence[list[int]],
     calls: Sequence[tuple[list[int], Any]],
     on_progress: Callable[[int, int], None],
@@ -196,8 +182,8 @@ def _measured(
     """Return the row of the model's own precision, then those of `specs`."""
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]
-    makers: dict[str, MakeCache] = {name: spec.make_cache for name, spec in specs.items()}
-    everyone: dict[str, MakeCache] = {REFERENCE: partial(make_prompt_cache, model), **makers}
+    makers: dict[str, checks.MakeCache] = {name: spec.make_cache for name, spec in specs.items()}
+    everyone: dict[str, checks.MakeCache] = {REFERENCE: partial(make_prompt_cache, model), **makers}
     prompts, expected_calls = [prompt for prompt, _ in calls], [call for _, call in calls]
     done, total = count(1), len(windows) + 1 + 2 * len(everyone)
 
@@ -206,19 +192,19 @@ def _measured(
 
     whole = {name: Predictions() for name in makers}
     for seen, n_context in windows:
-        for name, read in predicted(model, seen, makers).items():
+        for name, read in checks.predicted(model, seen, makers).items():
             whole[name].add(read, n_context - 1)
         one_more()
-    parts = predicted(model, part_ids, makers)
+    parts = checks.predicted(model, part_ids, makers)
     one_more()
     for by_name in (whole, parts):
         by_name[REFERENCE] = next(iter(by_name.values())).own
     said: dict[str, _Said] = {}
     ends = set(tokenizer.eos_token_ids)
     for name, make_cache in everyone.items():
-        answers = replies_to(model, questions, make_cache, _REPLY_TOKENS, ends)
+        answers = checks.replies_to(model, questions, make_cache, _REPLY_TOKENS, ends)
         one_more()
-        said[name] = answers, replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
+        said[name] = answers, checks.replies_to(model, prompts, make_cache, _TOOL_TOKENS, ends)
         one_more()
     first = next(iter(specs.values()))
     own_bytes = sum(group.full_precision_bytes for group in first.full)
@@ -263,7 +249,7 @@ def _specs(
         if (found := verdict_of(args, choice)) is not None:
             verdict, choice = found, found.choice(choice)
         try:
-            spec = served(model, choice)
+            spec = checks.served(model, choice)
         except ModelNotSupported as error:
             left_out[name] = str(error)
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 Message = dict[str, Any]
@@ -77,10 +78,7 @@ class TemplateRoles:
 def share_reasoning(messages: list[Message]) -> None:
     """Give a message's reasoning both names: stock sends one, most templates read the other."""
     for message in messages:
-        for name, other in (
-            ("reasoning", "reasoning_content"),
-            ("reasoning_content", "reasoning"),
-        ):
+        for name, other in permutations(("reasoning", "reasoning_content")):
             if isinstance(message.get(name), str) and message.get(other) is None:
                 message[other] = message[name]
 

@@ -27,7 +27,11 @@ Answer = TypeVar("Answer")
 
 
 class StoredSessions:
-    """What a program of the operator's may see and change. Raises RequestRefused."""
+    """What the operator's programs may see and change of single sessions, and agents of their own.
+
+    All sessions of one name in one namespace are the branches of an agent, taken as one. Every
+    method may raise RequestRefused.
+    """
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
@@ -172,17 +176,9 @@ class StoredSessions:
         with _readable():
             return future.result()
 
+    # By name.
 
-class NamedSessions:
-    """All sessions of one name in one namespace, taken as one: the branches of an agent.
-
-    Every method may raise RequestRefused.
-    """
-
-    def __init__(self, store: BlockStore) -> None:
-        self._store, self._stored = store, StoredSessions(store)
-
-    def describe(self, namespace: str, name: str) -> dict[str, Any]:
+    def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
 
         Tokens and precision are those of the branch that was used last. A block in RAM and on disk
@@ -210,9 +206,9 @@ class NamedSessions:
             "used": branches[0].used if branches else None,
         }
 
-    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
+    def pin_named(self, namespace: str, name: str, pinned: bool) -> bool:
         """Pin all branches, or let them go; return whether there are any."""
-        return self._each(namespace, name, partial(self._stored.pin, pinned=pinned))
+        return self._each(namespace, name, partial(self.pin, pinned=pinned))
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         """Pin the session of this name that was saved last; return None if none was since.
@@ -231,19 +227,19 @@ class NamedSessions:
             disk.files.set_pinned(newest, True)
             return {"id": newest.id, "name": name, "tokens": newest.n_tokens, "pinned": True}
 
-        return self._stored.changed(change)
+        return self.changed(change)
 
-    def evict(self, namespace: str, name: str) -> None:
-        """Remove from RAM what the disk has; what other conversations in RAM continue stays."""
-        self._each(namespace, name, self._stored.evict)
+    def evict_named(self, namespace: str, name: str) -> None:
+        """Evict all branches."""
+        self._each(namespace, name, self.evict)
 
-    def remove(self, namespace: str, name: str) -> None:
-        """Remove the sessions, and from RAM and disk what no other session needs."""
-        self._each(namespace, name, self._stored.delete)
+    def delete_named(self, namespace: str, name: str) -> None:
+        """Delete all branches."""
+        self._each(namespace, name, self.delete)
 
     def _each(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
         """Change every session, by its id, when the turns that wait are written; tell of any."""
-        ids = self._stored.changed(
+        ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )
         for each in ids:

@@ -42,17 +42,17 @@ class Chat:
 class Sessions:
     """A store without sessions."""
 
-    def describe(self, namespace: str, name: str) -> dict[str, Any]:
+    def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         return {}
 
-    def set_pinned(self, namespace: str, name: str, pinned: bool) -> bool:
+    def pin_named(self, namespace: str, name: str, pinned: bool) -> bool:
         return False
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         return None
 
-    def evict(self, namespace: str, name: str) -> None: ...
-    def remove(self, namespace: str, name: str) -> None: ...
+    def evict_named(self, namespace: str, name: str) -> None: ...
+    def delete_named(self, namespace: str, name: str) -> None: ...
 
 
 class Service:
@@ -142,7 +142,7 @@ def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> Non
         raise RequestRefused("no")
 
     service.api._agents = Slow()
-    service.sessions.describe = refuse  # type: ignore[method-assign]
+    service.sessions.describe_named = refuse  # type: ignore[method-assign]
     thread = Thread(target=service.call, args=("POST", "/v1/agents", {"id": "a"}))
     thread.start()
     assert is_there.wait(5)

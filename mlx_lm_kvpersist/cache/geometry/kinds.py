@@ -124,9 +124,6 @@ KINDS: dict[type, CacheKind] = {
 }
 """The classes that can be stored and restored."""
 
-COMPOSITE = CacheList
-"""Stored by its parts."""
-
 REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
@@ -143,7 +140,7 @@ def slots_of(caches: Sequence[Any]) -> list[Any]:
     """Return the slots of a prompt cache."""
     slots: list[Any] = []
     for cache in caches:
-        slots += slots_of(cache.caches) if isinstance(cache, COMPOSITE) else [cache]
+        slots += slots_of(cache.caches) if isinstance(cache, CacheList) else [cache]
     return slots
 
 
@@ -155,7 +152,7 @@ def replaced(caches: Sequence[Any], slots: Sequence[Any]) -> list[Any]:
 
 def _replaced(cache: Any, rest: Iterator[Any]) -> Any:
     # A closure that calls itself is a reference cycle: it would keep the caches alive.
-    if not isinstance(cache, COMPOSITE):
+    if not isinstance(cache, CacheList):
         return next(rest)
     again = copy.copy(cache)
     again.caches = tuple(_replaced(part, rest) for part in cache.caches)

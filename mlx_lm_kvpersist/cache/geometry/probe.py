@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
 from ..steps import Steps
-from .kinds import COMPOSITE, KINDS, REFUSED, GroupKind, replaced, slots_of
+from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
 from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
 
@@ -111,7 +111,7 @@ def position_limit(model: Any) -> int | None:
 def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
     for i, cache in enumerate(caches):
         where = f"{place} {i}"
-        if isinstance(cache, COMPOSITE):
+        if isinstance(cache, CacheList):
             _check_classes(cache.caches, f"{where} part")
             continue
         name = type(cache).__name__

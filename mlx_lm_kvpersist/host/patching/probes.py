@@ -25,16 +25,7 @@ from unittest import mock
 import mlx.core as mx
 
 from ...errors import PatchNotEffective
-from .. import manager
-from ..answers import (
-    ClientRequest,
-    ModelSupport,
-    PrefillLimits,
-    Prepared,
-    Prompt,
-    Route,
-    TakenRequest,
-)
+from .. import answers, manager
 from ..hookspecs import hookimpl
 from ..manager import TakenTokens, take_request
 from ..scheduling.model_provider import PluginCaches
@@ -85,17 +76,17 @@ def remembered(hook: str) -> Callable[[ProbePlugin], None]:
     return implementation
 
 
-class ProbeRequest(TakenRequest):
+class ProbeRequest(answers.TakenRequest):
     """Feeds one token more than the prompt has."""
 
-    def __init__(self, plugin: ProbePlugin, prompt: Prompt) -> None:
+    def __init__(self, plugin: ProbePlugin, prompt: answers.Prompt) -> None:
         super().__init__(prompt)
         self.plugin = plugin
 
-    def enter(self) -> Prepared:
+    def enter(self) -> answers.Prepared:
         ids = self.prompt.ids
-        longer = Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
-        return Prepared(longer, [ProbeCache()], len(ids))
+        longer = answers.Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
+        return answers.Prepared(longer, [ProbeCache()], len(ids))
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         self.plugin.asked.append(f"insert {list(tokens)} {cache_type}")
@@ -120,12 +111,12 @@ class ProbePlugin:
         return asked_bytes - 1
 
     @hookimpl
-    def model_loaded(self) -> ModelSupport:
+    def model_loaded(self) -> answers.ModelSupport:
         self.asked.append("model_loaded")
-        return ModelSupport(
+        return answers.ModelSupport(
             lambda: [ProbeCache(), ProbeCache()],
             lambda caches: ProbeCache(f"{len(caches)} merged by the plugin"),
-            limits=PrefillLimits(1.0, lambda position: 2),
+            limits=answers.PrefillLimits(1.0, lambda position: 2),
         )
 
     @hookimpl
@@ -141,7 +132,7 @@ class ProbePlugin:
         self.asked.append(f"serving_changed {serving}")
 
     @hookimpl
-    def take_request(self, request: ClientRequest, prompt: Prompt) -> ProbeRequest:
+    def take_request(self, request: answers.ClientRequest, prompt: answers.Prompt) -> ProbeRequest:
         self.asked.append(f"take_request {request.kind} {request.prompt}")
         return ProbeRequest(self, prompt)
 
@@ -154,8 +145,8 @@ class ProbePlugin:
         self.asked.append(f"reply_sent {content}")
 
     @hookimpl
-    def routes(self) -> list[Route]:
-        return [Route("GET", "/probe", lambda handler: handler.send_error(418))]
+    def routes(self) -> list[answers.Route]:
+        return [answers.Route("GET", "/probe", lambda handler: handler.send_error(418))]
 
 
 @contextlib.contextmanager
@@ -280,7 +271,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
         mock.patch.object(server, "_run_http_server", lambda *args, **kwargs: None),
     ):
         request = SimpleNamespace(request_type="text", prompt="p", messages=[])
-        taken = take_request(ClientRequest(request), Prompt([1], [[1]], ["user"]))
+        taken = take_request(answers.ClientRequest(request), answers.Prompt([1], [[1]], ["user"]))
         assert taken is not None
         taken.enter()
         inspect.unwrap(server.run)("127.0.0.1", 0, SimpleNamespace(cli_args=ARGS))

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_lm_kvpersist.cache.geometry.kinds import (
-    COMPOSITE,
     KINDS,
     REFUSED,
     GroupKind,
@@ -43,7 +42,7 @@ def classes_of_host() -> list[str]:
 
 @pytest.mark.parametrize("name", classes_of_host())
 def test_every_cache_class_of_mlx_lm_is_kept_or_refused_by_name(name: str) -> None:
-    kept = {cls.__name__ for cls in KINDS} | {COMPOSITE.__name__}
+    kept = {cls.__name__ for cls in KINDS} | {CacheList.__name__}
     assert (name in kept) + (name in BATCHES) + (name in REFUSED) + (name in NO_CACHES) == 1, (
         f"mlx_lm.models.cache.{name} is new: cache/geometry/kinds.py must know it"
     )
