@@ -27,9 +27,7 @@ _PROXY_HEADERS = {
 
 
 def operator_view(
-    answer: Callable[[], Any],
-    key: str | None = None,
-    content_type: str = "application/json",
+    answer: Callable[[], Any], key: str | None = None, content_type: str = "application/json"
 ) -> Callable[[Any], None]:
     """Return a route's handler that sends what `answer` returns, to operators only.
 

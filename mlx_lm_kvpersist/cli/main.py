@@ -265,6 +265,5 @@ def _add_why(commands: Any) -> None:
         help="the header X-KVPersist-Request of a reply, or its end (default: list all)",
     )
     why.add_argument(
-        "--url",
-        help="ask this running server, such as http://127.0.0.1:8080, instead of the store",
+        "--url", help="ask this running server, such as http://127.0.0.1:8080, instead of the store"
     )

@@ -210,11 +210,7 @@ class Taken:
     def enter(self) -> Prompt | None:
         """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""
         prepared: Prepared | None = safely(
-            self.plugin,
-            "take_request",
-            self.request.enter,
-            check=check_prepared,
-            raised=ClientGone,
+            self.plugin, "take_request", self.request.enter, check=check_prepared, raised=ClientGone
         )
         if prepared is None:
             return None

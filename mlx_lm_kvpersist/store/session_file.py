@@ -261,11 +261,7 @@ def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Seque
     keys = tuple(node.key for node in source.blocks)
     leaf = Leaf(source.name, keys[-1], source.blocks[-1].stop, keys)
     files = {
-        item.key: NewFile(
-            item,
-            source.files[number].n_bytes,
-            partial(_write, source, number),
-        )
+        item.key: NewFile(item, source.files[number].n_bytes, partial(_write, source, number))
         for number, item in enumerate(source.items)
     }
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..block import Block, Checkpoint, Record, Root
+from ..block import Checkpoint, Record, Root
+from ..match.tree import BlockSource
 from .files import Arrays
 from .records import Commit
 
 RAM, DISK = "ram", "disk"
 
 
-class Tier(Protocol):
+class Tier(BlockSource, Protocol):
     """A place in which blocks are found. Any thread may ask; what it cannot tell is not there."""
 
     @property
     def name(self) -> str:
         """The tier's name in headers, metrics and rates."""
-
-    def children(
-        self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
-    ) -> Sequence[Block]:
-        """Return the blocks that continue `parent`; see `BlockSource.children`."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
         """Return the checkpoints of these blocks."""

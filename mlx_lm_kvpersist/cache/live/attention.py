@@ -239,13 +239,7 @@ def packed_attention(
         n = block.shape[2]
         packable = pk.prepared(block, keys.quantization)
         block, packable = (x.reshape(n_rows, n_kv_heads, -1, x.shape[3]) for x in (block, packable))
-        scores = mx.quantized_matmul(
-            packable,
-            *all_keys,
-            transpose=True,
-            group_size=keys.quantization.group_size,
-            bits=keys.quantization.bits,
-        )
+        scores = pk.matmul(packable, all_keys, keys.quantization, transpose=True)
         first, last = span.first, span.last
         if first < last:
             own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
@@ -259,13 +253,7 @@ def packed_attention(
             own = weights[..., first:last]
             if len(spans) > 1:
                 weights[..., first:last] = 0
-        out = mx.quantized_matmul(
-            weights,
-            *all_values,
-            transpose=False,
-            group_size=values.quantization.group_size,
-            bits=values.quantization.bits,
-        )
+        out = pk.matmul(weights, all_values, values.quantization, transpose=False)
         out = pk.as_it_came(out, values.quantization)
         if first < last:
             out += own @ values.computed(every, every, first, last)
@@ -334,14 +322,11 @@ def _one_head(
     for tokens in _slices(n_keys, n_tile):
         tile = [x.dequantized(*where, tokens, after, dtype) for x in (keys, values)]
         for i, (span, at) in enumerate(blocks):
-            n, first, last = (
-                tokens.start,
-                max(span.first, tokens.start),
-                min(span.last, tokens.stop),
-            )
+            first, last = max(span.first, tokens.start), min(span.last, tokens.stop)
             seen = tile
             if first < last:
-                its, seen = slice(first - n, last - n), [copy.copy(x) for x in tile]
+                its = slice(first - tokens.start, last - tokens.start)
+                seen = [copy.copy(x) for x in tile]
                 for array, x in zip(seen, (keys, values), strict=True):
                     own = x.prepared(*where, first, last)
                     array[:, :, its] = _joined(array[:, :, its], own, spans)

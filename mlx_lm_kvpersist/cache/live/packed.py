@@ -134,6 +134,12 @@ def dequantize(
     )
 
 
+def matmul(x: mx.array, packed: Packed, quantization: Quantization, *, transpose: bool) -> mx.array:
+    """Multiply `x` [B, H, n, ...] by packed tokens, or by their transpose, without dequantizing."""
+    group_size, bits = quantization.group_size, quantization.bits
+    return mx.quantized_matmul(x, *packed, transpose=transpose, group_size=group_size, bits=bits)
+
+
 def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:
     """Return all tokens [B, H, T, D] in `dtype` as they came, rounded."""
     return as_it_came(dequantize(packed, quantization, dtype), quantization)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
-from ..geometry.precision import KVPrecision
+from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
 from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
 from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
@@ -128,27 +128,23 @@ class PackedCache(Buffers):
             return all_keys.astype(keys.dtype), all_values.astype(values.dtype)
         if n_new > 1 and len(set(zip(n_own, self.newest.lengths, strict=True))) > 1:
             raise ValueError(f"{n_new} tokens for rows at different places; expected one each")
-        sides = self.precision.sides
-        width = keys.shape[3] + sides[0].padding + values.shape[3] + sides[1].padding
+        key_side, value_side = self.precision.sides
+        width = keys.shape[3] + key_side.padding + values.shape[3] + value_side.padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
         strategy = plan.choose(n_new, self.size(), keys.shape[0], token_bytes)
         fetched_keys, fetched_values = (
-            PackedKV.of(
-                packed,
-                quantization,
-                self.size(),
-                strategy,
-                plan.tile_bytes,
-                newest,
-                max(n_own),
-            )
-            for packed, quantization, newest in zip(
-                (self.keys, self.values), sides, self.newest.view(), strict=True
-            )
+            PackedKV.of(packed, side, self.size(), strategy, plan.tile_bytes, newest, max(n_own))
+            for (packed, _, side), newest in zip(self._sides, self.newest.view(), strict=True)
         )
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values
+
+    @property
+    def _sides(self) -> tuple[tuple[pk.Packed, mx.array, Quantization], ...]:
+        """The buffers, the newest tokens and the quantization of keys, then of values."""
+        keys, values = self.precision.sides
+        return (self.keys, self.newest.keys, keys), (self.values, self.newest.values, values)
 
     @property
     def bits(self) -> int:
@@ -197,12 +193,7 @@ class PackedCache(Buffers):
         for row, (start, stop) in zip(rows, ranges, strict=True):
             if start > stop:
                 at, its = (slice(x.size() - start, x.size() - stop) for x in (self, self.newest))
-                for packed, computed, quantization in zip(
-                    (self.keys, self.values),
-                    (self.newest.keys, self.newest.values),
-                    self.precision.sides,
-                    strict=True,
-                ):
+                for packed, computed, quantization in self._sides:
                     pk.write(packed, row, at, pk.quantize(computed[row, :, its], quantization))
 
     def _make_room(self, *new: mx.array) -> None:
@@ -211,9 +202,7 @@ class PackedCache(Buffers):
             start = self.size() - new[0].shape[2]
             self.keys, self.values = (
                 pk.append(packed, start, pk.zeros(x, quantization))
-                for packed, x, quantization in zip(
-                    (self.keys, self.values), new, self.precision.sides, strict=True
-                )
+                for (packed, _, quantization), x in zip(self._sides, new, strict=True)
             )
 
     def _clear(self, stop: int) -> None:
@@ -256,9 +245,7 @@ class PackedCache(Buffers):
         dtype = (self.keys[1] if self.newest.keys is None else self.newest.keys).dtype
         keys, values = (
             pk.read(pk.view(packed, 0, self.size()), quantization, dtype)
-            for packed, quantization in zip(
-                (self.keys, self.values), self.precision.sides, strict=True
-            )
+            for packed, _, quantization in self._sides
         )
         n_own = list(map(sub, self.lengths, self.n_packed))
         if any(n_own):
@@ -314,12 +301,7 @@ class SequenceQuantizedKVCache(PackedCache):
             )
             if middle < stop
             else pk.view(packed, start, stop)
-            for packed, computed, side in zip(
-                (self.keys, self.values),
-                (self.newest.keys, self.newest.values),
-                self.precision.sides,
-                strict=True,
-            )
+            for packed, computed, side in self._sides
         )
         return keys, values
 
@@ -352,10 +334,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
     """Quantized keys and values of one layer for B sequences."""
 
     def __init__(
-        self,
-        left_padding: Sequence[int],
-        precision: KVPrecision,
-        plan: AttentionPlan | None = None,
+        self, left_padding: Sequence[int], precision: KVPrecision, plan: AttentionPlan | None = None
     ) -> None:
         self.precision = precision
         self.plan = plan

@@ -223,10 +223,7 @@ class _Layers:
             lead = (work.n_rows, shape.n_kv_heads, work.n_keys)
             held = (
                 self._held(work, (*lead, dim), side, dtype)
-                for dim, side in (
-                    (shape.k_dim, precision.keys),
-                    (shape.v_dim, precision.values),
-                )
+                for dim, side in ((shape.k_dim, precision.keys), (shape.v_dim, precision.values))
             )
             self.layers.append(tuple(held))
         token_bytes = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * dtype.size

@@ -58,10 +58,7 @@ DRAIN_S = 5.0
 """How long replies may go on after SIGTERM."""
 BACKLOG = 128
 """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
-_UNSAID = {
-    400: "Request should be a JSON dictionary",
-    411: "Content-Length header is required",
-}
+_UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
 """Stock's messages for errors that it answers without an exception."""
 
 logger = logging.getLogger(__name__)
