@@ -55,6 +55,21 @@ in every batch or because of pieces, are listed under *As in stock* and not coun
 of them, or all up to the block of 256 in which it is left.
 """
 
+_TURNS = """
+## What a turn writes
+
+A turn of 500 tokens: its blocks, its newest tokens as they were computed, and of models with
+windows or recurrent layers their checkpoints ([store.md](store.md#what-happens-when)). *In a row*:
+turns of a tool follow each other, prompts are computed at 1,000 tokens a second, and a checkpoint
+is written every two seconds of computing; quicker machines write less. *After a rest*: nobody went
+on for 30 seconds, so the checkpoint of the reply's end is written. The last column is what each
+turn writes if no checkpoint is postponed. The shapes are those of the makers' config.json, in
+bfloat16. `python -m benchmarks.tool_turns` counts what tiny models with such layers write.
+
+<!-- made: turns -->
+<!-- end of turns -->
+"""
+
 _COLUMNS = (
     "model",
     "caches",
@@ -101,7 +116,8 @@ def page(findings: Sequence[Finding]) -> str:
         _INTRO.format(mlx_lm=version("mlx-lm"), mlx=version("mlx")),
         f"{summary(findings)}.\n",
         *rows,
-        "\n## Refused, or wrong\n",
+        _TURNS,
+        "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
         *(excused or ["None."]),

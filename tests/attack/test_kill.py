@@ -8,7 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from tests.support import (
     wait_until,
 )
 
+from . import tool_turns
 from .turns import LIMITS, check_committed, keep_turn
 
 TALKS = ("first", "second", "third")
@@ -221,3 +225,44 @@ def ask_and_kill(
     server.kill9()
     thread.join()
     server.start()
+
+
+def kill_after(command: list[str], is_done: Callable[[], bool], rng: random.Random) -> None:
+    """Run a program, and kill it a moment after it has done something."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        wait_until(lambda: is_done() or process.poll() is not None, "what it does", 120)
+        time.sleep(rng.uniform(0, 0.3))
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert not errors, errors.decode()
+
+
+def at_least(log: Path, n_turns: int) -> bool:
+    return len(tool_turns.lines(log)) >= n_turns
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("n_kills", [2, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_kill_costs_a_hybrid_model_no_more_than_it_may(tmp_path: Path, n_kills: int) -> None:
+    """Seconds of computing that are lost when a tool's turns are killed at any moment."""
+    rng = random.Random(n_kills)
+    log, store = tmp_path / "log", tmp_path / "store"
+    log.touch()
+    lost_s: list[float] = []
+    for _ in range(n_kills):
+        n_before = len(tool_turns.lines(log))
+        command = [sys.executable, "-m", "tests.attack.tool_turns", str(store), str(log)]
+        kill_after(command, partial(at_least, log, n_before + rng.randint(1, 4)), rng)
+        after = tool_turns.lines(log)[n_before]
+        lost_s.append((after["of"] - after["reused"]) / tool_turns.TOKENS_PER_S)
+    print(f"lost in {n_kills} kills: worst {max(lost_s):.2f} s, mean {mean(lost_s):.2f} s")
+    # What the writer had not yet renamed comes on top: two turns at most wait for it here.
+    a_turn_s = (tool_turns.N_TOOL + tool_turns.N_REPLY) / tool_turns.TOKENS_PER_S
+    assert max(lost_s) <= tool_turns.MAX_LOSS_S + 2 * a_turn_s
+    with closing(tool_turns.model(tmp_path / "uninterrupted", 0.0)) as whole:
+        turns: list[dict[str, Any]] = []
+        for killed in tool_turns.lines(log):
+            turns.append(tool_turns.turn(whole, turns))
+            assert turns[-1]["reply"] == killed["reply"]

@@ -1,4 +1,4 @@
-"""What conversations take on disk, asked of caches of real models' shapes.
+"""What conversations take on disk, and their turns write, asked of caches of real models' shapes.
 
 The shapes are those of the makers' config.json, as far as a cache depends on them; all other sizes
 are small, so that a forward pass costs nothing.
@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
 from mlx_lm_kvpersist.cache.geometry.spec import LayerGroup, ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.packed import GRID
 from mlx_lm_kvpersist.config import DEFAULT_BITS, DEFAULT_MAX_DISK_BYTES, KV_BITS
 from mlx_lm_kvpersist.units import show_bytes
 from models_check.configs import CONFIGS
@@ -28,6 +29,17 @@ def _full(n_layers: int, n_kv_heads: int, head_dim: int) -> dict[str, Any]:
         "num_attention_heads": n_kv_heads,
         "num_key_value_heads": n_kv_heads,
         "head_dim": head_dim,
+    }
+
+
+def _gemma4(n_layers: int, n_kv_heads: int, n_global_kv_heads: int) -> dict[str, Any]:
+    return {
+        **_full(n_layers, n_kv_heads, 256),
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * (n_layers // 6),
+        "sliding_window": 1024,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": n_global_kv_heads,
+        "attention_k_eq_v": True,
     }
 
 
@@ -53,6 +65,10 @@ SHAPES: dict[str, tuple[str, Config]] = {
         "qwen3_5_moe",
         {"text_config": {**_full(40, 2, 256), **_GATED_DELTA}},
     ),
+    "Qwen3.5, Qwen3.6, Qwen3.8 27B": (
+        "qwen3_5",
+        {"text_config": {**_full(64, 4, 256), **_GATED_DELTA, "linear_num_value_heads": 48}},
+    ),
     "GLM-4.5-Air": ("glm4_moe", _full(46, 8, 128)),
     "gpt-oss 20B": (
         "gpt_oss",
@@ -66,6 +82,8 @@ SHAPES: dict[str, tuple[str, Config]] = {
         "gemma3_text",
         {**_full(48, 8, 256), "sliding_window": 1024, "sliding_window_pattern": 6},
     ),
+    "Gemma 4 26B-A4B": ("gemma4_text", _gemma4(30, 8, 2)),
+    "Gemma 4 31B": ("gemma4_text", _gemma4(60, 16, 4)),
     "DeepSeek-V2-Lite 16B": (
         "deepseek_v2",
         {
@@ -135,3 +153,44 @@ def table() -> str:
             *map(row, SHAPES),
         ]
     )
+
+
+N_TURN, TOKENS_PER_S, MAX_LOSS_S = 500, 1000, 2
+"""Tokens of a turn; the speed of prompts, and the seconds that a kill may cost."""
+
+
+def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
+    """Return what a turn writes: in a row of turns, after a rest, and with all checkpoints written.
+
+    A turn has two checkpoints. In a row, one is written of those in `MAX_LOSS_S`, with whole
+    windows; otherwise what is new of windows. A state has half a block of newest tokens as they
+    were computed, on average.
+    """
+    blocks = N_TURN * spec.bytes_per_token
+    if spec.any_prefix:
+        blocks += GRID // 2 * spec.newest_bytes
+        return blocks, blocks, blocks
+    state = sum(group.state_bytes for group in spec.recurrent) + GRID // 2 * spec.newest_bytes
+    whole, new = (
+        sum(
+            min(window, most) * group.bytes_per_token
+            for window, groups in spec.sliding.items()
+            for group in groups
+        )
+        for most in (MAX_LOSS_S * TOKENS_PER_S, N_TURN)
+    )
+    n_turns = MAX_LOSS_S * TOKENS_PER_S // N_TURN
+    return blocks + (state + whole) // n_turns, blocks + state + new, blocks + 2 * state + new
+
+
+def turns_table() -> str:
+    """Return what a turn writes, for models with windows or states, and one without."""
+    rows = [
+        "| model | in a row | after a rest | `--kvpersist-max-loss-s 0` |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in SHAPES:
+        spec = spec_of(name)
+        if not spec.any_prefix or name == next(iter(SHAPES)):
+            rows.append(f"| {' | '.join([name, *map(show_bytes, turn_bytes(spec))])} |")
+    return "\n".join(rows)

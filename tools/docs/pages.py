@@ -17,6 +17,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": options.commands,
     "messages": messages.lists,
     "disk": disk.table,
+    "turns": disk.turns_table,
     "in short": results.in_short,
     "conditions": results.conditions,
     "first token": results.first_token,
