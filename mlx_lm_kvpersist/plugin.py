@@ -356,7 +356,9 @@ class KVPersistPlugin:
     @property
     def _doing(self) -> str:
         """What is being found out of the loaded model before it is kept; "" when that is known."""
-        return serving.doing if (serving := self._serving) else ""
+        if (serving := self._serving) is None:
+            return ""
+        return "what replies left meanwhile is stored" if serving.is_storing else serving.doing
 
     @property
     def _model(self) -> dict[str, str | None]:

@@ -140,6 +140,11 @@ class Serving:
         """What is being found out of the model, in words; "" when all is known."""
         return self.preparation.doing if self.preparation is not None else ""
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether the model is known, and some of what was held until then is not stored yet."""
+        return bool(self._held) and not self.doing
+
     def root_of(self, state: RequestState) -> Root:
         """Return the root of the tree that the request's tenant may see."""
         session = (state.session or "") if self.isolated else ""

@@ -9,12 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load
 from tokenizers import Tokenizer
 
 from mlx_lm_kvpersist.request.outcome import Reason
@@ -35,6 +31,7 @@ from tests.support import (
 )
 from tests.support.host import make_environment
 
+from .lora import make_adapter
 from .stored import wait_for_commit, wait_for_writer
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(120, seed=4)}
@@ -163,22 +160,7 @@ def test_each_model_finds_its_own_only(
 
 @pytest.fixture(scope="module")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter whose weights are all but small."""
-    folder = tmp_path_factory.mktemp("adapter")
-    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0}
-    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    model, _ = load(str(tiny_model))
-    model.freeze()
-    linear_to_lora_layers(model, 2, parameters)
-    key = mx.random.key(3)
-    weights = {
-        name: mx.random.normal(value.shape, key=key) * 0.1
-        for name, value in tree_flatten(model.trainable_parameters())
-    }
-    assert weights
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    return folder
+    return make_adapter(tmp_path_factory.mktemp("adapter"), tiny_model)
 
 
 def test_an_adapter_makes_another_model(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ import pytest
 
 from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH
 from mlx_lm_kvpersist.api.page import SESSIONS_PATH
-from tests.support import Message, ServerProcess, StartServer, synthetic_text, wait_until
+from tests.support import Message, Reply, ServerProcess, StartServer, synthetic_text, wait_until
 from tests.support.lock_holder import lock_holder
 
+from .lora import make_adapter
 from .stored import wait_for_writer
 
+AGAIN: list[Message] = 2 * [
+    {"role": "assistant", "content": "It is so."},
+    {"role": "user", "content": "Is it?"},
+]
 QUESTION: list[Message] = [{"role": "user", "content": synthetic_text(300)}]
 
 
@@ -33,10 +39,12 @@ def wait_until_known(server: ServerProcess) -> None:
     wait_until(lambda: not told(server, SPEC_PATH)["examining"], "all of the model", 60)
 
 
-def begun(start_server: StartServer, model: Path, store: Path, *extra: str) -> ServerProcess:
+def begun(
+    start_server: StartServer, model: Path, store: Path, *extra: str, **how: Any
+) -> ServerProcess:
     """Start a server; it answers, and does not know its model."""
     options = "--kvpersist-dir", str(store), "--kvpersist-attention", "auto", *extra
-    return start_server.with_plugin(model, *options, examined=False)
+    return start_server.with_plugin(model, *options, examined=False, **how)
 
 
 def test_a_conversation_from_the_first_moment_on_is_right_and_kept(
@@ -135,6 +143,48 @@ def test_a_model_that_fails_is_served_as_stock_does(
     assert not list((tmp_path / "store").glob("blocks/*/*"))
 
 
+@pytest.mark.parametrize("change", ["an adapter", "another device", "a refusal"])
+def test_what_is_another_model_at_a_later_start_is_served_right_from_its_first_second(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, change: str
+) -> None:
+    """And what was found and stored of the first is there when it comes back."""
+    options, extra = ("--kvpersist-kv-bits", "16"), list[str]()
+    store, sent = tmp_path / "store", dict[str, Any](max_tokens=8, temperature=0.0)
+    if change == "an adapter":
+        extra += ["--adapter-path", str(make_adapter(tmp_path / "adapter", tiny_model))]
+    first = begun(start_server, tiny_model, store, *options)
+    plain = first.chat(QUESTION, **sent).text
+    wait_until_known(first)
+    wait_for_writer(first)
+    first.terminate()
+    stock = start_server(tiny_model, *extra)
+    talks = [[*QUESTION, *AGAIN[:n]] for n in (0, 2, 4)]
+    expected = [stock.chat(talk, **sent).text for talk in talks]
+    stock.terminate()
+    assert (expected[0] != plain) == (change == "an adapter")
+    program = launcher(tmp_path, *({change} & CHANGES.keys()))
+    changed = begun(start_server, tiny_model, store, *options, *extra, launcher=program)
+
+    def ask_all() -> list[Reply]:
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(lambda talk: changed.chat(talk, **sent), talks))
+
+    for _ in range(2):
+        assert [reply.text for reply in ask_all()] == expected
+    wait_until(lambda: not told(changed, SPEC_PATH).get("examining"), "all of the model", 60)
+    replies = ask_all()
+    assert [reply.text for reply in replies] == expected
+    outcome = "STOCK" if change == "a refusal" else "EXACT"
+    assert {reply.kvpersist["outcome"] for reply in replies} == {outcome}
+    assert changed.log.count("nothing is kept: ") == (change == "a refusal")
+    assert ("nothing is kept yet" in changed.log) == (change != "a refusal")
+    changed.terminate()
+    again = begun(start_server, tiny_model, store, *options)
+    assert told(again, SPEC_PATH)["examining"] is None
+    reply = again.chat(QUESTION, **sent)
+    assert (reply.text, reply.kvpersist["outcome"]) == (plain, "EXACT")
+
+
 @pytest.mark.parametrize(
     "found",
     [
@@ -156,8 +206,9 @@ def test_a_server_that_is_never_idle_gets_to_know_its_model(
         [{"role": "user", "content": synthetic_text(2000, seed=seed)}] for seed in range(3)
     ]
     sent: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
-    expected = [server.chat(talk, **sent).text for talk in talks]
-    is_over, wrong, outcomes = threading.Event(), [], []
+    alone = [server.chat(talk, **sent) for talk in talks]
+    expected, outcomes = [r.text for r in alone], [r.headers["x-kvpersist"] for r in alone]
+    is_over, wrong = threading.Event(), []
 
     def client(number: int) -> None:
         while not is_over.is_set():
@@ -203,6 +254,9 @@ CHANGES = {
     "round_trip": "from mlx_lm_kvpersist import round_trip; round_trip._NOISE = -1.0",
     "canary": "from mlx_lm_kvpersist.cache.blocks import canary\n"
     "canary._difference = lambda *_: 1.0",
+    "another device": "from mlx_lm_kvpersist.request import loading\n"
+    "loading.device_key = lambda: 'another'",
+    "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",
     "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
     "probe._batching = lambda *_: (yield) or probe.Batching.NONE",
     "never idle": "from mlx_lm_kvpersist.request import idle\n"
