@@ -19,8 +19,8 @@ their replies mean nothing, their time and memory do.
 ## What the numbers do not show
 
 None of this ran on Apple silicon. The CPU runs are MLX's CPU backend on shared virtual machines
-with OpenBLAS preloaded (the reference BLAS of its wheel is 45 times as slow, which flatters every
-cache), and which fetch memory that is used for the first time from their host at a gigabyte a
+with OpenBLAS preloaded (the reference BLAS of its wheel is 15 to 45 times as slow, which flatters
+every cache), and which fetch memory that is used for the first time from their host at a gigabyte a
 second or two: restores there pay for that more than for anything else, and vary with it by a factor
 of two. MLX's product over packed keys takes 1.6 times as long there as OpenBLAS over plain ones, so
 decoding is slower than stock's on a CPU, whatever the bits. The GPU runs are its CUDA backend:

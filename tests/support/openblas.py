@@ -14,7 +14,7 @@ def openblas_env() -> dict[str, str]:
     """Return the environment variables with which a process preloads the system's OpenBLAS.
 
     MLX's wheel for Linux brings netlib's reference BLAS. OpenBLAS computes a matrix product on
-    the CPU 45 times as fast, so the prefill of a real model takes seconds instead of minutes.
+    the CPU 15 to 45 times as fast, so the prefill of a real model takes seconds instead of minutes.
     Preloading replaces the functions in the whole process; it must be set before Python starts.
     With OpenBLAS a row's last bits can depend on how many rows are computed with it, so tests that
     compare every bit do without.
@@ -27,7 +27,7 @@ def openblas_env() -> dict[str, str]:
     library = find_library("openblas")
     if library is None:
         print(
-            "OpenBLAS was not found: on a CPU, prompts take about 45 times as long as with it "
+            "OpenBLAS was not found: on a CPU, prompts take 15 to 45 times as long as with it "
             "(Debian and Ubuntu: apt-get install libopenblas0-pthread)",
             file=sys.stderr,
         )
