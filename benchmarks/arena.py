@@ -51,30 +51,33 @@ def main() -> None:
 
 
 class Arena:
-    """One array of all blocks, changed in place where MLX can."""
+    """One array of all blocks, changed in place where MLX can.
+
+    Heads come first: only so can attention read adjoining blocks as a view.
+    """
 
     def __init__(self, n_blocks: int) -> None:
-        self.keys = mx.zeros((n_blocks, HEADS, TOKENS, DIM), mx.float16)
+        self.keys = mx.zeros((HEADS, n_blocks, TOKENS, DIM), mx.float16)
         mx.eval(self.keys)
 
     def put(self, place: int, block: mx.array) -> None:
-        self.keys[place] = block
+        self.keys[:, place] = block
         mx.eval(self.keys)
 
     def view(self, first: int) -> mx.array:
-        """Return a conversation's blocks, which adjoin."""
-        found = self.keys[first : first + CONVERSATION]
+        """Return a conversation's blocks, which adjoin: (heads, tokens, dim)."""
+        found = self.keys[:, first : first + CONVERSATION].reshape(HEADS, -1, DIM)
         mx.eval(found)
         return found
 
     def gather(self, places: Sequence[int]) -> mx.array:
-        found = mx.take(self.keys, mx.array(list(places)), axis=0)
+        found = mx.take(self.keys, mx.array(list(places)), axis=1).reshape(HEADS, -1, DIM)
         mx.eval(found)
         return found
 
     def append(self, place: int, token: mx.array) -> None:
         """Write a conversation's next token."""
-        self.keys[place, :, 7] = token
+        self.keys[:, place, 7] = token
         mx.eval(self.keys)
 
 
