@@ -39,7 +39,7 @@ from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
-from .request.wired import check_wired, weight_bytes, wired_bytes
+from .request.wired import weight_bytes, wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import StoredSessions
@@ -83,7 +83,6 @@ class KVPersistPlugin:
     @hookimpl
     def configure(self, args: Namespace) -> None:
         self._config = config.from_args(args)
-        check_wired(self._config.wired)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
         self._sessions = StoredSessions(self._store)

@@ -49,50 +49,46 @@ class Sample:
 
     memory_bytes: int | None
     """Resident memory; on a Mac the footprint, which counts the GPU's memory."""
-    n_descriptors: int | None
+    n_files: int | None
     n_threads: int | None
 
     @classmethod
     def of(cls, pid: int) -> Sample:
         """Return what a process of this user takes. Raises OSError where it has ended."""
         if sys.platform == "darwin":
-            # struct rusage_info_v0 of sys/resource.h; the eighth number is ri_phys_footprint.
+            # struct rusage_info_v0 of sys/resource.h: a UUID, then ri_phys_footprint is the eighth.
             usage = (ctypes.c_uint64 * 12)()
             failed = ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
-            files = _lines("lsof", "-a", "-d", "0-99999", "-F", "f", "-p", str(pid))
-            threads = _lines("ps", "-M", "-p", str(pid))
-            n_files = sum(line.startswith("f") for line in files)
+            files = _output("lsof", "-a", "-d", "0-99999", "-F", "f", "-p", str(pid))
+            threads = _output("ps", "-M", "-p", str(pid)).splitlines()
+            n_files = len(re.findall("^f", files, re.MULTILINE))
             return cls(None if failed else usage[9], n_files or None, len(threads) - 1 or None)
         process = Path("/proc") / str(pid)
-        status = dict(re.findall(r"^(\w+):\s+(\d+)", (process / "status").read_text(), re.M))
-        n_descriptors = len(os.listdir(process / "fd"))
-        return cls(1024 * int(status["VmRSS"]), n_descriptors, int(status["Threads"]))
+        status = dict(re.findall(r"(\w+):\s+(\d+)", (process / "status").read_text()))
+        n_files = len(os.listdir(process / "fd"))
+        return cls(1024 * int(status["VmRSS"]), n_files, int(status["Threads"]))
 
     def __str__(self) -> str:
         memory = "?" if self.memory_bytes is None else show_bytes(self.memory_bytes)
-        files, threads = ("?" if n is None else n for n in (self.n_descriptors, self.n_threads))
-        return f"{memory}, {files} files, {threads} threads"
+        return f"{memory}, {self.n_files or '?'} files, {self.n_threads or '?'} threads"
 
 
-def _lines(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 @dataclass
 class Soak:
     """One run, and what it has seen so far.
 
-    model: a folder. n_tokens: of the longest prompts. log: gets a line of JSON for each sample, on
-    the disk at once, because a Mac that panics keeps nothing else.
+    model: a folder. options: of the server. n_tokens: of the longest new prompts. log: gets a line
+    of JSON for each sample, on the disk at once, because a Mac that panics keeps nothing else.
     """
 
     model: str
     folder: Path
-    seconds: float
-    options: Sequence[str] = ()
+    options: Sequence[str]
     n_tokens: int = MOST_TOKENS
-    budgets: Sequence[str] = BUDGETS
     log: TextIO | None = None
     samples: list[Sample] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
@@ -100,13 +96,13 @@ class Soak:
     _chars_per_token: float = 2.0
     _ends_s: float = 0.0
 
-    def run(self, every_s: float = 1.0) -> None:
-        """Run both streams for `seconds`. Raises KVPersistError where the server fails."""
-        options = ("--kvpersist-dir", str(self.folder / "store"), *self.budgets, *self.options)
+    def run(self, seconds: float, every_s: float = 1.0) -> None:
+        """Run both streams for so long. Raises KVPersistError where the server fails."""
+        command = (self.model, "--plugin", "kvpersist", "--kvpersist-dir", f"{self.folder}/store")
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
-            command = (self.model, "--plugin", "kvpersist", *options)
-            with StartedServer(*command, log_path=self.folder / "log") as server:
-                self._ends_s = time.monotonic() + self.seconds
+            log_path = self.folder / "log"
+            with StartedServer(*command, *self.options, log_path=log_path) as server:
+                self._ends_s = time.monotonic() + seconds
                 streams = [pool.submit(self._stream, server, n) for n in range(STREAMS)]
                 try:
                     while self._left_s and not any(stream.done() for stream in streams):
@@ -117,7 +113,7 @@ class Soak:
             for stream in streams:
                 stream.result()
         if not self.replies:
-            raise KVPersistError(f"no request was served in {self.seconds:.0f} s; give it longer")
+            raise KVPersistError(f"no request was served in {seconds:.0f} s; give it longer")
 
     @property
     def _left_s(self) -> float:
@@ -151,31 +147,28 @@ class Soak:
     def _sample(self, server: StartedServer) -> str:
         """Take a sample; return a line about the run so far."""
         try:
-            self.samples.append(Sample.of(server.pid))
+            self.samples.append(sample := Sample.of(server.pid))
             tiers = ask(server.url, STATS_PATH)["store"]["tiers"].values()
         except (OSError, KVPersistError) as error:
             raise server.failure(str(error)) from error
         self.n_evicted = sum(tier["evicted"] for tier in tiers)
+        left_s, n_requests = round(self._left_s), len(self.replies)
         if self.log is not None:
-            seen = {"left_s": round(self._left_s), "requests": len(self.replies)}
-            seen |= {"evicted": self.n_evicted, **asdict(self.samples[-1])}
-            self.log.write(json.dumps(seen) + "\n")
-            self.log.flush()
+            seen = {"left_s": left_s, "requests": n_requests, "evicted": self.n_evicted}
+            print(json.dumps(seen | asdict(sample)), file=self.log, flush=True)
             os.fsync(self.log.fileno())
-        return f"soak: {self._left_s:.0f} s left, {len(self.replies)} requests, {self.samples[-1]}"
+        return f"soak: {left_s} s left, {n_requests} requests, {sample}"
 
     def seen(self) -> str:
         """Return what was seen, in one line."""
-        memory = [each.memory_bytes for each in self.samples if each.memory_bytes]
-        most = show_bytes(max(memory)) if memory else "?"
-        computed = sum(each.prompt_tokens - each.cached_tokens for each in self.replies)
-        reused = sum(each.cached_tokens for each in self.replies)
-        quarter = self.samples[len(self.samples) // 4] if self.samples else "nothing"
-        last = self.samples[-1] if self.samples else "nothing"
+        most = max((each.memory_bytes or 0 for each in self.samples), default=0)
+        n_reused = sum(each.cached_tokens for each in self.replies)
+        n_computed = sum(each.prompt_tokens for each in self.replies) - n_reused
+        ends = [str(self.samples[n]) for n in (len(self.samples) // 4, -1) if self.samples]
         return (
-            f"{len(self.replies)} requests, {computed:,} tokens computed and {reused:,} reused, "
-            f"{self.n_evicted:,} evicted; memory {most} at most; after a quarter {quarter}; at the "
-            f"end {last}"
+            f"{len(self.replies)} requests, {n_computed:,} tokens computed and {n_reused:,} "
+            f"reused, {self.n_evicted:,} evicted; memory {show_bytes(most)} at most; after a "
+            f"quarter and at the end {' and '.join(ends)}"
         )
 
 
@@ -185,14 +178,13 @@ def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str,
     path: the model's folder. about: the conditions; see `bench_report.conditions`. Raises
     KVPersistError where the server fails.
     """
-    options = ("--kvpersist-wired", str(args.kvpersist_wired))
+    options, result = ("--kvpersist-wired", str(args.kvpersist_wired)), "stopped"
     room = max_context(str(path), None) or 2 * MOST_TOKENS
     with args.json.open("w", encoding="utf-8") if args.json else nullcontext() as log:
-        made = Soak(str(path), folder, 60 * args.soak, options, min(MOST_TOKENS, 3 * room // 4))
-        made.log = log
-        result = "stopped"
+        n_tokens = min(MOST_TOKENS, 3 * room // 4)
+        made = Soak(str(path), folder, (*BUDGETS, *options), n_tokens, log)
         try:
-            made.run(every_s=1.0 if sys.stderr.isatty() else 10.0)
+            made.run(60 * args.soak, every_s=1.0 if sys.stderr.isatty() else 10.0)
             result = f"passed {args.soak:g} min"
         except KVPersistError as error:
             result = f"failed: {str(error).partition(chr(10))[0]}"

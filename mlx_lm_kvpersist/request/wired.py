@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import ConfigError
 from ..units import show_bytes
 
 NEEDED_ABOVE = 0.5
 """The share of what the device recommends above which `auto` lets weights be wired."""
-_RECOMMENDED = "max_recommended_working_set_size"
-
-
-def check_wired(choice: str | int) -> None:
-    """Raise ConfigError for a size that macOS would refuse."""
-    most = mx.device_info().get(_RECOMMENDED)
-    if isinstance(choice, int) and most is not None and choice > int(most):
-        raise ConfigError(
-            f"--kvpersist-wired {show_bytes(choice)} is more than the {show_bytes(int(most))} that "
-            "this device recommends; give less, or raise that with sysctl iogpu.wired_limit_mb"
-        )
 
 
 def weight_bytes(*models: Any) -> int:
@@ -36,8 +23,9 @@ def wired_bytes(choice: str | int, n_weight_bytes: int, asked_bytes: int) -> tup
 
     asked_bytes: what stock asks for, which is all that the device recommends.
     """
-    if isinstance(choice, int):
-        return choice, f"up to {show_bytes(choice)}, as --kvpersist-wired says"
+    if isinstance(choice, int):  # MLX refuses more than the device recommends
+        limit = min(choice, asked_bytes)
+        return limit, f"up to {show_bytes(limit)}, as --kvpersist-wired says"
     if choice == "stock":
         return None, f"as stock, up to {show_bytes(asked_bytes)}, as --kvpersist-wired says"
     if choice == "off":

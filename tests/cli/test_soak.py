@@ -30,10 +30,10 @@ def test_a_sample_follows_what_a_process_takes(tmp_path: Path) -> None:
     for file in files:
         file.close()
     assert before.n_threads and after.n_threads == before.n_threads + 3
-    assert before.n_descriptors and after.n_descriptors == before.n_descriptors + 4
+    assert before.n_files and after.n_files == before.n_files + 4
     assert before.memory_bytes and after.memory_bytes
     assert after.memory_bytes - before.memory_bytes > len(block) // 2
-    assert f"{after.n_descriptors} files, {after.n_threads} threads" in str(after)
+    assert f"{after.n_files} files, {after.n_threads} threads" in str(after)
 
 
 def test_what_a_system_does_not_tell_is_said_so() -> None:
@@ -61,8 +61,8 @@ def test_two_streams_overflow_the_budget_and_are_reported(
     log_path = tmp_path / "samples.json"
     model = str(make_model(tmp_path / "model"))
     with log_path.open("w", encoding="utf-8") as log:
-        made = SoonEnough(model, tmp_path, 120.0, (), 240, budgets, log)
-        made.run(every_s=0.2)
+        made = SoonEnough(model, tmp_path, budgets, 240, log)
+        made.run(120.0, every_s=0.2)
     assert len(made.replies) > 6 and made.n_evicted > 0
     assert {reply.cached_tokens > 100 for reply in made.replies} == {True, False}
     assert all(100 < reply.prompt_tokens < 500 for reply in made.replies)
@@ -70,18 +70,18 @@ def test_two_streams_overflow_the_budget_and_are_reported(
     assert len(lines) == len(made.samples) > 4
     assert 6 < lines[-1]["requests"] <= len(made.replies)
     assert lines[-1]["evicted"] == made.n_evicted
-    for name in ("memory_bytes", "n_descriptors", "n_threads"):
+    for name in ("memory_bytes", "n_files", "n_threads"):
         assert all(line[name] > 0 for line in lines), name
     said = made.seen()
     assert said.startswith(f"{len(made.replies)} requests, ") and "\n" not in said
     assert f"{made.n_evicted:,} evicted; memory " in said
-    assert said.endswith(f"at the end {made.samples[-1]}")
+    assert "after a quarter and at the end " in said and said.endswith(f" and {made.samples[-1]}")
 
 
 def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(soak: Soak, every_s: float) -> None:
+    def failing(soak: Soak, seconds: float, every_s: float) -> None:
         soak.samples.append(Sample(1 << 30, 20, 10))
         raise KVPersistError("the server failed: no answer\n--- mlx_lm.server\nits log")
 
