@@ -24,7 +24,6 @@ from .api.session_keys import KEEP_HEADER, is_kept, namespace, note, session_key
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Root
 from .cache.geometry.precision import PrecisionChoice
-from .cache.geometry.spec import Batching
 from .cache.live.quantized import batch_of
 from .cache.steps import Steps
 from .errors import KVPersistError, ModelNotSupported, RequestRefused
@@ -138,7 +137,7 @@ class KVPersistPlugin:
             # The model may be replaced. Once it is refused, it makes the caches of its class.
             lambda: serving.model.spec.make_cache() if self._serving is serving else None,
             batch_of,
-            model.spec.batching is not Batching.NONE,
+            model.spec.batches,
             model.speed.limits(asked.max_stall_s),
         )
 
@@ -180,7 +179,7 @@ class KVPersistPlugin:
             provider.is_batchable = was_batchable
         if refusal:
             return self._refuse(provider, refusal)
-        if preparation.model.spec.batching is Batching.NONE:
+        if not preparation.model.spec.batches:
             provider.is_batchable = False
         yield from serving.prepared()
 

@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from mlx_lm_kvpersist.cache.geometry.spec import Batching
-
 Keeper = Callable[[list[int], list[Any]], None]
 """Called with ids and the caches that hold them."""
 
@@ -74,18 +72,18 @@ def can_batch(caches: Sequence[Any]) -> bool:
 def generate(
     model: Any,
     rows: Sequence[Row],
-    batching: Batching = Batching.REPLIES,
+    batches: bool = True,
     *,
     joint: bool = True,
     padded: bool = False,
 ) -> list[Reply]:
-    """Generate all replies: in one batch where caches and `batching` allow it, else one by one.
+    """Generate all replies: in one batch where caches allow it and `batches`, else one by one.
 
     In a batch the prompts are computed one by one, as in our server; or, `padded` on the right,
     together, as stock does. All rows come at once; or, if not `joint`, the others when the first
     has begun to answer.
     """
-    if batching is Batching.NONE or not all(can_batch(row.caches) for row in rows):
+    if not batches or not all(can_batch(row.caches) for row in rows):
         return [_single(model, row) for row in rows]
     generator = BatchGenerator(
         model,
@@ -95,9 +93,9 @@ def generate(
     return _in_a_batch(generator, rows, len(rows) if joint else 1)
 
 
-def alone(model: Any, row: Row, batching: Batching = Batching.REPLIES) -> Reply:
+def alone(model: Any, row: Row, batches: bool = True) -> Reply:
     """Generate one reply, as the server does while there are no other requests."""
-    return generate(model, [row], batching)[0]
+    return generate(model, [row], batches)[0]
 
 
 def _in_a_batch(generator: Any, rows: Sequence[Row], n_at_once: int) -> list[Reply]:

@@ -65,7 +65,7 @@ class StoredModel:
     def answer(
         self, segments: list[list[int]], n_new: int, reply: list[int] | None = None
     ) -> Reply:
-        return alone(self.model, self.row(segments, n_new, reply), self.spec.batching)
+        return alone(self.model, self.row(segments, n_new, reply), self.spec.batches)
 
 
 def restored(prompt: Prompt, loaded: LoadedModel, store: BlockStore) -> Reuse:

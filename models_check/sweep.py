@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_lm_kvpersist.cache.blocks.canary import warm_up
 from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
-from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
 from .build import build
@@ -110,7 +110,7 @@ class _Sweep:
 
     def run(self) -> None:
         finding = self.finding
-        finding.batching = self.spec.batching.value
+        finding.batching = self.spec.describe()["batching"]
         carried = self._carried(self.talk, N_TURNS)
         finding.precisions = describe_precisions(self.spec)
         self.replies = [reply.ids for reply in carried]
@@ -136,7 +136,7 @@ class _Sweep:
         replies: list[list[int]] | None = None,
     ) -> list[Reply]:
         """Hold a conversation with one set of our caches, carried from turn to turn."""
-        answer = partial(alone, batching=self.spec.batching)
+        answer = partial(alone, batches=self.spec.batches)
         return _hold(self.model, talk, n_turns, answer, self.spec.make_cache(), replies)
 
     def _live(self, carried: list[Reply]) -> None:
@@ -146,7 +146,7 @@ class _Sweep:
         them are wrong in the same way.
         """
         own = rounded(make_prompt_cache(self.model), self.spec.make_cache())
-        answer = partial(plainly, at_once=self.spec.batching is Batching.NONE)
+        answer = partial(plainly, at_once=not self.spec.batches)
         found = _hold(self.model, self.talk, N_TURNS, answer, own, self.replies)
         pairs = zip(found, carried, strict=True)
         self._check("live", worst([compare(a.logprobs, b.logprobs) for a, b in pairs]))
@@ -183,7 +183,7 @@ class _Sweep:
         segments = self.talk.ending_differently(seed).segments(N_TURNS - 1, self.replies)
         before = self._before_last
         row = Row(segments, copy.deepcopy(before.caches), len(before.tokens), N_REPLY)
-        return _Ending(segments, alone(self.model, row, self.spec.batching))
+        return _Ending(segments, alone(self.model, row, self.spec.batches))
 
     @cached_property
     def _before_last(self) -> Reply:
@@ -241,10 +241,10 @@ class _Sweep:
 
     def _in_batches(self, stored: StoredModel) -> None:
         """Run other last turns and a new prompt, which ends before they do, in one batch."""
-        batching = self.spec.batching
+        batches = self.spec.batches
         ids = random_ids(8, N_STRANGER)
         new = Row([ids], self.spec.make_cache(), n_new=N_REPLY // 2)
-        stranger = _Ending([ids], alone(self.model, new, batching))
+        stranger = _Ending([ids], alone(self.model, new, batches))
         for what, joint, seeds in (
             ("in a batch", True, (78, 83)),
             ("joining a batch", False, (79, 84)),
@@ -255,7 +255,7 @@ class _Sweep:
                 stored.row(ending.segments, len(ending.reply.ids), ending.reply.ids, session=what)
                 for ending in endings
             ]
-            replies = generate(self.model, rows, batching, joint=joint)
+            replies = generate(self.model, rows, batches, joint=joint)
             pairs = zip(endings, replies, strict=True)
             found = [compare(ending.reply.logprobs, reply.logprobs) for ending, reply in pairs]
             stock_is_wrong = self.finding.stock_batches_right.startswith("no")

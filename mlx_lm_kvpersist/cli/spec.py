@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..cache.geometry.fingerprint import hash_once, local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
-from ..cache.geometry.spec import Batching, ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.packed import GRID
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, precision_in_words
 from ..config import precision_of
@@ -112,7 +112,7 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
             "Reusable: up to the checkpoints at the ends of the system prompt, of the last turns "
             f"and of their replies. Each takes up to {show_bytes(spec.bytes_per_checkpoint)}."
         )
-    if spec.batching is Batching.REPLIES:
+    if spec.batches:
         yield "Batching: the replies of several clients are decoded together."
     else:
         yield "Batching: none; this model's output is wrong in a batch, also without the plugin."

@@ -34,7 +34,7 @@ from ..cache.geometry.fingerprint import (
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.probe import probing
-from ..cache.geometry.spec import Batching, ModelCacheSpec
+from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import device_key, planned, planning, read_plans
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
@@ -64,11 +64,6 @@ _SAY_EVERY_S = 4.0
 """How often the log says what is being found out."""
 _WAIT_S = 0.01
 """How long a step waits for the files, so that steps in vain do not slow down their reading."""
-
-_BATCHING = {
-    Batching.REPLIES: "replies in batches",
-    Batching.NONE: "one request at a time",
-}
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ class Preparation:
             return None
         found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
         try:
-            spec = replace(spec, batching=Batching(found["spec"]["batching"]))
+            spec = replace(spec, batches=found["spec"]["batching"] == "replies")
             if found["spec"] != json.loads(json.dumps(spec.describe())):
                 return None  # its shapes do not tell all
             token_bytes, score_bytes = map(float, found["prefill"])
@@ -367,4 +362,5 @@ def described(spec: ModelCacheSpec, verdict: Verdict | None = None) -> str:
             f"{spec.bytes_per_token / own_bytes:.2f} of full memory"
         )
     judged = f"; {verdict}" if verdict else ""
-    return f"{found}{judged}; {_BATCHING[spec.batching]}, {attention}"
+    served = "replies in batches" if spec.batches else "one request at a time"
+    return f"{found}{judged}; {served}, {attention}"

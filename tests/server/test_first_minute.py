@@ -258,7 +258,7 @@ CHANGES = {
     "loading.device_key = lambda: 'another'",
     "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",
     "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
-    "probe._batching = lambda *_: (yield) or probe.Batching.NONE",
+    "probe._batching = lambda *_: (yield) or False",
     "never idle": "from mlx_lm_kvpersist.request import idle\n"
     "idle.IdleWork.idle, idle.PATIENCE_S, idle._BUSY_SHARE = lambda *_: None, 1.0, 0.6",
 }

@@ -20,7 +20,7 @@ from ..live.quantized import SequenceQuantizedKVCache
 from ..steps import Steps
 from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
-from .spec import Batching, LayerGroup, ModelCacheSpec, TensorShape, dtype_name
+from .spec import LayerGroup, ModelCacheSpec, TensorShape, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ def _probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[Mo
     spec = spec_with(model, _with_outer(working, layers, choice))
     if not evaluate:
         return spec
-    batching = yield from _batching(model, spec, spec_with(model, plain))
-    return replace(spec, batching=batching)
+    batches = yield from _batching(model, spec, spec_with(model, plain))
+    return replace(spec, batches=batches)
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
@@ -236,7 +236,7 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
     return None
 
 
-def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Steps[Batching]:
+def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Steps[bool]:
     """Find out whether the replies of sequences of unequal length can be decoded together.
 
     Caches in full precision, without the noise of quantizing, show whether the results are right.
@@ -257,11 +257,10 @@ def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) 
         _decoded_together(model, spec)
     except Exception as error:
         logger.debug("a batch fails: %s", error)
-        return Batching.NONE
+        return False
     differences = list(map(logits_difference, alone, together))
     logger.debug("a batch differs by %s, noise is %.3f", differences, noise)
-    is_right = all(difference <= tolerance for difference in differences)  # nan is not
-    return Batching.REPLIES if is_right else Batching.NONE
+    return all(difference <= tolerance for difference in differences)  # nan is not
 
 
 def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) -> mx.array:

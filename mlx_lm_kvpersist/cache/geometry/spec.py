@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -113,26 +112,19 @@ class LayerGroup:
         return described
 
 
-class Batching(Enum):
-    """What sequences of unequal length can share with correct results. Prompts never do."""
-
-    REPLIES = "replies"
-    """The steps in which their replies are decoded."""
-    NONE = "nothing"
-    """The model mixes rows up, fails, or its caches cannot be merged."""
-
-
 @dataclass(frozen=True)
 class ModelCacheSpec:
     """The layer groups of a model, and how its live caches are made.
 
-    `template` is an empty prompt cache of the live classes. `plans` has, by the name of a quantized
+    `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
+    sequences of unequal length can be decoded together with correct results; else the model mixes
+    rows up, fails, or its caches cannot be merged. `plans` has, by the name of a quantized
     group, its attention plan; layers without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
     template: Sequence[Any] = field(repr=False, compare=False)
-    batching: Batching = Batching.REPLIES
+    batches: bool = True
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -253,7 +245,7 @@ class ModelCacheSpec:
             "n_layers": len(self.template),
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_checkpoint": self.bytes_per_checkpoint,
-            "batching": self.batching.value,
+            "batching": "replies" if self.batches else "nothing",
             "groups": [group.describe() for group in self.groups],
         }
 

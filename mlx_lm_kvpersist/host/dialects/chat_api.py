@@ -11,7 +11,7 @@ import copy
 import io
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from email.message import Message
 from typing import Any, Protocol
 
@@ -104,21 +104,19 @@ class TranslatedOutput(CompletionOutput):
         context: stock's, of the reply that begins.
         """
         self._context, parse = context, context.tool_parser
-        if parse is not None:
-            context.tool_parser = self._reading(parse, provider.tokenizer)
 
-    def _reading(self, parse: Callable[[str, Any], Any], tokenizer: Any) -> Callable[..., Any]:
         def read(text: str, tools: Any) -> Any:
             try:
                 if self.tools is None:
                     raise ValueError("no call is wanted")
                 return parse(text, self.tools or None)
             except ValueError:
-                end = tokenizer.tool_call_end or ""
-                self._unread.append(f"{tokenizer.tool_call_start}{text}{end}")
+                start, end = provider.tokenizer.tool_call_start, provider.tokenizer.tool_call_end
+                self._unread.append(f"{start}{text}{end or ''}")
                 raise
 
-        return read
+        if parse is not None:
+            context.tool_parser = read
 
     def begin(self, head: bytes, headers: Iterable[tuple[str, str]]) -> None:
         was_open = self._is_open

@@ -32,16 +32,9 @@ from ..answers import ClientRequest, FrozenHeaders, Route, frozen
 from ..attachments import fit_attachments
 from ..run import uninterrupted
 from ..scheduling.model_provider import loaded_name
+from . import request_checks
 from .client import ClientSocket
 from .completion_output import CompletionOutput
-from .request_checks import (
-    check_bias,
-    check_body_length,
-    check_chat,
-    check_model,
-    check_parameters,
-    late_body,
-)
 from .stop_words import StopWords
 
 if TYPE_CHECKING:
@@ -189,14 +182,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.output = CompletionOutput(self)
         client = self.wfile
         try:
-            check_body_length(self.headers.get("Content-Length"))
+            request_checks.check_body_length(self.headers.get("Content-Length"))
             super().do_POST()
         except ConnectionError:
             raise
         except TimeoutError:
             if self._has_replied:
                 raise
-            self._fail(late_body(self))
+            self._fail(request_checks.late_body(self))
         except (RecursionError, UnicodeDecodeError) as error:
             # Stock catches only json's own error while it reads a body.
             self._fail(RequestRefused(f"the body is no JSON that can be read: {error}"))
@@ -220,20 +213,20 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(body)
 
     def validate_model_parameters(self) -> None:
-        check_bias(self.logit_bias)
+        request_checks.check_bias(self.logit_bias)
         try:
             super().validate_model_parameters()
         except ValueError as error:  # 0.31.3 catches nothing here
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
-        check_parameters(self.body, self)
+        request_checks.check_parameters(self.body, self)
         if self.requested_model != "default_model":
             provider = self.response_generator.model_provider
             own, loaded = provider.cli_args.model, loaded_name(provider)
             if is_alias(self.requested_model) and (own or loaded):
                 self.requested_model = "default_model" if own else str(loaded)
             else:
-                check_model(self.requested_model, own, loaded)
+                request_checks.check_model(self.requested_model, own, loaded)
         if isinstance(self.stream_options, dict):
             # Stock reads it without a default when the stream ends.
             self.stream_options.setdefault("include_usage", False)
@@ -278,7 +271,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.answer_json(200 if found else 404, found or refusal)
 
     def handle_chat_completions(self) -> Any:
-        check_chat(self.body)
+        request_checks.check_chat(self.body)
         reads_images = self.response_generator.reads_images(self.requested_model)
         if reads_images is not None:  # else it is known once the model is loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, ChunkedKVC
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.probe import position_limit, spec_with
-from mlx_lm_kvpersist.cache.geometry.spec import Batching, ModelCacheSpec, TensorShape
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec, TensorShape
 from mlx_lm_kvpersist.cache.live.quantized import BatchQuantizedKVCache, SequenceQuantizedKVCache
 from mlx_lm_kvpersist.errors import ModelNotSupported
 
@@ -218,26 +218,26 @@ def test_nothing_is_computed_that_need_not_be(nan_fails: None) -> None:
         (group,) = ModelCacheSpec.probe(model, evaluate=False).groups
         assert group.keys == TensorShape(1, DIM, "float32") and group.precision is not None
     mixes = Attention(mixed=1.0)
-    assert ModelCacheSpec.probe(mixes, evaluate=False).batching is Batching.REPLIES
+    assert ModelCacheSpec.probe(mixes, evaluate=False).batches
 
 
 # --- batches
 
 
 @pytest.mark.parametrize(
-    ("mixed", "noise", "batching"),
+    ("mixed", "noise", "batches"),
     [
-        (0.0, 0.0, Batching.REPLIES),
-        (0.05, 0.0, Batching.REPLIES),
-        (0.3, 0.0, Batching.NONE),
-        (0.3, 3.0, Batching.REPLIES),
-        (1.0, 3.0, Batching.NONE),
-        (float("nan"), 3.0, Batching.NONE),
+        (0.0, 0.0, True),
+        (0.05, 0.0, True),
+        (0.3, 0.0, False),
+        (0.3, 3.0, True),
+        (1.0, 3.0, False),
+        (float("nan"), 3.0, False),
     ],
 )
-def test_rows_that_are_mixed_are_found_out(mixed: float, noise: float, batching: Batching) -> None:
+def test_rows_that_are_mixed_are_found_out(mixed: float, noise: float, batches: bool) -> None:
     """What other chunks of a prompt change as well is no fault of the batch, up to a bound."""
-    assert probe(Attention(mixed, noise)).batching is batching
+    assert probe(Attention(mixed, noise)).batches is batches
 
 
 class FailsInBatches(Attention):
@@ -253,8 +253,8 @@ class FailsInBatches(Attention):
 
 @pytest.mark.parametrize("cls", [BatchKVCache, BatchQuantizedKVCache])
 def test_a_model_that_fails_in_a_batch_is_served_alone(cls: type) -> None:
-    assert probe(FailsInBatches(cls)).batching is Batching.NONE
-    assert probe(FailsInBatches(ArraysCache)).batching is Batching.REPLIES
+    assert not probe(FailsInBatches(cls)).batches
+    assert probe(FailsInBatches(ArraysCache)).batches
 
 
 def test_a_batch_that_cannot_be_taken_apart_or_made_is_not(
@@ -264,9 +264,9 @@ def test_a_batch_that_cannot_be_taken_apart_or_made_is_not(
         raise RuntimeError("no row")
 
     monkeypatch.setattr(BatchQuantizedKVCache, "extract", raises)
-    assert probe(Attention()).batching is Batching.NONE
+    assert not probe(Attention()).batches
 
     def leave(cache: Sequence[Any], n: int) -> None:
         cache[0].update_and_fetch(mx.ones((1, 2, n, 64)), mx.ones((1, 2, n, 64)))
 
-    assert probe(Leaves(leave, lambda: ChunkedKVCache(64))).batching is Batching.NONE
+    assert not probe(Leaves(leave, lambda: ChunkedKVCache(64))).batches

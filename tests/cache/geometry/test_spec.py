@@ -19,7 +19,6 @@ from mlx_lm.models.cache import (
 from mlx_lm_kvpersist.cache.geometry.kinds import GroupKind
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import (
-    Batching,
     LayerGroup,
     ModelCacheSpec,
     TensorShape,
@@ -93,7 +92,7 @@ def test_llama_is_one_group() -> None:
     assert spec.groups == (
         LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1, 2), shape, shape, KVPrecision.of(4, 64)),
     )
-    assert spec.layout == "4b64,c256" and spec.any_prefix and spec.batching is Batching.REPLIES
+    assert spec.layout == "4b64,c256" and spec.any_prefix and spec.batches
     assert spec.bytes_per_token == 3 * 2 * 2 * (64 // 2 + 2 * 2)
 
 
@@ -325,7 +324,7 @@ def test_all_kinds_of_groups_are_described() -> None:
     )
     states = (((3, 8), "float32"), None)
     recurrent = LayerGroup("2", GroupKind.RECURRENT, "ArraysCache", (3, 4), states=states)
-    spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, Batching.NONE)
+    spec = ModelCacheSpec((full, sliding, recurrent), [None] * 5, False)
     assert spec.describe() == {
         "layout": "k8v4b32,c256,w16,state",
         "n_layers": 5,
@@ -374,7 +373,7 @@ def test_all_kinds_of_groups_are_described() -> None:
     for others, any_prefix in (((), True), ((sliding,), False), ((recurrent,), False)):
         assert ModelCacheSpec((full, *others), []).any_prefix is any_prefix
     assert spec == replace(spec, template=[], plans={"0": AttentionPlan()})
-    assert spec != replace(spec, batching=Batching.REPLIES) and "plate" not in repr(spec)
+    assert spec != replace(spec, batches=True) and "plate" not in repr(spec)
 
 
 def test_unlike_allocations_have_unlike_layouts() -> None:
