@@ -60,11 +60,8 @@ def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) 
     """Ask every hook of a plugin; return what is wrong, by the name of the hook.
 
     options: command line options of the plugin. provider: has `model`, `tokenizer` and `model_key`
-    as mlx-lm's ModelProvider, a tiny model without files if it is None.
-
-    Raises:
-        pluggy.PluginValidationError: the plugin implements a hook that the server does not have,
-            or with an argument that it does not have.
+    as mlx-lm's ModelProvider, a tiny model without files if it is None. Raises
+    pluggy.PluginValidationError for a hook, or an argument of one, that the server does not have.
     """
     plugins = manager.make_manager()
     plugins.register(plugin, name="tested")

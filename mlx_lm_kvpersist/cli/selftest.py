@@ -59,10 +59,9 @@ def tried(name: str, check: Callable[[], None]) -> Finding:
 def check_patch(patch: Patch) -> None:
     """Apply a patch alone, twice, and undo it.
 
-    Raises:
-        TargetMissing, SignatureChanged: the host differs.
-        PatchNotEffective: the patch does nothing.
-        SelfTestFailed: its probe proves nothing, or the patch does not come and go as a whole.
+    Raises TargetMissing or SignatureChanged where the host differs, PatchNotEffective where the
+    patch does nothing, and SelfTestFailed where its probe proves nothing, or it does not come and
+    go as a whole.
     """
     patches, stock = PatchSet(), look_up(patch.module, patch.attribute)
     patch.check_host()

@@ -28,9 +28,7 @@ from .output import records, tell
 def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
     """Return the model and the tokenizer of a folder, or of a name on the hub.
 
-    Raises:
-        ConfigError: the folder does not exist.
-        KVPersistError: the model cannot be loaded.
+    Raises ConfigError where there is no such folder, KVPersistError where it cannot be loaded.
     """
     check_model_name(name)
     try:

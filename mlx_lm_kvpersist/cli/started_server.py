@@ -60,8 +60,7 @@ class Reply:
 class StartedServer:
     """The stock server with further `options`, for a `with` block; its log is appended to a file.
 
-    Raises:
-        KVPersistError: it does not start, or does not answer; the message ends with its log.
+    Raises KVPersistError where it does not start or answer; the message ends with its log.
     """
 
     def __init__(self, model: str, *options: str, log_path: Path) -> None:

@@ -41,10 +41,8 @@ def renders_images(tokenizer: Any, processor: Any) -> bool:
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
     """Return messages with text only, and with images if the model reads them.
 
-    messages: as `check_messages` lets them pass.
-
-    Raises:
-        RequestRefused: the question has what the model cannot read.
+    messages: as `check_messages` lets them pass. Raises RequestRefused where the question has what
+    the model cannot read.
     """
     question = _question(messages)
     fitted: list[Message] = []

@@ -166,9 +166,8 @@ def safely(
 def prepare_messages(messages: list[Any], tools: Any) -> None:
     """Let plugins change messages and tools in place. What they leave is checked.
 
-    Raises:
-        RequestRefused: a plugin refuses the request, or there is no list of messages.
-        PluginFault: a plugin failed, or left what is no list of messages.
+    Raises RequestRefused where a plugin refuses the request, or there is no list of messages, and
+    PluginFault where a plugin failed, or left what is no list of messages.
     """
     check_messages(messages)
     for one in reversed(_current.hook.prepare_messages.get_hookimpls()):

@@ -185,8 +185,7 @@ class Lookup:
     def restore(self, is_gone: Callable[[], bool] = lambda: False) -> Reuse:
         """Load the stored tokens into caches, as many as can be read and are worth it.
 
-        Raises:
-            ClientGone: `is_gone` said so meanwhile, or this was closed.
+        Raises ClientGone where `is_gone` said so meanwhile, or this was closed.
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # blocks that it has not read yet are read faster from here

@@ -62,8 +62,7 @@ class CacheKind:
     def tokens(self, cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
         """Return keys and values of positions [start, stop) in order, as lazy views.
 
-        Raises:
-            ValueError: the cache does not hold them all.
+        Raises ValueError where the cache does not hold them all.
         """
         first, end = self.positions(cache)
         if not first <= start <= stop <= end:

@@ -27,10 +27,8 @@ class Quantization:
 
     `group_size` numbers share a scale and a bias. With `rotated` they are multiplied by `rotation`
     before, because a channel far larger than the others would leave these few of the steps. So
-    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16.
-
-    Raises:
-        ValueError: MLX has no kernel for these bits or this group size.
+    that groups are whole, a head of 80 numbers becomes one of 96: `padding` is 16. Raises
+    ValueError where MLX has no kernel for these bits or this group size.
     """
 
     bits: int = 4
@@ -64,10 +62,8 @@ class Quantization:
 class KVPrecision:
     """How the keys and the values of a layer are quantized: in groups of one size, rotated or not.
 
-    A layer that is not quantized has no KVPrecision.
-
-    Raises:
-        ValueError: keys and values differ in more than bits and padding.
+    A layer that is not quantized has no KVPrecision. Raises ValueError where keys and values differ
+    in more than bits and padding.
     """
 
     keys: Quantization = Quantization()

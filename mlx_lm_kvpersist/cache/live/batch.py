@@ -197,8 +197,7 @@ class FullPrecisionBatchKVCache(PaddedBatch):
     def merge(cls, caches: Sequence[Any]) -> FullPrecisionBatchKVCache:
         """Return one batch for the caches of several sequences; a single one is not copied.
 
-        Raises:
-            TypeError: a cache is of another class than KVCache.
+        Raises TypeError where one is of another class than KVCache.
         """
         for cache in caches:
             if not isinstance(cache, KVCache):

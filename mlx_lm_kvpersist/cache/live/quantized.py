@@ -109,11 +109,8 @@ class PackedCache(Buffers):
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
 
         By the plan: arrays of the dtypes of what came in, [B, H, S, D], or two `PackedKV`. Rows of
-        a batch have their padding in front.
-
-        Raises:
-            ValueError: several tokens, packed, for rows at different places of their blocks of the
-                grid.
+        a batch have their padding in front. Raises ValueError for several tokens, packed, where
+        rows are at different places of their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -235,9 +232,8 @@ class PackedCache(Buffers):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; models read them here too.
 
-        Raises:
-            ValueError: the cache is empty; or its fetches are packed, and a model that reads both
-                would see other keys here than there.
+        Raises ValueError where the cache is empty, or its fetches are packed: a model that reads
+        both would see other keys here than there.
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
@@ -345,11 +341,8 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
         """Return one batch for the caches of several sequences, in their order.
 
-        A single cache is not copied. The batch takes the first plan that one has.
-
-        Raises:
-            TypeError: a cache is of another class.
-            ValueError: they differ in precision.
+        A single cache is not copied. The batch takes the first plan that one has. Raises TypeError
+        for a cache of another class, and ValueError where they differ in precision.
         """
         batch = cls([], caches[0].precision)
         for cache in caches:
@@ -368,9 +361,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
     def extend(self, other: Any) -> None:
         """Add the rows of `other` behind our own. Either batch may be empty.
 
-        Raises:
-            TypeError: `other` is of another class.
-            ValueError: `other` has another precision.
+        Raises TypeError for another class, and ValueError for another precision.
         """
         if not isinstance(other, BatchQuantizedKVCache):
             raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")

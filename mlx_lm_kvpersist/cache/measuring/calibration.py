@@ -35,7 +35,6 @@ from ..live.attention import (
     packed_attention,
     tiled_attention,
 )
-from ..live.packed import Packed
 from ..live.quantized import PHASES, AttentionPlan, forced_plan
 from ..steps import Steps
 from .observe import AttentionShape, probing_packed
@@ -233,11 +232,18 @@ class _Layers:
     def _held(
         self, work: _Work, shape: tuple[int, ...], side: Quantization, dtype: mx.Dtype
     ) -> PackedKV:
-        """Return random keys or values; those of the queries' own block as computed besides."""
+        """Return a few random keys or values, repeated to save time.
+
+        Those of the queries' own block are as computed besides.
+        """
         n_own = (work.n_keys - work.n_queries) % pk.GRID
         newest = _random((*shape[:2], n_own + work.n_queries, shape[3])).astype(dtype)
         mx.eval(newest)
-        packed = _random_packed(shape, side, dtype)
+        some = _random((1, shape[1], min(shape[2], 64), shape[3])).astype(dtype)
+        times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
+        packed = pk.each(
+            lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), pk.quantize(some, side)
+        )
         return PackedKV.of(packed, side, work.n_keys, newest=newest, n_own=n_own)
 
     def agree(self, attention: Callable[..., mx.array]) -> bool:
@@ -293,11 +299,3 @@ def _race(layers: _Layers, left_s: float) -> tuple[dict[str, float], float]:
 def _random(shape: tuple[int, ...]) -> mx.array:
     # With a key of its own, because measuring must not change what the server samples.
     return mx.random.normal(shape, key=mx.random.key(0))
-
-
-def _random_packed(shape: tuple[int, ...], quantization: Quantization, dtype: mx.Dtype) -> Packed:
-    """Return packed numbers of `shape` [B, H, T, D]: a few random ones, repeated to save time."""
-    some = _random((1, shape[1], min(shape[2], 64), shape[3])).astype(dtype)
-    packed = pk.quantize(some, quantization)
-    times = (shape[0], 1, -(-shape[2] // some.shape[2]), 1)
-    return pk.each(lambda x: mx.contiguous(mx.tile(x, times)[:, :, : shape[2]]), packed)
