@@ -129,7 +129,7 @@ class CheckpointSaver(Saver):
         used = [one.record for one in at_end if isinstance(one.record, Checkpoint)]
         needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
         kept, gone = tuple(needed.values()), tuple(superseded)
-        commit = Commit(sequence.root, tuple(chain), leaf, (), kept, gone)
+        commit = Commit(sequence.root, tuple(chain), leaf, {}, kept, gone)
         store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(

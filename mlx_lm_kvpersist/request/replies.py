@@ -33,7 +33,7 @@ from ..block import Root, pack_ids, unpack_ids
 from ..host.answers import Prompt
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
-from ..store.records import Commit, StoredReply
+from ..store.records import Commit
 from .lookup import with_ids
 from .model import LoadedModel
 
@@ -98,7 +98,7 @@ def remember(
     before = model.text.decode(prompt).encode()
     digest = blake2b(before, digest_size=_DIGEST_BYTES).digest()
     made = _Reply(ids, has_ended, len(before), digest).to_bytes()
-    store.commit(Commit(root, (), None, tuple(StoredReply(key, made) for key in keys)), [])
+    store.commit(Commit(root, (), replies=dict.fromkeys(keys, made)), [])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:

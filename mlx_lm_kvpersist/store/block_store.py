@@ -331,10 +331,10 @@ class BlockStore:
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of those of these replies that are remembered, by digest."""
         waiting = {
-            reply.digest: reply.packed_ids
+            digest: packed_ids
             for commit in self.writer.commits()
             if commit.root.key == root
-            for reply in commit.replies
+            for digest, packed_ids in commit.replies.items()
         }
         return {**self.view.state.replies(root, digests), **waiting}
 

@@ -46,14 +46,6 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class StoredReply:
-    """The ids of a reply whose text, as the client saw it, is not what they decode to."""
-
-    digest: bytes
-    packed_ids: bytes
-
-
-@dataclass(frozen=True)
 class Commit:
     """What is put on disk together: a turn of a conversation, a part of one, a reply's ids.
 
@@ -61,13 +53,14 @@ class Commit:
     pinned. Without a leaf no session moves: the turn has not ended.
 
     `checkpoints` belong to these blocks, or to others on disk; those that are not on disk yet wait
-    in the pool, too. `superseded` checkpoints are removed once it is on disk.
+    in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
+    packed ids of those whose text, as the client saw it, is not what they decode to, by digest.
     """
 
     root: Root
     blocks: tuple[Block, ...]
     leaf: Leaf | None = None
-    replies: tuple[StoredReply, ...] = ()
+    replies: Mapping[bytes, bytes] = field(default_factory=dict)
     checkpoints: tuple[Checkpoint, ...] = ()
     superseded: tuple[Checkpoint, ...] = ()
 
@@ -84,9 +77,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A block or checkpoint whose file `write` makes at a path, of at most `n_bytes`.
+    """A block or checkpoint whose file `write` makes at a path; it returns the size in bytes.
 
-    `write` returns the file's size in bytes.
+    `n_bytes` is the most that it can be.
     """
 
     block: Record

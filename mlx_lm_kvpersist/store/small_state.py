@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-
-from .records import StoredReply
 
 if TYPE_CHECKING:
     from .index import Index
@@ -56,13 +54,13 @@ class SmallState:
             if sealed[-_SEAL_BYTES:] == _seal(root, digest, sealed[:-_SEAL_BYTES])
         }
 
-    def add_replies(self, root: bytes, replies: Collection[StoredReply], used: float) -> None:
+    def add_replies(self, root: bytes, replies: Mapping[bytes, bytes], used: float) -> None:
         with self._transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)",
                 [
-                    (root, r.digest, r.packed_ids + _seal(root, r.digest, r.packed_ids), used)
-                    for r in replies
+                    (root, digest, packed_ids + _seal(root, digest, packed_ids), used)
+                    for digest, packed_ids in replies.items()
                 ],
             )
             db.execute(

@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.block import Block, Checkpoint, Record, Root, block_key, p
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, read_file
 from mlx_lm_kvpersist.store.index import Leaf
-from mlx_lm_kvpersist.store.records import StoredReply, StoreLimits
+from mlx_lm_kvpersist.store.records import StoreLimits
 
 ROOT = Root("written-by-turns", "4b32")
 SESSIONS = ("anna", "ben", "carl", "dora", "emil")
@@ -100,12 +100,12 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
     leaf = Leaf(
         session, chain[-1].key, n_tokens, tuple(node.key for node in chain), tuple(replaced)
     )
-    reply = StoredReply(chain[-1].key, chain[-1].packed_ids)
+    replies = {chain[-1].key: chain[-1].packed_ids}
     parts = expected_parts(chain)
     superseded = tuple(state(tail) for tail in old_tail)
     known = store.checkpoints([node.key for node in chain])
     new_checkpoints = [(p, arrays_of(p)) for p in parts if p not in known.get(p.block, ())]
-    turn = Commit(ROOT, tuple(chain), leaf, (reply,), parts, superseded)
+    turn = Commit(ROOT, tuple(chain), leaf, replies, parts, superseded)
     store.commit(turn, [*new, *new_checkpoints])
 
 

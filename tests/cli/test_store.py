@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index_schema import INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
-from mlx_lm_kvpersist.store.records import Commit, StoredReply
+from mlx_lm_kvpersist.store.records import Commit
 from tests.store.conftest import ROOT, arrays_of_checkpoint, chain, state, window
 from tests.support.lock_holder import lock_holder
 
@@ -197,7 +197,7 @@ def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk = DiskStore(run.folder, LIMITS)
     disk.index.database.connection.execute("UPDATE blocks SET used = 4e9")
     disk.index.database.connection.commit()
-    disk.index.commit(Commit(ROOT, (), replies=(StoredReply(b"digest", b"ids"),)))
+    disk.index.commit(Commit(ROOT, (), replies={b"digest": b"ids"}))
     assert run("store", "rebuild") == 0
     assert disk.index.state.replies(ROOT.key, [b"digest"]) == {b"digest": b"ids"}
     assert disk.index.ask("SELECT DISTINCT used FROM blocks") == [(4e9,)]

@@ -22,7 +22,6 @@ from mlx_lm_kvpersist.store import small_state
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.files import checkpoint_path
 from mlx_lm_kvpersist.store.index import Index, Leaf
-from mlx_lm_kvpersist.store.records import StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 
 from .conftest import ROOT, chain, save_turn, state, window
@@ -154,8 +153,7 @@ def three(store: BlockStore) -> BlockStore:
     nodes = chain([1, 2], [3, 4])
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
     save_turn(store, chain([1, 2], [5, 6]), "t")
-    reply = StoredReply(b"digest", b"ids!")
-    store.commit(Commit(ROOT, (), None, (reply,)), [])
+    store.commit(Commit(ROOT, (), None, {b"digest": b"ids!"}), [])
     store.view.state.put("measured", {"value": 1})
     store.drain()
     return store
@@ -306,8 +304,7 @@ def test_the_oldest_remembered_replies_go_first(
     monkeypatch.setattr(small_state, "_MAX_REPLIES", most)
     index = Index(tmp_path / "index.sqlite")
     for n in range(most + 50):
-        reply = StoredReply(n.to_bytes(4, "big"), b"ids")
-        index.commit(Commit(ROOT, (), replies=(reply,)))
+        index.commit(Commit(ROOT, (), replies={n.to_bytes(4, "big"): b"ids"}))
     (n_replies,) = index.database.connection.execute("SELECT count(*) FROM replies").fetchone()
     assert n_replies == most
     digests = [n.to_bytes(4, "big") for n in range(most + 50)]

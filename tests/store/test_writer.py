@@ -22,7 +22,6 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.lock import Staging, StoreLock
-from mlx_lm_kvpersist.store.records import StoredReply
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
 from tests.support import wait_until
@@ -121,10 +120,10 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
 ) -> None:
     begin, is_saved, may_go_on = threading.Event(), threading.Event(), threading.Event()
     store.writer.submit(begin.wait)
-    store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"old!"),)), [])
+    store.commit(Commit(ROOT, (), None, {b"digest": b"old!"}), [])
     store.writer.submit(is_saved.set)
     store.writer.submit(may_go_on.wait)
-    store.commit(Commit(ROOT, (), None, (StoredReply(b"digest", b"new!"),)), [])
+    store.commit(Commit(ROOT, (), None, {b"digest": b"new!"}), [])
     try:
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
         begin.set()
