@@ -19,7 +19,7 @@ from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
 from .store.records import StoreLimits
-from .units import parse_folder, parse_size
+from .units import parse_folder, parse_size, show_bytes
 
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
+LEAST_BYTES = 128 << 20
+"""Less memory than this cannot be asked for."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
 _STOCK_GROUP_SIZE = 64
@@ -66,6 +68,10 @@ class Config:
     max_prefill_bytes: int = GIB
     wired: str | int = "auto"
     """How much memory macOS may keep wired: "auto", "stock", "off", or bytes."""
+    memory_bytes: int | None = None
+    """For all but the model's weights; None: what the device leaves."""
+    refuses: bool = False
+    """Whether a request that memory does not suffice for is refused, and does not wait."""
 
 
 _METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
@@ -115,8 +121,21 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
     add(
         "ram",
         "Most memory for blocks of conversations that are not running, such as 8G "
-        "(default: an eighth of the device's memory)",
+        "(default: an eighth of the device's memory, at most half of --kvpersist-memory)",
         type=parse_size,
+    )
+    add(
+        "memory",
+        "Most memory for everything but the model: running conversations and those that are "
+        "not, prompts that are computed (default: what the device leaves, less a reserve)",
+        type=parse_size,
+    )
+    add(
+        "memory-policy",
+        "What a request does that does not fit into memory beside those that run: wait, or be "
+        "refused with status 503 (default: wait)",
+        choices=("wait", "refuse"),
+        default="wait",
     )
     add(
         "disk",
@@ -247,8 +266,18 @@ def from_args(args: Namespace) -> Config:
         raise ConfigError(f"--kvpersist-max-loss-s {max_loss_s:g} is out of range; give 0 or more")
     folder = args.kvpersist_dir or default_folder()
     ram, disk = args.kvpersist_ram, args.kvpersist_disk
+    memory = args.kvpersist_memory
+    if memory is not None and memory < LEAST_BYTES:
+        asked, least = show_bytes(memory), show_bytes(LEAST_BYTES)
+        raise ConfigError(f"--kvpersist-memory {asked} is too little; give at least {least}")
     if ram is None:
         ram = getattr(args, "prompt_cache_bytes", None) or device_memory_bytes() // 8
+        ram = min(ram, memory // 2) if memory is not None else ram
+    elif memory is not None and ram > memory:
+        raise ConfigError(
+            f"--kvpersist-ram {show_bytes(ram)} is a part of --kvpersist-memory, which is "
+            f"{show_bytes(memory)}; give less RAM, or more memory"
+        )
     if disk is None:
         disk = default_disk_bytes(folder)
     return Config(
@@ -270,8 +299,13 @@ def from_args(args: Namespace) -> Config:
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
         max_stall_s=stall_ms / 1e3,
-        max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
+        max_prefill_bytes=min(
+            max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
+            device_memory_bytes() if memory is None else memory // 8,
+        ),
         wired=args.kvpersist_wired,
+        memory_bytes=memory,
+        refuses=args.kvpersist_memory_policy == "refuse",
     )
 
 

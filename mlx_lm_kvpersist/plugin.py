@@ -34,6 +34,7 @@ from .host.http.request_checks import read_json
 from .request.guard import Guard
 from .request.idle import IdleWork
 from .request.loading import Asked, Preparation, places
+from .request.memory import Memory, Pressure, total_bytes, weights_bytes
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
@@ -71,7 +72,8 @@ class KVPersistPlugin:
         """The tree that was warmed last."""
         self._refused: set[str] = set()
         self._log = RequestLog()
-        self._metrics = Metrics(self._store_counts)
+        self._pressure = Pressure()
+        self._metrics = Metrics(self._store_counts, self._memory_parts)
 
     # Startup and shutdown.
 
@@ -125,7 +127,13 @@ class KVPersistPlugin:
         model = preparation.model
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
-        self._serving = serving = Serving(store, model, self._record, isolated, step_s, preparation)
+        n_weights = weights_bytes(model.model)
+        n_bytes = total_bytes(asked.memory_bytes, n_weights)
+        memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=asked.refuses)
+        self._serving = serving = Serving(
+            store, model, self._record, isolated, step_s, memory, preparation
+        )
+        logger.info("kvpersist: %s", memory)
         step_s = asked.max_stall_s / 2
         self._work = IdleWork(
             self._prepare(provider, serving, preparation),
@@ -139,6 +147,7 @@ class KVPersistPlugin:
             batch_of,
             model.spec.batches,
             model.speed.limits(asked.max_stall_s),
+            memory,
         )
 
     def _drop_model(self) -> None:
@@ -208,9 +217,13 @@ class KVPersistPlugin:
             self._store.writer.set_gentle(serving)
         if serving and self._work is not None:
             self._work.pause()
+        if not serving and self._serving is not None:
+            self._serving.memory.ended()
 
     @hookimpl
     def idle(self, seconds: float) -> None:
+        if self._serving is not None:
+            self._serving.memory.idle()
         if self._work is not None:
             self._work.idle(seconds)
         self._warm_known()
@@ -332,6 +345,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def started(self, serve: Callable[[Callable[[Any], None]], None]) -> None:
+        self._pressure.watch()
         if self._config.warm:
             self._warm = partial(warm_at_start, self._service(), self._config.warm, serve)
             if self._warm_model is None:
@@ -371,7 +385,8 @@ class KVPersistPlugin:
     def _describe_sessions(self, find: str, skip: int) -> dict[str, Any]:
         with_text = self._config.show_text and self._config.store_text
         sessions = self._stored_sessions().describe(find, skip, with_text=with_text)
-        return {**self._model, "store": self._store_counts(), "with_text": with_text, **sessions}
+        counts = {"store": self._store_counts(), "memory": self._memory_parts()}
+        return {**self._model, **counts, "with_text": with_text, **sessions}
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:
@@ -381,5 +396,8 @@ class KVPersistPlugin:
 
     def _stats(self) -> dict[str, Any]:
         speed = self._serving.model.speed if self._serving else Speed()
-        counts = self._store_counts(all_files=True)
-        return {**self._model, **speed.describe(), "store": counts}
+        counts, memory = self._store_counts(all_files=True), self._memory_parts()
+        return {**self._model, **speed.describe(), "store": counts, "memory": memory}
+
+    def _memory_parts(self) -> dict[str, int] | None:
+        return serving.memory.parts() if (serving := self._serving) else None

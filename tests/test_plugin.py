@@ -85,6 +85,7 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
         monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.MagicMock())
+        monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
         plugin.model_loaded(provider)
         assert args.kv_bits is None
     finally:
@@ -107,7 +108,7 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
     plugin.configure(parser.parse_args(options, given))
     warmed: list[Any] = []
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
-    serving: Any = SimpleNamespace()
+    serving: Any = SimpleNamespace(memory=SimpleNamespace(idle=lambda: None))
     plugin._serving = serving
     try:
         plugin.started(lambda run: None)
@@ -142,6 +143,7 @@ def test_what_is_being_found_out_ends_with_its_model(
     plugin.configure(args)
     preparation = mock.MagicMock(steps=steps)
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", lambda *given: preparation)
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
     provider = SimpleNamespace(
         cli_args=args, model_key=("model", None, None), model=None, tokenizer=None
     )

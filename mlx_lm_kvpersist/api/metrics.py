@@ -28,12 +28,17 @@ _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.
 class Metrics:
     """All metrics, in a registry of their own.
 
-    store: returns what `BlockStore.stats` does, None where there is no store.
+    store: returns what `BlockStore.stats` does, memory what `Memory.parts` does; None where there
+    is no store, or no model.
     """
 
-    def __init__(self, store: Callable[[], dict[str, Any] | None]) -> None:
+    def __init__(
+        self,
+        store: Callable[[], dict[str, Any] | None],
+        memory: Callable[[], dict[str, int] | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._store = store
+        self._store, self._memory = store, memory
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(f"kvpersist_{name}", about, labels, registry=self.registry)
@@ -74,7 +79,14 @@ class Metrics:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the store's own counts; the registry asks for them."""
+        """Yield the counts of memory and of the store; the registry asks for them."""
+        used = GaugeMetricFamily("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
+        for part, n_bytes in (parts := self._memory() or {}).items():
+            if part not in ("waiting", "pressure"):
+                used.add_metric([part], n_bytes)
+        yield used
+        waiting = parts.get("waiting", 0)
+        yield GaugeMetricFamily("kvpersist_memory_waiting", "Wait for memory.", value=waiting)
         found = self._store()
         if found is None:
             return

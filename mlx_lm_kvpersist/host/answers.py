@@ -23,6 +23,9 @@ PREFILL = "prefill"
 REPLY = "assistant"
 """Stock's cache type at the end of a reply; the ends of earlier segments have others."""
 
+PARKED = "parked"
+"""The cache type of a reply that is taken out of the batch, and goes on later."""
+
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError("a plugin cannot change this, expected changes of a copy (copy.deepcopy)")
@@ -134,6 +137,20 @@ class PrefillLimits:
     pace: Pace = field(default_factory=Pace)
 
 
+class BatchMemory:
+    """A plugin's account of what the batch takes. To be inherited from. Generation thread."""
+
+    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int) -> bool:
+        """Take note of what runs; tell whether the replies fit while they grow.
+
+        Called when sequences come, go or grow by more than a few tokens. `replies` has the tokens
+        of each reply so far, with its prompt's; `prompts` those of each prompt that is computed or
+        is about to be; `n_bytes` are the bytes of all their caches. Where they do not fit, the
+        youngest reply is taken out of the batch, and goes on later (`TakenRequest.resume`).
+        """
+        return True
+
+
 @dataclass(frozen=True)
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
@@ -141,13 +158,14 @@ class ModelSupport:
     `make_caches()` returns one cache per layer for a new sequence, or None for those of stock.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
     then the first of them merges them, as in stock. `batches` says whether sequences may be served
-    together at all. Without `limits` prompts are computed as in stock.
+    together at all. Without `limits` prompts are computed as in stock, and nothing is weighed.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
     merge: Callable[[Sequence[Any]], Any] = lambda caches: None
     batches: bool = True
     limits: PrefillLimits | None = None
+    memory: BatchMemory = field(default_factory=BatchMemory)
 
 
 @dataclass(frozen=True)
@@ -196,7 +214,8 @@ class TakenRequest:
     def advance(self) -> bool:
         """Tell whether the request can enter; work of some ms may be done for that first.
 
-        Called between steps while other requests are served, until it returns True.
+        Called between steps while other requests are served, until it returns True. It may raise
+        RequestRefused.
         """
         return True
 
@@ -209,14 +228,23 @@ class TakenRequest:
 
         cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or
         "user" at the end of that part of the prompt, "assistant" at the end of the reply, or
-        where its client left.
+        where its client left; "parked" where the reply was taken out of the batch.
         """
+
+    def resume(self, prompt: Prompt) -> None:
+        """Let a reply that was taken out of the batch enter again, with `prompt` to be fed.
+
+        It has the request's prompt, and what the model produced so far. `advance` and `enter` are
+        called for it as before.
+        """
+        self.prompt = prompt
 
 
 def check_support(answer: Any) -> None:
     expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
     expect(callable(answer.make_caches), answer.make_caches, "make_caches to be a function")
     expect(callable(answer.merge), answer.merge, "merge to be a function")
+    expect(isinstance(answer.memory, BatchMemory), answer.memory, "memory to be a BatchMemory")
     limits = answer.limits
     if limits is not None:
         expect(isinstance(limits, PrefillLimits), limits, "limits to be PrefillLimits or None")

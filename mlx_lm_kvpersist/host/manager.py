@@ -202,9 +202,16 @@ class Taken:
     """Where its tokens go (`reply.ReplyQueue`)."""
 
     def advance(self) -> bool:
-        """Tell whether the request can enter; a plugin that fails is not waited for."""
-        ready = safely(self.plugin, "take_request", self.request.advance)
+        """Tell whether the request can enter; a plugin that fails is not waited for.
+
+        Raises RequestRefused where the plugin does.
+        """
+        ready = safely(self.plugin, "take_request", self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
+
+    def resume(self, prompt: Prompt) -> None:
+        """Let the request enter once more, with another prompt."""
+        safely(self.plugin, "take_request", self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
         """Return the prompt to feed; None where stock serves the request. Raises ClientGone."""

@@ -74,7 +74,7 @@ class Guard:
         serving.store.change_index(
             "keep what the guard found", lambda index: put_verdict(index.state, *kept)
         )
-        serving.model = model
+        serving.serve(model)
         if verdict.n_refused:
             words = layout_in_words(model.spec.layout)
             logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)

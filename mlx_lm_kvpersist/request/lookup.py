@@ -22,7 +22,7 @@ from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
 from ..match.tree import NO_MATCH, Match, match_prompt, splice
-from ..store.block_store import BlockStore, Prefetch
+from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.tier import RAM
 from .model import LoadedModel
 from .outcome import COLD, Kind, Outcome, Reason, divergence_at, why_not_stored
@@ -108,6 +108,7 @@ class Lookup:
         # Without the text of every id the prompt is matched by ids.
         self._text = model.text.known_text(prompt.ids) if model.text else None
         self._prefetch: Prefetch | None = None
+        self._held: list[KVBlock] = []
         self._steps: Generator[None, None, Reuse] | None = None
         self._reuse: Reuse | None = None
         self._closed = False
@@ -162,6 +163,28 @@ class Lookup:
         is_large = sum(one.n_bytes for one in needed) > MIN_STEPWISE_BYTES
         return self._prefetch is not None or is_large
 
+    def hold(self) -> int:
+        """Keep what of it is in RAM there, until `let_go` or `close`; return the bytes of that."""
+        point = self.model.saver.find(self.found.match.path, self.found.n_tokens, self._store)
+        if point is not None and not self._held:
+            keys = [one.record.key for one in point.needed]
+            self._held = self._store.pool.pin(keys, prefetch=True)
+        return sum(entry.n_bytes for entry in self._held)
+
+    def let_go(self) -> None:
+        """Let what `hold` kept be evicted."""
+        held, self._held = self._held, []
+        self._store.pool.unpin(held, prefetch=True)
+
+    @property
+    def restored_bytes(self) -> int:
+        """Bytes of the caches that are being filled, and of those that are full."""
+        if self._steps is None and self._reuse is None:
+            return 0
+        spec, n_tokens = self.model.spec, self.found.n_tokens
+        room = headroom(len(self.found.prompt.ids) - n_tokens)
+        return (n_tokens + room) * spec.bytes_per_token + spec.bytes_per_checkpoint
+
     @property
     def is_begun(self) -> bool:
         """Whether `advance` has begun to restore."""
@@ -178,6 +201,7 @@ class Lookup:
         self._closed = True
         self._reuse = None
         self._steps = None  # its frame holds this and half-filled caches
+        self.let_go()
         if self._prefetch is not None:
             self._prefetch.release()
             self._prefetch = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..block import Block, Record, block_key, pack_ids
 from ..cache.blocks.cut_join import BLOCK_TOKENS, copy_newest, n_cached_tokens, split
 from ..cache.geometry.spec import ArrayForm, ModelCacheSpec, forms_bytes
-from ..host.answers import PREFILL, REPLY
+from ..host.answers import PARKED, PREFILL, REPLY
 from ..match.text import TokenText
 from ..store.block_store import BlockStore, Commit
 from ..store.files import Arrays
@@ -67,10 +67,11 @@ def insert(
         return
     if not model.spec.any_prefix and n_cached is not None and n_cached != n_tokens:
         return  # windows and states cannot be cut back to fewer tokens
-    n_prompt, ended = sequence.n_prompt, cache_type == REPLY
-    sequence.is_computed = ended or n_tokens >= n_prompt - 1
-    if ended and n_tokens > n_prompt:
+    n_prompt = sequence.n_prompt
+    sequence.is_computed = cache_type in (REPLY, PARKED) or n_tokens >= n_prompt - 1
+    if cache_type == REPLY and n_tokens > n_prompt:
         sequence.request.produced = tokens[:n_prompt], tokens[n_prompt:n_tokens]
+    cache_type = REPLY if cache_type == PARKED else cache_type
     model.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -15,14 +16,15 @@ import mlx.core as mx
 from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..cache.steps import Steps
-from ..errors import ClientGone
-from ..host.answers import PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
+from ..errors import ClientGone, RequestRefused
+from ..host.answers import PARKED, PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Leaf
 from .checkpoint_saver import MIN_TOKENS_BETWEEN
 from .loading import Preparation
 from .lookup import Lookup, Reuse
+from .memory import Claim, Memory
 from .model import LoadedModel
 from .outcome import Kind, Outcome, Reason
 from .replies import remember, retokenize
@@ -30,6 +32,8 @@ from .saver import insert
 
 _Held = tuple[list[int], list[Any], str]
 """The tokens, the caches and the cache type at an end of a part of a sequence."""
+_ORDER = count()
+"""Of the requests, as they come."""
 
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
@@ -129,11 +133,15 @@ class Serving:
     record: Callable[[RequestState, Outcome], None]
     isolated: bool
     step_s: float
+    memory: Memory
     preparation: Preparation | None = None
     computing: list[RunningSequence] = field(default_factory=list)
     _held: dict[RunningSequence, list[_Held]] = field(default_factory=dict)
     _keeps_old = False
     """Whether the caches of sequences that began before the model was known are as they should."""
+
+    def __post_init__(self) -> None:
+        self.memory.serve(self.model)
 
     @property
     def doing(self) -> str:
@@ -144,6 +152,11 @@ class Serving:
     def is_storing(self) -> bool:
         """Whether the model is known, and some of what was held until then is not stored yet."""
         return bool(self._held) and not self.doing
+
+    def serve(self, model: LoadedModel) -> None:
+        """Serve a model from now on: another form of the one that is loaded."""
+        self.model = model
+        self.memory.serve(model)
 
     def root_of(self, state: RequestState) -> Root:
         """Return the root of the tree that the request's tenant may see."""
@@ -161,13 +174,14 @@ class Serving:
             if self._keeps_old:  # it began before the model was known
                 sequence.request.root = self.root_of(sequence.request)
                 self.save(sequence, tokens, caches, cache_type)
-        elif cache_type != PREFILL:
+        elif cache_type not in (PREFILL, PARKED):
             mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
             held = self._held.pop(sequence, [])
             ends = [] if self.model.spec.any_prefix else held
             self._held[sequence] = [*ends, (list(tokens), caches, cache_type)]
-            while self._held and _n_bytes(self._held.values()) > self.store.limits.max_ram_bytes:
+            while self._held and _n_bytes(self._held.values()) > self.memory.pool_bytes:
                 del self._held[next(iter(self._held))]
+            self.memory.held_bytes = _n_bytes(self._held.values())
 
     def _store(
         self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
@@ -188,7 +202,9 @@ class Serving:
         If the spec is another one than before, no request runs.
         """
         assert self.preparation is not None
-        before, self.model, self.preparation = self.model, self.preparation.model, None
+        before = self.model
+        self.serve(self.preparation.model)
+        self.preparation = None
         self._keeps_old = self.model.spec == before.spec
         if not self._keeps_old:
             self._held.clear()  # it is of other caches, or wrong in a batch
@@ -197,6 +213,7 @@ class Serving:
         while self._held:
             self._store_held(next(iter(self._held)))
             yield
+        self.memory.held_bytes = 0
 
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
@@ -219,11 +236,14 @@ class ServedRequest(TakenRequest):
         if state.lookup is not None:
             state.lookup.close()  # of a prompt for the model before this one
             state.lookup = None
+        self._sequence: RunningSequence | None = None
+        self._order = next(_ORDER)
         self._waits: bool | None = None
         self._n_shared: dict[RunningSequence, int] = {}
         state.messages, state.root = prompt.messages, None
         if not serving.doing:
             self._look_up()
+        self._claim = self._claimed()
 
     def _look_up(self) -> None:
         serving, state = self._serving, self._state
@@ -236,8 +256,21 @@ class ServedRequest(TakenRequest):
         except Exception:
             logger.exception("kvpersist: the prompt could not be looked up")
 
+    def _claimed(self) -> Claim:
+        state, request = self._state, self._request
+        n_tokens = len(self.prompt.ids)
+        return Claim(
+            self._order, n_tokens, lambda: state.is_over or request.client_gone, state.lookup
+        )
+
     def advance(self) -> bool:
-        lookup = self._state.lookup
+        """Wait for memory, then for what is restored. Raises RequestRefused where it must not."""
+        lookup, memory = self._state.lookup, self._serving.memory
+        if not memory.admits(self._claim):
+            if memory.refuses and self._sequence is None:
+                memory.waiting.remove(self._claim)
+                raise RequestRefused("no memory is free for this prompt now; try again soon", 503)
+            return False
         if lookup is None:
             return True
         others = self._serving.computing, self._n_shared
@@ -251,8 +284,10 @@ class ServedRequest(TakenRequest):
     def enter(self) -> Prepared:
         """Restore what is stored of the prompt, and record the outcome. Raises ClientGone."""
         state, serving = self._state, self._serving
-        if state.root is None and not serving.doing:
+        if state.root is None and self._sequence is None and not serving.doing:
             self._look_up()  # the model became known while the request waited
+        self._claim.lookup = state.lookup
+        serving.memory.enters(self._claim)
         lookup, state.lookup = state.lookup, None
         reuse = None
         if lookup is not None:
@@ -267,8 +302,11 @@ class ServedRequest(TakenRequest):
             reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
             detail = f"{reason.text}: {doing}" if doing else ""
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=reason, detail=detail))
-        serving.record(state, reuse.outcome)
         fed, n_reused = reuse.prompt, reuse.outcome.n_reused
+        if self._sequence is not None:  # it goes on
+            self._sequence.chain, self._sequence.n_reused = reuse.chain, n_reused
+            return Prepared(fed, reuse.caches, n_reused)
+        serving.record(state, reuse.outcome)
         n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         self._sequence = RunningSequence(
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
@@ -282,9 +320,18 @@ class ServedRequest(TakenRequest):
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save what the server has computed."""
         state, serving, sequence = self._state, self._serving, self._sequence
-        if not state.is_kept or (serving.isolated and state.session is None):
+        if sequence is None or not state.is_kept or (serving.isolated and state.session is None):
             return  # no other request may, or could, find it
         serving.save(sequence, tokens, caches, cache_type)
+
+    def resume(self, prompt: Prompt) -> None:
+        """Look up what was saved of a reply that was parked: by its ids, which must stay these."""
+        self.prompt = self._rendered = prompt
+        state, model = self._state, replace(self._serving.model, text=None)
+        self._waits = None
+        if state.root is not None:
+            state.lookup = Lookup(prompt, state.root, self._serving.store, model)
+        self._claim = self._claimed()
 
 
 def _n_bytes(held: Iterable[Sequence[_Held]]) -> int:

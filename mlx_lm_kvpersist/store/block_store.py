@@ -26,7 +26,7 @@ from .records import Commit, StoreLimits
 from .tier import DISK, LowerTier, Tier
 from .writer import Writer
 
-__all__ = ["BlockStore", "Commit", "Prefetch", "StoreLimits"]
+__all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class BlockStore:
         be worth matching again."""
         self.disk = DiskStore(folder, limits, whole=False)
         self.disk.lock.is_patient = True  # only the writer waits for it, and no request for that
-        self.writer = Writer(max(limits.max_ram_bytes // 2, _MIN_QUEUE_BYTES))
+        self.writer = Writer(_queue_bytes(limits.max_ram_bytes))
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
@@ -328,6 +328,11 @@ class BlockStore:
         entry = self.pool.get(key)
         return entry is None or entry.is_stored or self.writer.will_write(key)
 
+    def resize(self, max_ram_bytes: int) -> None:
+        """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
+        self.writer.max_bytes = _queue_bytes(max_ram_bytes)
+        self.pool.resize(max_ram_bytes)
+
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of those of these replies that are remembered, by digest."""
         waiting = {
@@ -448,3 +453,7 @@ class BlockStore:
         if kind not in self._failures:
             self._failures.add(kind)
             logger.error("cannot %s: %s; serving goes on from memory", what, error)
+
+
+def _queue_bytes(max_ram_bytes: int) -> int:
+    return max(max_ram_bytes // 2, _MIN_QUEUE_BYTES)

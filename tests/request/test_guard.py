@@ -27,6 +27,7 @@ from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.guard import Guard
 from mlx_lm_kvpersist.request.idle import IdleWork
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.memory import Memory, Pressure
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -70,7 +71,8 @@ def prepare(provider: Any, store: BlockStore, bits: str = DEFAULT_BITS) -> Loade
 
 def served(preparation: Preparation, store: BlockStore) -> Serving:
     model = preparation.model
-    return Serving(store, model, lambda *_: None, False, 0.1, preparation)
+    memory = Memory(1 << 30, 0, store, Pressure())
+    return Serving(store, model, lambda *_: None, False, 0.1, memory, preparation)
 
 
 def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFAULT) -> IdleWork:

@@ -23,6 +23,7 @@ from mlx_lm_kvpersist.errors import ModelNotSupported, SelfTestFailed
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.memory import Memory, Pressure
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model
@@ -263,7 +264,8 @@ def test_what_was_computed_meanwhile_is_kept_if_it_is_right(
 ) -> None:
     starts, store = Starts(provider), opened()
     one = starts.begin(store)
-    serving = Serving(store, one.model, lambda *_: None, False, 0.1, one)
+    memory = Memory(1 << 30, 0, store, Pressure())
+    serving = Serving(store, one.model, lambda *_: None, False, 0.1, memory, one)
     ids = [7 * i % 300 for i in range(300)]
     caches = one.model.spec.make_cache()
     for start in range(0, 300, 256):
@@ -284,7 +286,8 @@ def test_what_was_computed_meanwhile_is_kept_if_it_is_right(
 def test_what_is_held_is_bounded(provider: Any, opened: Callable[[], BlockStore]) -> None:
     starts, store = Starts(provider), opened()
     one = starts.begin(store)
-    serving = Serving(store, one.model, lambda *_: None, False, 0.1, one)
+    memory = Memory(1 << 30, 0, store, Pressure())
+    serving = Serving(store, one.model, lambda *_: None, False, 0.1, memory, one)
     store.limits = replace(store.limits, max_ram_bytes=1 << 10)
     caches = one.model.spec.make_cache()
     mx.eval(provider.model(mx.array([[5] * 256]), cache=caches))

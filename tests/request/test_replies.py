@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -383,7 +384,7 @@ def test_a_later_answer_to_the_same_question_hides_none_that_was_cut(
 ) -> None:
     """Whichever is known first: the ids of a reply, or what its client was sent."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    options: dict[str, Any] = {"isolated": False, "step_s": 0.0}
+    options: dict[str, Any] = {"isolated": False, "step_s": 0.0, "memory": mock.MagicMock()}
     serving = Serving(store, chat.loaded, print, **options)
 
     def as_served(

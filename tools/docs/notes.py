@@ -58,5 +58,8 @@ NOTES: dict[str, str] = {
     "the old index cannot be read (…); it goes to quarantine": _DAMAGED,
     "not taken into the index: …: …": "A file of the store is damaged; `store verify --fix` moves "
     "it away.",
+    "kvpersist: the model's … leave too little of the device's …; … more are used": "The model "
+    "nearly fills the memory. Nothing is refused, but prompts wait for one another, and the "
+    "machine may swap: take a smaller model.",
     "the store could not be changed; serving goes on from memory": _REPORT,
 }

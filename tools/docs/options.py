@@ -13,6 +13,8 @@ from mlx_lm_kvpersist.cli.main import PROG, make_parser
 GROUPS: dict[str, tuple[str, ...]] = {
     "Where and how much": (
         "dir",
+        "memory",
+        "memory-policy",
         "ram",
         "disk",
         "min-free",

@@ -8,6 +8,7 @@ first, but the oldest one gets every fourth chunk.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -17,9 +18,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ClientGone
-from ..answers import PREFILL, REPLY, PrefillLimits
+from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import TakenTokens
 from .model_provider import PluginCaches
 
@@ -45,6 +47,9 @@ MOST_PASSED_OVER = 3
 
 CLEAR_EVERY = 512
 """Steps of the replies after which freed memory is given back, as in stock."""
+
+WEIGH_EVERY = 32
+"""Steps of the replies after which their memory is looked at, though none came or went."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +81,23 @@ class Prefill:
         return len(self.segments) == 1
 
 
+@dataclass(eq=False)
+class Parked:
+    """A reply that was taken out of the batch, to make room.
+
+    `row` is stock's batch of this reply alone, without caches: its next token, which is sampled
+    already, its sampler, its counters. `ids` end with that token; the caches held all others.
+    """
+
+    uid: int
+    row: Any
+    ids: list[int]
+
+    @property
+    def tokens(self) -> Any:
+        return self.row.tokens[0]
+
+
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
     """Merges caches and computes prompts as plugins say, else as stock does. Generation thread.
 
@@ -91,7 +113,14 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         caches = getattr(model, "make_cache", None)
         self._caches = caches if isinstance(caches, PluginCaches) else None
         self._limits: PrefillLimits | None = self._caches.limits if self._caches else None
+        self._memory = self._caches.memory if self._caches else BatchMemory()
+        self._weighed: tuple[int, ...] = ()
+        """What ran when its memory was looked at last."""
         self._prefills: list[Prefill] = []
+        self._parked: list[Parked] = []
+        """The oldest first."""
+        self._returning: dict[int, Any] = {}
+        """The rows of parked replies whose caches are being made again, by uid."""
         self._waited_s = 0.0
         """How long the last chunk waited for the device to end a step of the replies."""
         self._n_steps = 0
@@ -120,6 +149,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._ended = []
         generated, step_s = self._decode()
         self._drop_stopped()
+        self._weigh()
+        self._return_parked()
         self._admit()
         for prefill in [one for one in self._prefills if one.is_ready]:
             self._guarded(prefill, self._begin_reply)
@@ -155,6 +186,79 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             reply = reply_of(prefill.tokens)
             if reply is not None and reply.is_stopped:
                 self._fail(prefill, ClientGone())
+        for parked in list(self._parked):
+            if reply_of(parked.tokens).is_stopped:
+                self._parked.remove(parked)
+                self._end(parked.uid, parked.tokens, ClientGone())
+
+    # Memory.
+
+    def _weigh(self) -> None:
+        """Tell the plugin what runs, where that has changed; park replies that it has no room for.
+
+        Looking at every layer's cache takes a while, so not every step does.
+        """
+        queue, replies = self._unprocessed_sequences, self._generation_batch
+        n_done = sum(one.n_done for one in self._prefills)
+        n_periods = self._n_steps // WEIGH_EVERY
+        running = len(replies), len(self._prefills), len(queue), n_done, n_periods
+        if running == self._weighed:
+            return
+        self._weighed = running
+        prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prefills]
+        prompts += [len(one[4]) + _n_left(one) for one in queue]
+        while not self._memory.weigh(
+            list(map(len, replies.tokens)), prompts, self.prompt_cache_nbytes
+        ):
+            youngest = max(range(len(replies)), key=lambda place: replies.uids[place], default=-1)
+            if len(replies) + len(prompts) < 2 or not len(replies):
+                return  # alone it always goes on
+            if not isinstance(replies.tokens[youngest], TakenTokens):
+                return
+            self._park(youngest)
+
+    def _park(self, place: int) -> None:
+        """Take a reply out of the batch; the plugin keeps its caches."""
+        batch, tokens = self._generation_batch, self._generation_batch.tokens[place]
+        row = copy.copy(batch)
+        row.prompt_cache, row._current_tokens, row._current_logprobs = [], None, []
+        row.filter([place])
+        for name in ("samplers", "logits_processors"):  # 0.31.3 leaves lists without any as it is
+            setattr(row, name, getattr(batch, name)[place : place + 1])
+        mx.eval(row._next_tokens, row._next_logprobs)
+        ids = [*tokens, row._next_tokens.item()]
+        parked = Parked(batch.uids[place], row, ids)
+        tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
+        batch.filter([i for i in range(len(batch)) if i != place])
+        mx.eval([cache.state for cache in batch.prompt_cache])  # what it took is free now
+        tokens.taken.resume(Prompt(ids, [ids], ["assistant"]))
+        self._parked.append(parked)
+        self._parked.sort(key=lambda one: one.uid)
+        logger.info("a reply of %d tokens waits for memory", len(tokens))
+
+    def _return_parked(self) -> None:
+        """Let the parked replies that there is room for make their caches again."""
+        for parked in list(self._parked):
+            queue = self._unprocessed_sequences
+            is_alone = not (len(self._generation_batch) or self._prefills or queue)
+            taken = parked.tokens.taken
+            if not is_alone and not taken.advance():
+                continue
+            self._parked.remove(parked)
+            try:
+                prompt, caches, n_cached = taken.enter(), taken.caches, taken.n_cached
+            except ClientGone as error:
+                self._end(parked.uid, parked.tokens, error)
+                continue
+            taken.caches, ids = None, parked.ids
+            if prompt is None or list(prompt.ids) != ids or caches is None:
+                caches, n_cached = make_prompt_cache(self.model), 0
+            segments = [ids[n_cached:-1], ids[-1:]] if ids[n_cached:-1] else [ids[-1:]]
+            held, row = TakenTokens(ids[:n_cached], taken), parked.row
+            self._returning[parked.uid] = row
+            stops = getattr(row, "stop_sequences", None) or row.state_machines
+            more = row.samplers[0], row.logits_processors[0], stops[0]
+            queue.appendleft((parked.uid, segments, row.max_tokens[0], list(caches), held, *more))
 
     def _admit(self) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
@@ -250,7 +354,11 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _begin_reply(self, prefill: Prefill) -> Any:
         """Let a prompt's last token join the replies."""
-        begun, rows = prefill.batch.generate([prefill.segments[0]]), self._rows()
+        rows, begun = self._rows(), self._returning.pop(prefill.uid, None)
+        if begun is None:
+            begun = prefill.batch.generate([prefill.segments[0]])
+        else:
+            begun.prompt_cache = prefill.batch.prompt_cache
         try:
             self._generation_batch.extend(begun)
         except Exception as error:
@@ -284,6 +392,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
         """End a request with an error; raise it where no plugin took the request."""
+        self._returning.pop(uid, None)
         reply = reply_of(tokens)
         if reply is None:
             raise error
@@ -310,6 +419,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._save_interrupted(uids)
         caches = super().remove(uids, return_prompt_caches)
         self._prefills = [one for one in self._prefills if one.uid not in uids]
+        self._parked = [one for one in self._parked if one.uid not in uids]
+        for uid in uids:
+            self._returning.pop(uid, None)
         return caches
 
     @property

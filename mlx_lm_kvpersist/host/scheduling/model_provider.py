@@ -129,7 +129,7 @@ class PluginCaches:
         self._model: Any = weakref.ref(model)
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
-        self.limits = support.limits
+        self.limits, self.memory = support.limits, support.memory
 
     def __call__(self) -> list[Any]:
         caches = self.make()

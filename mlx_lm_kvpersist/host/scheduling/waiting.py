@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import RequestRefused
 from ..answers import ClientRequest, Prompt
 from ..manager import Taken, take_request
 from .reply import ReplyQueue
@@ -43,7 +44,7 @@ class Rendered:
 class Waiting:
     """A request that was taken from the server's queue and has not entered yet.
 
-    `has_begun`: it was tokenized, or could not be, with `error`.
+    `has_begun`: it was tokenized, or could not be. `error`: why it is not to be served.
     """
 
     queued: Any
@@ -70,7 +71,10 @@ class Waiting:
         """Let the plugin work, and ask it whether all is there; return how long that took."""
         started = time.perf_counter()
         if self.has_begun and not self.reply.is_gone:
-            self.is_ready = self.taken is None or self.taken.advance()
+            try:
+                self.is_ready = self.taken is None or self.taken.advance()
+            except RequestRefused as error:
+                self.error, self.is_ready = error, True
         spent_s = time.perf_counter() - started
         self.spent_s += spent_s
         return spent_s
