@@ -149,9 +149,9 @@ class Memory(BatchMemory):
         chunks = [(min(_CHUNK, n, prefill.most_tokens(at)), at) for n in prompts for at in (0, n)]
         peaks = [prefill.peak_bytes(n_tokens, position) for n_tokens, position in chunks]
         n_rows = len(replies) + len(prompts)
-        # A batch that a sequence joins is copied, layer after layer.
+        # A batch that a sequence joins is copied, a layer after the other.
         layer = self.caches_bytes(replies, prompts, ROOM) // self._n_layers
-        return max(*peaks, int(n_rows * longest * prefill.key_bytes), 2 * layer)
+        return max(*peaks, int(n_rows * longest * prefill.key_bytes), layer)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
         """Return what all that runs, and `more` prompts, may need until they reply."""
@@ -268,6 +268,7 @@ class Memory(BatchMemory):
             "pool": store.pool.n_bytes,
             "held": self.held_bytes,
             "records": _INDEX_BYTES + _RECORD_BYTES * len(store.pool),
+            "active": mx.get_active_memory(),
             "unused": mx.get_cache_memory(),
             "waiting": len(self.waiting),
             "pressure": self._level,

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..geometry.kinds import slots_of
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
+from ..live.packed import GRID
 from ..steps import Steps
 
 MIN_CHUNK = 32
@@ -105,6 +106,10 @@ def measuring_prefill(model: Any, spec: ModelCacheSpec) -> Steps[tuple[float, fl
     token_bytes = max(0.0, first / n_tokens - n_tokens * score_bytes - key_bytes)
     if n_tokens < _MIN_MEASURED:
         score_bytes = _SCORE_BYTES
+    if spec.quantized and mx.default_device() != mx.Device(mx.cpu):
+        # A GPU copies the dequantized keys and values for each block of the grid that a chunk ends
+        # in, since the attention before may still read them. Short chunks reuse the memory.
+        score_bytes = max(score_bytes, key_bytes / GRID)
     return token_bytes, score_bytes
 
 
