@@ -23,7 +23,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .. import __version__
-from ..cache.blocks.canary import warm_up
+from ..cache.blocks.canary import warming_up
 from ..cache.geometry.fingerprint import (
     content_hash,
     hash_once,
@@ -144,7 +144,7 @@ class Preparation:
             if _has_kernels():
                 logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
                 yield
-                warm_up(self._model, self.model.spec)
+                yield from warming_up(self._model, self.model.spec)
             return
         while not self._fingerprint:
             self._say(0, self._files.progress)
@@ -197,7 +197,7 @@ class Preparation:
         spec = yield from planning(model, spec, self._asked.attention)
         say(4)
         yield
-        warm_up(model, spec, has_kernels=_has_kernels())
+        yield from warming_up(model, spec, has_kernels=_has_kernels())
         return spec
 
     def _key(self, kind: str, choice: PrecisionChoice, fingerprint: str = "") -> str:

@@ -249,7 +249,7 @@ def test_what_fails_is_told_and_not_kept(
     with pytest.raises(SelfTestFailed):
         list(Preparation(provider, store, K6V4, prove).steps())
     with monkeypatch.context() as broken:
-        broken.setattr("mlx_lm_kvpersist.cache.blocks.canary._difference", lambda *_: 1.0)
+        broken.setattr("mlx_lm_kvpersist.cache.blocks.canary.canary_difference", lambda *_: 1.0)
         with pytest.raises(ModelNotSupported):
             list(starts.begin(store).steps())
     store.drain()

@@ -253,7 +253,7 @@ def launcher(folder: Path, *changes: str) -> tuple[str]:
 CHANGES = {
     "round_trip": "from mlx_lm_kvpersist import round_trip; round_trip._NOISE = -1.0",
     "canary": "from mlx_lm_kvpersist.cache.blocks import canary\n"
-    "canary._difference = lambda *_: 1.0",
+    "canary.canary_difference = lambda *_: 1.0",
     "another device": "from mlx_lm_kvpersist.request import loading\n"
     "loading.device_key = lambda: 'another'",
     "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",

@@ -18,6 +18,7 @@ from ..geometry.probe import position_limit
 from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
 from ..live import packed as pk
 from ..live.packed import GRID, headroom
+from ..steps import Steps, completed
 from .cut_join import (
     BLOCK_TOKENS,
     Joiner,
@@ -115,6 +116,11 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
 
 
 def warm_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> None:
+    """Do all of `warming_up` at once."""
+    completed(warming_up(model, spec, has_kernels=has_kernels))
+
+
+def warming_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> Steps[None]:
     """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
 
     A GPU's kernels are compiled, or loaded, when they are first used. The kernel of attention
@@ -127,7 +133,9 @@ def warm_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> No
         ModelNotSupported: it does not, or it fails; it may keep state outside its caches.
     """
     try:
-        difference = _difference(model, spec)
+        restored = yield from _restoring(model, spec)
+        yield
+        difference = canary_difference(model, spec, restored, _IDS)
     except Exception as error:
         raise ModelNotSupported(f"its caches cannot be cut and joined: {error!r}") from error
     if not difference <= CANARY_TOLERANCE:
@@ -135,19 +143,21 @@ def warm_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> No
             f"its keys and values after a restore differ by {difference:.0%}: "
             "it keeps state outside its caches"
         )
-    try:
-        if has_kernels:
+    if has_kernels:
+        yield
+        try:
             _warm_up_long(model, spec)
-    except Exception as error:
-        logger.debug("the first long restore will be slower: %r", error)
+        except Exception as error:
+            logger.debug("the first long restore will be slower: %r", error)
     mx.clear_cache()
 
 
-def _difference(model: Any, spec: ModelCacheSpec) -> float:
-    """Return the canary's result for a few tokens that were cut and joined, 0 without a canary."""
+def _restoring(model: Any, spec: ModelCacheSpec) -> Steps[list[Any]]:
+    """Return caches of a few tokens that were cut and joined."""
     n_tokens = len(_IDS)
     caches = spec.make_cache()
     mx.eval(model(mx.array([_IDS]), cache=caches))
+    yield
     starts = {
         window: max(first_cached(spec, window, caches), n_tokens - window)
         for window in spec.sliding
@@ -162,7 +172,7 @@ def _difference(model: Any, spec: ModelCacheSpec) -> float:
         joiner.add(Piece(arrays, 0, n_tokens - start), window)
     newest = copy_newest(spec.quantized, caches, n_tokens)
     joiner.add_state({**copy_state(spec, caches), **newest}, n_tokens)
-    return canary_difference(model, spec, joiner.finish(), _IDS)
+    return joiner.finish()
 
 
 def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
