@@ -177,7 +177,7 @@ class KVPersistPlugin:
         except Exception as error:
             level = logging.DEBUG if isinstance(error, KVPersistError) else logging.ERROR
             logger.log(level, "kvpersist: the model could not be examined", exc_info=True)
-            refusal = str(error) or repr(error)
+            preparation.doing = refusal = str(error) or repr(error)
         if refusal or preparation.model.spec != serving.model.spec:
             was_batchable = provider.is_batchable
             while self._is_serving:

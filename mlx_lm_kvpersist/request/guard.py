@@ -45,6 +45,8 @@ class Guard:
         Between steps they hold the text in two caches.
         """
         model = self._serving.model
+        if self._serving.doing:
+            return  # the model was refused
         if not (is_guarded(self._default) and model.verdict is None and model.spec.quantized):
             return
         try:

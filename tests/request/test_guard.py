@@ -300,6 +300,14 @@ def test_less_and_less_is_done_in_vain(
     assert its.model.verdict is not None
 
 
+def test_a_model_that_was_refused_is_not_judged(provider: Any, store: BlockStore) -> None:
+    its = served(prepared(provider, store, DEFAULT), store)
+    assert its.preparation is not None
+    its.preparation.doing = "it keeps state outside its caches"
+    assert list(Guard(its, DEFAULT, its.preparation.fit, 60.0).steps()) == []
+    assert its.model.verdict is None
+
+
 def test_nothing_is_judged_that_was_asked_for_by_name(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,13 @@ def test_a_model_that_fails_is_served_as_stock_does(
     assert not list((tmp_path / "store").glob("blocks/*/*"))
 
 
-@pytest.mark.parametrize("change", ["an adapter", "another device", "a refusal"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "an adapter",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("another device", "a refusal")),
+    ],
+)
 def test_what_is_another_model_at_a_later_start_is_served_right_from_its_first_second(
     start_server: StartServer, tiny_model: Path, tmp_path: Path, change: str
 ) -> None:
