@@ -337,7 +337,7 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
     """The server's start, a batch and a stream set limits; MLX gets one when it is chosen."""
     server, generate = map(importlib.import_module, ("mlx_lm.server", "mlx_lm.generate"))
     expect("function that sets the limit", type(mlx.set_wired_limit), WiredLimit)
-    set_by: dict[str, int] = {}
+    asked: list[int] = []
     passed_on: list[int] = []
     info = {"max_recommended_working_set_size": 8, "memory_size": 9}
     with (
@@ -350,20 +350,19 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
         mock.patch.object(sys, "argv", ["probe"]),
     ):
         inspect.unwrap(server.main)()
-        set_by["start"] = limit(1)
-        batch: Any = generate.BatchGenerator(ProbeModel())
-        set_by["batch"] = limit.asked_bytes
+        asked.append(limit(1))
+        batch = generate.BatchGenerator(ProbeModel())
+        asked.append(limit.asked_bytes)
         batch.close()
-        set_by["batch's end"] = limit(2)
+        asked.append(limit(2))
         with generate.wired_limit(ProbeModel(), []):
-            set_by["stream"] = limit.asked_bytes
-        set_by["stream's end"] = limit.asked_bytes
-        held = list(passed_on)
+            asked.append(limit.asked_bytes)
+        asked.append(limit.asked_bytes)
+        expect("limits that MLX gets before one is chosen", passed_on, [])
         for chosen in (3, None):
             limit.choose(chosen)
-    expected = {"start": 8, "batch": 8, "batch's end": 1, "stream": 8, "stream's end": 2}
-    expect("limits that are set", set_by, expected)
-    expect("limits that MLX gets before and after one is chosen", (held, passed_on), ([], [3, 2]))
+    expect("limits by start, batch, its end, stream, its end", asked, [8, 8, 1, 8, 2])
+    expect("limits that MLX gets afterwards", passed_on, [3, 2])
 
 
 def http_reaches_plugins(server: ModuleType) -> None:
