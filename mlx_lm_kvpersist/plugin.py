@@ -39,7 +39,7 @@ from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
-from .request.wired import weight_bytes, wired_bytes
+from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import StoredSessions
@@ -103,8 +103,8 @@ class KVPersistPlugin:
 
     @hookimpl
     def wired_limit(self, provider: Any, asked_bytes: int) -> int | None:
-        n_weight_bytes = weight_bytes(provider.model, getattr(provider, "draft_model", None))
-        limit, why = wired_bytes(self._config.wired, n_weight_bytes, asked_bytes)
+        n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
+        limit, why = wired_bytes(self._config.wired, n_weights, asked_bytes)
         logger.info("kvpersist: wired memory: %s", why)
         return limit
 

@@ -331,9 +331,10 @@ def _system_level() -> int:
     return level.value if not failed and level.value in _SHARES else 1
 
 
-def weights_bytes(model: Any) -> int:
-    """Return the bytes of a model's parameters."""
-    return sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
+def weights_bytes(*models: Any) -> int:
+    """Return the bytes of all parameters of these models; None stands for no model."""
+    weights = (tree_flatten(model.parameters()) for model in models if model is not None)
+    return sum(int(array.nbytes) for arrays in weights for _, array in arrays)
 
 
 def total_bytes(asked: int | None, n_weights: int) -> int:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mlx.utils import tree_flatten
-
 from ..units import show_bytes
 
 NEEDED_ABOVE = 0.5
 """The share of what the device recommends above which `auto` lets weights be wired."""
-
-
-def weight_bytes(*models: Any) -> int:
-    """Return the bytes of all parameters of these models; None stands for no model."""
-    weights = (tree_flatten(model.parameters()) for model in models if model is not None)
-    return sum(array.nbytes for arrays in weights for _, array in arrays)
 
 
 def wired_bytes(choice: str | int, n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_lm_kvpersist.request.wired import weight_bytes, wired_bytes
+from mlx_lm_kvpersist.request.memory import weights_bytes
+from mlx_lm_kvpersist.request.wired import wired_bytes
 
 GIB = 1 << 30
 
@@ -36,5 +37,5 @@ def test_the_weights_of_the_draft_model_count() -> None:
     model: Any = SimpleNamespace(
         parameters=lambda: {"a": mx.zeros((3, 4)), "layers": [{"b": mx.zeros(8, mx.uint8)}]}
     )
-    assert weight_bytes(model, None) == 56
-    assert weight_bytes(model, model) == 112
+    assert weights_bytes(model, None) == 56
+    assert weights_bytes(model, model) == 112
