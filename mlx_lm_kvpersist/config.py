@@ -19,7 +19,8 @@ from .api.admin import KEY_VARIABLE
 from .cache.geometry.precision import FULL_BITS, GROUP_SIZES, PrecisionChoice
 from .errors import ConfigError
 from .store.records import StoreLimits
-from .units import parse_folder, parse_size, show_bytes
+from .store.worth import LRU, VALUE
+from .units import parse_folder, parse_share, parse_size, show_bytes
 
 if TYPE_CHECKING:
     from .cache.live.attention import Strategy
@@ -74,10 +75,17 @@ class Config:
     """Whether a request that memory does not suffice for is refused, and does not wait."""
 
 
-_METAVARS: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", Path: "FILE"}
+_METAVARS: dict[Any, str] = {
+    parse_folder: "FOLDER",
+    parse_size: "SIZE",
+    Path: "FILE",
+    parse_share: "SHARE",
+}
 RARE = (
     "max-writes-per-hour",
     "max-loss-s",
+    "model-share",
+    "evict",
     "wired",
     "kv-rotate",
     "attention",
@@ -154,6 +162,20 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         "Most that all servers on the folder write within an hour, to spare the disk "
         "(default: no limit)",
         type=parse_size,
+    )
+    add(
+        "model-share",
+        "Largest part of --kvpersist-disk that one model may fill while others have blocks there "
+        "(default: 0.75)",
+        type=parse_share,
+        default=StoreLimits.model_share,
+    )
+    add(
+        "evict",
+        "What goes first to keep to the budgets: what is worth least, by expected use, cost to "
+        "compute and size, or what was not used for longest (default: value)",
+        choices=(VALUE, LRU),
+        default=VALUE,
     )
     add(
         "wired",
@@ -288,6 +310,8 @@ def from_args(args: Namespace) -> Config:
             min_free_bytes=args.kvpersist_min_free,
             max_hourly_bytes=args.kvpersist_max_writes_per_hour,
             max_loss_s=max_loss_s,
+            evict=args.kvpersist_evict,
+            model_share=args.kvpersist_model_share,
         ),
         store_text=not args.kvpersist_no_text,
         namespace_by_key=args.kvpersist_namespace_by_key,

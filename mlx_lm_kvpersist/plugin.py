@@ -6,6 +6,7 @@ Only this module knows all parts. `request/serving.py` does the work of a reques
 from __future__ import annotations
 
 import logging
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from email.message import Message
@@ -22,12 +23,21 @@ from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sess
 from .api.responses import RESPONSES_PATH, ResponsesAPI
 from .api.session_keys import KEEP_HEADER, is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
-from .block import Root
+from .block import Block, Root
 from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
 from .cache.steps import Steps
 from .errors import KVPersistError, ModelNotSupported, RequestRefused
-from .host.answers import ClientRequest, ModelSupport, Prompt, Route, TakenRequest, has_text_only
+from .host import manager
+from .host.answers import (
+    ClientRequest,
+    ModelSupport,
+    Prompt,
+    Route,
+    StoredBlock,
+    TakenRequest,
+    has_text_only,
+)
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
 from .host.http.request_checks import read_json
@@ -86,10 +96,17 @@ class KVPersistPlugin:
         self._config = config.from_args(args)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
+        self._store.cost_s = self._cost_s
+        if manager.is_implemented("eviction_score"):
+            self._store.score = _score
         self._sessions = StoredSessions(self._store)
         self._warm_model = getattr(args, "model", None)
         if self._warm_model is None:
             logger.info("kvpersist: %s", places(self._store))
+
+    def _cost_s(self, start: int, n_tokens: int) -> float | None:
+        serving = self._serving
+        return serving.model.speed.pace.seconds(start, n_tokens) if serving else None
 
     @hookimpl
     def shutdown(self) -> None:
@@ -401,3 +418,9 @@ class KVPersistPlugin:
 
     def _memory_parts(self) -> dict[str, int] | None:
         return serving.memory.parts() if (serving := self._serving) else None
+
+
+def _score(root: Root, block: Block) -> float:
+    """Return by how much more than others a block is worth keeping, by all plugins. Any thread."""
+    seen = StoredBlock(root.model, root.namespace, block.start, block.n_tokens, block.text)
+    return float(math.prod(manager.ask("eviction_score", block=seen)))

@@ -26,6 +26,17 @@ def parse_size(text: str) -> int:
     return int(number * 1024 ** (_UNITS.index(unit) + 1 if unit else 0))
 
 
+def parse_share(text: str) -> float:
+    """Return a part of a whole, such as 0.75. Raises ArgumentTypeError for anything else."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ArgumentTypeError(f"{text!r} is no part of the disk; write for example 0.75, or 1")
+    return share
+
+
 def parse_folder(text: str) -> Path:
     """Return a folder as an absolute path. Raises ArgumentTypeError for an empty name."""
     try:

@@ -96,6 +96,7 @@ class Metrics:
             (GaugeMetricFamily, "bytes", "bytes", "Bytes of blocks and checkpoints."),
             (GaugeMetricFamily, "max_bytes", "max_bytes", "The budget."),
             (CounterMetricFamily, "evicted", "evictions", "Blocks and checkpoints evicted."),
+            (CounterMetricFamily, "asked_again_tokens", "asked_again_tokens", "Evicted in vain."),
             (CounterMetricFamily, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):
             family = make(f"kvpersist_{name}", about, labels=["tier"])

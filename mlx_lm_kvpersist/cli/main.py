@@ -21,6 +21,7 @@ from ..config import add_options
 from ..errors import KVPersistError
 
 PROG = "mlx-lm-kvpersist"
+_BUDGETS = ("dir", "disk", "min-free", "model-share", "evict")
 _WHICH = "a session's id, the beginning of an id, or a session's name"
 
 
@@ -228,15 +229,15 @@ def _add_sessions(commands: Any) -> None:
         command.add_argument("session", metavar="ID|NAME", help=_WHICH)
     export.add_argument("file", type=Path, metavar="FILE", help="a safetensors file to make")
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    add = _adder(commands, "dir", "disk", "min-free")
+    add = _adder(commands, *_BUDGETS)
     load = add("import", "sessions:load", "add a session from a file that export has written")
     load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
 
 
 def _add_store(commands: Any) -> None:
-    add = _adder(commands, "dir", "disk", "min-free")
+    add = _adder(commands, *_BUDGETS)
     add("stats", "store:stats", "say what the store holds and what it may use")
-    add("gc", "store:gc", "remove what was not used for longest until the budgets are kept")
+    add("gc", "store:gc", "remove what is worth least until the budgets are kept")
     add = _adder(commands, "dir")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")

@@ -29,7 +29,13 @@ def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
     disk = args.kvpersist_disk
     if disk is None:
         disk = default_disk_bytes(folder)
-    return StoreLimits(0, disk, min_free_bytes=args.kvpersist_min_free)
+    return StoreLimits(
+        0,
+        disk,
+        args.kvpersist_min_free,
+        evict=args.kvpersist_evict,
+        model_share=args.kvpersist_model_share,
+    )
 
 
 def check_exists(folder: Path) -> None:

@@ -67,7 +67,12 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def _budgets(limits: StoreLimits) -> dict[str, int]:
-    return {"max_disk_bytes": limits.max_disk_bytes, "min_free_bytes": limits.min_free_bytes}
+    """Return the budgets in bytes; a model that is alone may have all."""
+    return {
+        "max_disk_bytes": limits.max_disk_bytes,
+        "max_model_bytes": int(limits.max_disk_bytes * limits.model_share),
+        "min_free_bytes": limits.min_free_bytes,
+    }
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from .pool import BlockPool, KVBlock
 from .reading import Prefetch, Reader
 from .records import Commit, StoreLimits
 from .tier import DISK, LowerTier, Tier
+from .worth import guessed_s
 from .writer import Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -65,8 +66,9 @@ class DiskTier:
         could not be read for another reason is not among them."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
-        self._used: dict[bytes, dict[bytes, Checkpoint]] = {}
-        """Ends of chains, with checkpoints by key, whose use the index does not know of yet."""
+        self._used: dict[bytes, tuple[float, dict[bytes, Checkpoint]]] = {}
+        """Ends of chains, with their share (see `Commit`) and checkpoints by key, whose use the
+        index does not know of yet."""
         self._using = Lock()
         self._writer = writer
         self._failed = failed
@@ -116,12 +118,12 @@ class DiskTier:
                 return  # it stays damaged
         self._lost.discard(key)
 
-    def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
+    def use(self, end: bytes, checkpoints: Sequence[Checkpoint], share: float) -> None:
         """Note that a chain, given by its end, and these checkpoints are used now. Any thread."""
         with self._using:
             n_before = len(self._used)
-            known = self._used.pop(end, {})
-            self._used[end] = {**known, **{one.key: one for one in checkpoints}}
+            _, known = self._used.pop(end, (share, {}))
+            self._used[end] = share, {**known, **{one.key: one for one in checkpoints}}
             is_full = n_before < len(self._used) == _MAX_USED
         if is_full:
             self.mark_used()
@@ -139,8 +141,8 @@ class DiskTier:
             with self.disk.lock.held():
                 self.disk.follow_folder()
                 with self.disk.index.database.transaction():
-                    for end, checkpoints in used.items():
-                        self.disk.index.touch(end, checkpoints.values())
+                    for end, (share, checkpoints) in used.items():
+                        self.disk.index.touch(end, checkpoints.values(), share)
         except (OSError, StoreError, sqlite3.Error) as error:
             self._failed("mark what was used", error)
 
@@ -163,6 +165,7 @@ class DiskTier:
             "bytes": totals.n_bytes,
             "checkpoint_bytes": totals.checkpoint_bytes,
             "evicted": self.disk.files.n_evicted,
+            "asked_again_tokens": self.disk.files.asked_again_tokens,
             "max_bytes": self.disk.limits.max_disk_bytes,
             "written_bytes": self.disk.n_written_bytes,
         }
@@ -181,6 +184,11 @@ class BlockStore:
         self.turns_saved = self.turns_not_saved = 0
         self.blocks_quarantined = 0
         """Blocks and checkpoints that were found damaged since the store was opened."""
+        self.cost_s: Callable[[int, int], float | None] = lambda start, n_tokens: None
+        """How long so many tokens take to compute after `start` others; None where it is not known.
+        Asked by the thread that commits."""
+        self.score: Callable[[Root, Block], float] | None = None
+        """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
         """What keeps commits from being saved right now; each is logged once."""
         self.n_changes = 0
@@ -192,7 +200,7 @@ class BlockStore:
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
         """What is on disk: for those who want to know what fails, and for serving threads."""
-        self.pool = BlockPool(limits.max_ram_bytes)
+        self.pool = BlockPool(limits.max_ram_bytes, limits.evict)
         self.disk.files.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: tuple[LowerTier, ...] = (self.disk_tier, *others)
         """The tiers below RAM, in the order in which they are read."""
@@ -293,6 +301,8 @@ class BlockStore:
         pinned, sizes = self._pinned(commit.records, entries)
         later, later_sizes = self._pinned(checkpoints, entries)
         self.pool.touch(chain)
+        share = self.pool.share_of(chain[-1]) if chain else 1.0
+        commit = replace(commit, cost_s=self._costs(entries.values()), share=share)
         self.n_changes += 1
         self.writer.withdraw(chain)
         self.writer.submit_commit(
@@ -302,7 +312,7 @@ class BlockStore:
             sizes=sizes,
         )
         if checkpoints:
-            postponed = Commit(commit.root, (), checkpoints=checkpoints)
+            postponed = Commit(commit.root, (), checkpoints=checkpoints, share=share)
             self.writer.postpone(
                 chain[-1],
                 postponed,
@@ -311,6 +321,15 @@ class BlockStore:
                 sizes=later_sizes,
                 has_ended=commit.leaf is not None,
             )
+
+    def _costs(self, new: Iterable[KVBlock]) -> dict[bytes, float]:
+        """Return how long new blocks took to compute, in seconds, by key."""
+        blocks = [entry.block for entry in new if isinstance(entry.block, Block)]
+        return {
+            block.key: self.cost_s(block.start, block.n_tokens)
+            or guessed_s(block.start, block.n_tokens)
+            for block in blocks
+        }
 
     def _pinned(
         self, records: Iterable[Record], new: Mapping[bytes, KVBlock]
@@ -362,7 +381,7 @@ class BlockStore:
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.disk_tier.use(chain[-1], checkpoints)
+        self.disk_tier.use(chain[-1], checkpoints, self.pool.share_of(chain[-1]))
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -418,6 +437,7 @@ class BlockStore:
 
     def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
         try:
+            commit = self._scored(commit)
             written = [tier.write(commit, self._arrays_of) for tier in self.below]
         except Exception as error:  # whatever it is, the commit's pins are let go of
             self._failed("save a turn", error)
@@ -436,6 +456,17 @@ class BlockStore:
                 self.pool.drop_unpinned(replaced)
             for block in set(one.superseded).difference(one.checkpoints):
                 self.pool.drop_unpinned(block.key)
+
+    def _scored(self, commit: Commit) -> Commit:
+        """Return a commit whose new blocks cost as much more as `score` says."""
+        if self.score is None:
+            return commit
+        cost_s = dict(commit.cost_s)
+        for block in commit.blocks:
+            if block.key in cost_s and (score := self.score(commit.root, block)) != 1.0:
+                cost_s[block.key] *= score
+                self.pool.set_worth(block.key, score)
+        return replace(commit, cost_s=cost_s)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         entry = self.pool.get(key)

@@ -44,7 +44,7 @@ from .index import Index, Session
 from .index_schema import is_damage
 from .lock import Staging, StoreLock
 from .rebuild import rebuild_index
-from .records import Commit, NewFile, StoreLimits
+from .records import Commit, Gone, NewFile, StoreLimits
 from .stored_files import StoredFiles
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class DiskStore:
                     rows = sum(_row_bytes(file.block) for file in todo)
                     rows = max(0, rows - self.files.reserve_bytes)
                     needed = sum(file.n_bytes for file in todo) + rows
-                    self._reserve(needed, {*keep, *whole.keys()})
+                    self._reserve(needed, {*keep, *whole.keys()}, whole.root)
                     staging.announce(needed)
                 for file in todo:
                     started = time.perf_counter()
@@ -205,7 +205,7 @@ class DiskStore:
         write = partial(write_block, block=block, root=root, arrays=arrays)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
-    def _reserve(self, n_bytes: int, keep: Collection[bytes]) -> None:
+    def _reserve(self, n_bytes: int, keep: Collection[bytes], root: Root) -> None:
         """Make room for what is to be written. Raises StoreError when it is too much."""
         limit, state = self.limits.max_hourly_bytes, self.index.state
         if limit is not None and state.written_last_hour() + n_bytes > limit:
@@ -213,7 +213,7 @@ class DiskStore:
                 f"--kvpersist-max-writes-per-hour ({show_bytes(limit)}) is used up; "
                 "turns stay in memory for now"
             )
-        if not self.files.make_room(n_bytes, keep):
+        if not self.files.make_room(n_bytes, keep, root):
             raise StoreError(
                 f"a turn of {show_bytes(n_bytes)} does not fit into --kvpersist-disk "
                 f"({show_bytes(self.limits.max_disk_bytes)}) and --kvpersist-min-free "
@@ -246,6 +246,10 @@ class DiskStore:
             raise
         for key in removed:
             remove(self.folder, checkpoint_path(self.folder, key))
+        for file in files:
+            was_evicted = self.files.gone.pop(file.block.key, None) is Gone.EVICTED
+            if was_evicted and isinstance(file.block, Block):
+                self.files.asked_again_tokens += file.block.n_tokens
         for replaced, successor in commit.leaf.replaced if commit.leaf else ():
             self.files.forget(replaced)
             for moved in self.index.sessions_at(successor):

@@ -6,10 +6,11 @@ says of blocks can be rebuilt from their files.
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
@@ -20,7 +21,7 @@ from typing import Any
 from ..block import Block, Checkpoint, Record, Root
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database
-from .index_schema import faults, prepare
+from .index_schema import RANK, faults, prepare
 from .records import (
     SESSION_COLUMNS,
     Commit,
@@ -33,12 +34,16 @@ from .records import (
     sidecar,
 )
 from .small_state import SmallState
+from .worth import LRU, VALUE, going_on, guessed_s
 
 __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
+_PLACE = {LRU: "used", VALUE: RANK}
+_ORDER = {LRU: "used", VALUE: f"{RANK}, used"}
+_CLOCK = "eviction clock"
 _END = float(1 << 33)
 """The year 2242: what claims to have been used later was not."""
 
@@ -212,17 +217,26 @@ class Index:
         """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
-    def unused_leaves(self) -> Iterator[tuple[float, bytes]]:
-        """Yield time of use and key of leaf blocks that no pinned session ends in, oldest first."""
-        with closing(
-            self.database.connection.execute(
-                "SELECT CAST(used AS REAL), key FROM blocks AS b WHERE n_children = 0 "
-                # Once more, because a damaged index may lie.
-                "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
-                "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
-                "ORDER BY used, start DESC"
-            )
-        ) as rows:
+    def unused_leaves(self, evict: str = LRU, model: str = "") -> Iterator[tuple[float, bytes]]:
+        """Yield place and key of leaf blocks that no pinned session ends in, the first to go first.
+
+        The place is the time of use, or the rank. With a `model`, a fingerprint, only its own.
+        """
+        yield from self._in_order(
+            f"SELECT CAST({_PLACE[evict]} AS REAL), key FROM blocks AS b WHERE n_children = 0 "
+            # Once more, because a damaged index may lie.
+            "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
+            "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned)",
+            model,
+            f"{_ORDER[evict]}, start DESC",
+        )
+
+    def _in_order(self, query: str, model: str, order: str) -> Iterator[Any]:
+        if model:
+            # The planner is kept from searching by root: then it would sort.
+            query += " AND +root IN (SELECT key FROM roots WHERE instr(about, ?))"
+        values = [json.dumps({"fingerprint": model})[1:-1]] if model else []
+        with closing(self.database.connection.execute(f"{query} ORDER BY {order}", values)) as rows:
             yield from rows
 
     def unreachable(self) -> list[bytes]:
@@ -256,14 +270,12 @@ class Index:
         found = [(Checkpoint(*row), n) for *row, n in rows]
         return [one for one in found if abs(one[0].n_tokens) < 1 << 31 and one[0].is_genuine]
 
-    def unused_checkpoints(self) -> Iterator[tuple[float, bytes, bytes]]:
-        """Yield time of use, key and block of all checkpoints, the oldest first."""
-        with closing(
-            self.database.connection.execute(
-                "SELECT CAST(used AS REAL), key, block FROM checkpoints ORDER BY used, key"
-            )
-        ) as rows:
-            yield from rows
+    def unused_checkpoints(
+        self, evict: str = LRU, model: str = ""
+    ) -> Iterator[tuple[float, bytes, bytes]]:
+        """Yield place, key and block of all checkpoints; see `unused_leaves`."""
+        query = f"SELECT CAST({_PLACE[evict]} AS REAL), key, block FROM checkpoints WHERE 1"
+        yield from self._in_order(query, model, f"{_ORDER[evict]}, key")
 
     # Sessions.
 
@@ -335,26 +347,47 @@ class Index:
 
     # Changes.
 
+    @property
+    def clock(self) -> float:
+        """The rank of what was evicted last; see `worth`."""
+        clock = self.state.get(_CLOCK)
+        return clock if isinstance(clock, float) else 0.0
+
+    @clock.setter
+    def clock(self, rank: float) -> None:
+        self.state.put(_CLOCK, rank)
+
     def add_blocks(
-        self, root: Root, blocks: Collection[tuple[Record, int]], used: float | None = None
+        self,
+        root: Root,
+        blocks: Collection[tuple[Record, int]],
+        used: float | None = None,
+        cost_s: Mapping[bytes, float] | None = None,
+        share: float = 1.0,
     ) -> None:
-        """Add blocks and checkpoints whose files are in place, with their sizes."""
+        """Add blocks and checkpoints whose files are in place, with their sizes.
+
+        See `Commit` for `cost_s` and `share`.
+        """
         with self.database.transaction() as db:
             if blocks:
                 db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
             used = self.now() if used is None else used
+            clock, hits, costs = self.clock, going_on(share), cost_s or {}
+
+            def row(b: Block, n: int) -> tuple[Any, ...]:
+                worth = costs.get(b.key, guessed_s(b.start, b.n_tokens)) / max(n, 1) * (1 << 20)
+                about = b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending
+                return *about, n, used, worth, clock + worth * hits
+
             db.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0) "
                 # The row is there when a damaged or missing file has been written anew.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
-                [
-                    (b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending, n, used)
-                    for b, n in blocks
-                    if isinstance(b, Block)
-                ],
+                [row(b, n) for b, n in blocks if isinstance(b, Block)],
             )
             checkpoints = [
-                (c.key, c.block, c.kind, c.n_tokens, n, used, root.key)
+                (c.key, c.block, c.kind, c.n_tokens, n, used, root.key, clock, hits)
                 for c, n in blocks
                 if isinstance(c, Checkpoint)
             ]
@@ -362,7 +395,13 @@ class Index:
             db.executemany(
                 "DELETE FROM checkpoints WHERE key = ?", [row[:1] for row in checkpoints]
             )
-            db.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?)", checkpoints)
+            db.executemany(
+                "INSERT INTO checkpoints SELECT ?1, ?2, ?3, ?4, ?5, ?6, worth, ?8 + worth * ?9, 0, "
+                # Without it all blocks before it are of less use, not one.
+                "?7 FROM (SELECT coalesce(2 * max(worth), 0.0) AS worth "
+                "FROM blocks WHERE key = ?2)",
+                checkpoints,
+            )
 
     def commit(
         self,
@@ -379,7 +418,7 @@ class Index:
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
             now = self.now()
-            self.add_blocks(root, new, now)
+            self.add_blocks(root, new, now, commit.cost_s, commit.share)
             self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
             superseded = {block.key for block in commit.superseded} - commit.keys()
@@ -399,7 +438,7 @@ class Index:
                 )
                 # Now, not after the commit: a crash in between would leave them for good.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
-                db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, leaf.key))
+                self._use_block(db, leaf.key, now, commit.share)
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
@@ -415,21 +454,29 @@ class Index:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
             self.state.forget_note(session_id)
 
-    def touch(self, key: bytes, checkpoints: Collection[Checkpoint] = ()) -> None:
-        """Mark a block and checkpoints as used now."""
+    def touch(self, key: bytes, checkpoints: Iterable[Checkpoint] = (), share: float = 1.0) -> None:
+        """Mark a block and checkpoints as used now; see `Commit` for `share`."""
         with self.database.transaction() as db:
             now = self.now()
-            db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
-            self._use_checkpoints(db, checkpoints, now)
+            self._use_block(db, key, now, share)
+            self._use_checkpoints(db, checkpoints, now, n_uses=1)
+
+    def _use_block(self, db: sqlite3.Connection, key: bytes, now: float, share: float) -> None:
+        db.execute(
+            "UPDATE blocks SET used = ?, base = max(base, ? + worth * ?) WHERE key = ?",
+            (now, self.clock, going_on(share), key),
+        )
 
     def forget(self, key: bytes) -> Forgotten:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
-        A block's parent is then as recent as it was.
+        A block's parent is then as recent as it was, and what branched off here branched off there.
         """
         with self.database.transaction() as db:
             db.execute(
-                "UPDATE blocks SET used = max(used, (SELECT used FROM blocks WHERE key = ?1)) "
+                "UPDATE blocks SET (used, base, n_branches) = (SELECT max(b.used, blocks.used), "
+                "max(b.base, blocks.base), blocks.n_branches + b.n_branches + "
+                "(blocks.n_children > 1) FROM blocks AS b WHERE b.key = ?1) "
                 "WHERE key = (SELECT parent FROM blocks WHERE key = ?1)",
                 (key,),
             )
@@ -449,12 +496,17 @@ class Index:
         )
 
     def _use_checkpoints(
-        self, db: sqlite3.Connection, checkpoints: Collection[Checkpoint], now: float
+        self,
+        db: sqlite3.Connection,
+        checkpoints: Iterable[Checkpoint],
+        now: float,
+        n_uses: int = 0,
     ) -> None:
         """Mark checkpoints as used, and put right what their rows say of them."""
         db.executemany(
-            "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
-            [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],
+            "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ?, "
+            "base = max(base, ? + worth), n_branches = n_branches + ? WHERE key = ?",
+            [(p.block, p.kind, p.n_tokens, now, self.clock, n_uses, p.key) for p in checkpoints],
         )
 
     def _remove_checkpoints(

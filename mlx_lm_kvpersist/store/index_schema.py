@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..errors import StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
+from .worth import BRANCHED
 
-INDEX_FORMAT = 4
+INDEX_FORMAT = 5
 """The format of the store as a whole. A store of another format is refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
@@ -17,7 +18,9 @@ APPLICATION_ID = 0x6B767000
 _NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
 """Words of errors that a full disk or another process causes (Python 3.10 has no error codes)."""
 
-SCHEMA = """
+RANK = f"base + worth * {BRANCHED}"
+"""The order of eviction by value; see `worth`."""
+SCHEMA = f"""
 CREATE TABLE roots (
     key BLOB PRIMARY KEY,
     about TEXT NOT NULL
@@ -32,12 +35,16 @@ CREATE TABLE blocks (
     pending BLOB NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
+    worth REAL NOT NULL, -- seconds to compute it, by MiB
+    base REAL NOT NULL, -- its rank without branches
+    n_branches INTEGER NOT NULL,
     n_children INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX blocks_by_text ON blocks (parent, text);
 CREATE INDEX blocks_by_ids ON blocks (parent, ids);
 CREATE INDEX blocks_by_use ON blocks (used);
 CREATE INDEX leaves_by_use ON blocks (used, start DESC, key) WHERE n_children = 0;
+CREATE INDEX leaves_by_rank ON blocks ({RANK}, used, start DESC, key) WHERE n_children = 0;
 CREATE TABLE checkpoints (
     key BLOB PRIMARY KEY,
     block BLOB NOT NULL,
@@ -45,10 +52,14 @@ CREATE TABLE checkpoints (
     n_tokens INTEGER NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
+    worth REAL NOT NULL, -- twice its block's
+    base REAL NOT NULL,
+    n_branches INTEGER NOT NULL, -- uses
     root BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
 CREATE INDEX checkpoints_by_use ON checkpoints (used, key, block);
+CREATE INDEX checkpoints_by_rank ON checkpoints ({RANK}, used, key, block);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,

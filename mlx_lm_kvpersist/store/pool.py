@@ -1,4 +1,4 @@
-"""The first tier: blocks in RAM under a byte budget; the least recently used are evicted first.
+"""The first tier: blocks in RAM under a byte budget; those of least worth are evicted first.
 
 Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
 are shared and never changed. No step looks at all entries: evicting takes O(log n).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -19,6 +19,10 @@ from ..errors import PoolFull
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from ..units import show_bytes
 from .tier import RAM
+from .worth import LRU, VALUE, Habit
+
+_MAX_GONE = 20_000
+"""Evicted blocks, and roots, that are remembered."""
 
 
 @dataclass
@@ -28,8 +32,9 @@ class KVBlock:
     `is_stored`: a tier below has it, too. `pins` counts the commits that wait to be written with
     it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
     `read_s` how long that took, until a restore with it has been completed: only then is it as
-    good as one that was computed here. Entries with a low `rank` are evicted first; `place` is the
-    number of its item in the pool's order.
+    good as one that was computed here. Entries with a low `rank` are evicted first, those with a
+    low `used` first of equal ones; `place` is the number of its item in the pool's order. `worth`
+    is what plugins say.
     """
 
     block: Record
@@ -41,7 +46,10 @@ class KVBlock:
     tier: str = RAM
     read_s: float = 0.0
     rank: float = 0.0
+    used: int = 0
     place: int = 0
+    worth: float = 1.0
+    habit: Habit = field(default_factory=Habit)
 
     @property
     def is_held(self) -> bool:
@@ -62,8 +70,9 @@ class BlockPool:
 
     name = RAM
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, evict: str = VALUE) -> None:
         self.max_bytes = max_bytes
+        self._by_use = evict == LRU
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
         """The blocks that continue a block, by its key: sorted by text, and by packed ids."""
@@ -73,12 +82,18 @@ class BlockPool:
         """Two heaps: what may be evicted, and what may be when that is not enough, because a tier
         below has it, too. An item counts while its number is its entry's place, and its rank may
         be older than its entry's."""
-        self._n_items = self._clock = 0
+        self._n_items = self._n_uses = 0
+        self._clock = 0.0
+        self._roots: dict[bytes, Habit] = {}
+        self._gone: dict[bytes, None] = {}
+        """Keys of blocks that were evicted lately."""
         self._lock = RLock()
         self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
         """Bytes of all entries, of those that must stay for now, and of checkpoints."""
         self.n_evicted = 0
         """Blocks and checkpoints that went to make room."""
+        self.asked_again_tokens = 0
+        """Tokens of evicted blocks that came back."""
 
     def stats(self) -> dict[str, int]:
         """Return what is here, in numbers and bytes, and what went to make room."""
@@ -90,6 +105,7 @@ class BlockPool:
                 "checkpoint_bytes": self.checkpoint_bytes,
                 "held_bytes": self.held_bytes,
                 "evicted": self.n_evicted,
+                "asked_again_tokens": self.asked_again_tokens,
                 "max_bytes": self.max_bytes,
             }
 
@@ -147,8 +163,13 @@ class BlockPool:
             self._entries[block.key] = entry
             self._count(entry, 1)
             if isinstance(block, Checkpoint):
+                entry.habit = Habit(self.share_of(block.block))
                 self._checkpoints.setdefault(block.block, {})[block.key] = block
             else:
+                if (above := self._habit_above(block)) is not None:
+                    entry.habit = above.of_next()
+                if self._gone.pop(block.key, block) is None:
+                    self.asked_again_tokens += block.n_tokens
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
                 for name, nodes in siblings.items():
                     insort(nodes, block, key=attrgetter(name))
@@ -202,11 +223,28 @@ class BlockPool:
         proven: a restore with it has been completed, so what was read of it is right.
         """
         with self._lock:
-            for key in reversed(list(keys)):
-                if (entry := self._entries.get(key)) is not None:
-                    self._use(entry)
-                    if proven:
-                        entry.tier, entry.read_s = RAM, 0.0
+            entries = [self._entries[key] for key in keys if key in self._entries]
+            if proven:
+                blocks = [entry.block.key for entry in entries if isinstance(entry.block, Block)]
+                is_branch = bool(blocks) and blocks[-1] in self._children
+                for entry in entries:
+                    entry.tier, entry.read_s = RAM, 0.0
+                    entry.habit.use(self._habit_above(entry.block), is_branch=is_branch)
+            for entry in reversed(entries):
+                self._use(entry)
+
+    def share_of(self, key: bytes) -> float:
+        """Return the chance that a block is used again; 1 for one that is not here."""
+        entry = self._entries.get(key)
+        return 1.0 if entry is None else entry.habit.share
+
+    def set_worth(self, key: bytes, worth: float) -> None:
+        """Multiply what an entry is worth."""
+        with self._lock:
+            if (entry := self._entries.get(key)) is not None:
+                entry.worth = worth
+                self._use(entry)
+                self._requeue(key)
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
         """Say of entries whether a tier below has them; without, they stay for waiting commits."""
@@ -274,6 +312,8 @@ class BlockPool:
             for by_key in (self._entries, self._children, self._checkpoints):
                 by_key.clear()
             self._unneeded, self._spare = [], []
+            self._gone.clear()
+            self._roots.clear()
             self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
 
     def _count(self, entry: KVBlock, n: int) -> None:
@@ -321,8 +361,21 @@ class BlockPool:
 
     def _use(self, entry: KVBlock) -> None:
         """Raise the rank of an entry that is used. Its item in a heap follows when it is met."""
-        self._clock += 1
-        entry.rank = self._clock
+        self._n_uses += 1
+        entry.used = self._n_uses
+        if not self._by_use:
+            entry.rank = self._clock + entry.worth * entry.habit.expected_hits
+
+    def _habit_above(self, block: Record) -> Habit | None:
+        """Return the habit of a block's parent or root; None if it is not known."""
+        if isinstance(block, Checkpoint):
+            return None
+        if block.start == 0:
+            if len(self._roots) > _MAX_GONE:
+                self._roots.clear()
+            return self._roots.setdefault(block.parent, Habit())
+        parent = self._entries.get(block.parent)
+        return parent.habit if parent else None
 
     def _heap_of(self, entry: KVBlock) -> list[_Item] | None:
         """Return the heap that an entry belongs to now; None if it must stay."""
@@ -345,20 +398,20 @@ class BlockPool:
             heapq.heapify(heap)
         self._n_items += 1
         entry.place = self._n_items
-        heapq.heappush(heap, (entry.rank, self._n_items, key))
+        heapq.heappush(heap, (entry.rank, entry.used, self._n_items, key))
 
     def _is_current(self, item: _Item, heap: list[_Item]) -> bool:
-        entry = self._entries.get(item[2])
-        return entry is not None and entry.place == item[1] and self._heap_of(entry) is heap
+        entry = self._entries.get(item[-1])
+        return entry is not None and entry.place == item[-2] and self._heap_of(entry) is heap
 
     def _next(self, heap: list[_Item]) -> bytes | None:
         """Return the key of the lowest rank in a heap."""
         while heap:
-            rank, _, key = item = heap[0]
+            _, used, _, key = item = heap[0]
             if not self._is_current(item, heap):
                 heapq.heappop(heap)
-            elif (entry := self._entries[key]).rank != rank:  # it was used since
-                heapq.heapreplace(heap, (entry.rank, entry.place, key))
+            elif (entry := self._entries[key]).used != used:  # its rank is another by now
+                heapq.heapreplace(heap, (entry.rank, entry.used, entry.place, key))
             else:
                 return key
         return None
@@ -371,6 +424,7 @@ class BlockPool:
             if key is None:
                 break
             is_gone = not self._entries[key].is_stored
+            self._clock = max(self._clock, self._entries[key].rank)
             self._evict_one(key)
             # Checkpoints of a block that is nowhere else would be of no use.
             for one in list(self._checkpoints.get(key, ())) if is_gone else ():
@@ -381,7 +435,10 @@ class BlockPool:
     def _evict_one(self, key: bytes) -> None:
         self._remove(key)
         self.n_evicted += 1
+        self._gone[key] = None
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]
 
 
-_Item = tuple[float, int, bytes]
-"""Rank, number and key of an entry."""
+_Item = tuple[float, int, int, bytes]
+"""Rank, last use, number and key of an entry."""

@@ -65,8 +65,8 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
     """Put the rows of a fresh index into the one at `path`; False when it is missing or damaged.
 
     One transaction: others read the old rows until it is done. Kept is what the files do not say,
-    where it still applies and can be read: sessions that have neither name nor pin, times of use,
-    and all small state.
+    where it still applies and can be read: sessions that have neither name nor pin, times of use
+    and ranks, and all small state.
     """
     if not path.exists() or path.stat().st_size == 0:
         return False
@@ -79,6 +79,11 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
                     f"UPDATE fresh.{table} SET used = max(used, "
                     f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
                     f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
+                )
+                db.execute(
+                    f"UPDATE fresh.{table} SET (worth, base, n_branches) = (SELECT worth, base, "
+                    f"n_branches FROM main.{table} AS old WHERE old.key = {table}.key) WHERE key "
+                    f"IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "

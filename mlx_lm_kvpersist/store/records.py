@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
+from .worth import VALUE
 
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
@@ -26,6 +27,10 @@ class StoreLimits:
     """Most that all processes together may write within an hour; None for no limit."""
     max_loss_s: float = 0.0
     """Checkpoints that take no longer to compute again are postponed: see `store/writer.py`."""
+    evict: str = VALUE
+    """What goes first, in RAM and on disk: `worth.VALUE` or `worth.LRU`."""
+    model_share: float = 0.75
+    """Most of the disk that one model may fill while others have blocks there."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,9 @@ class Commit:
     `checkpoints` belong to these blocks, or to others on disk; those that are not on disk yet wait
     in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
     packed ids of those whose text, as the client saw it, is not what they decode to, by digest.
+
+    `cost_s` are the seconds to compute new blocks, by key, and `share` is the chance that these are
+    used again; see `worth`.
     """
 
     root: Root
@@ -63,6 +71,8 @@ class Commit:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
     checkpoints: tuple[Checkpoint, ...] = ()
     superseded: tuple[Checkpoint, ...] = ()
+    cost_s: Mapping[bytes, float] = field(default_factory=dict)
+    share: float = 1.0
 
     @property
     def records(self) -> list[Record]:

@@ -7,11 +7,12 @@ import json
 import logging
 import shutil
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from ..block import Root
 from ..errors import StoreError
 from ..units import show_bytes
 from .files import block_path, checkpoint_path, key_of
@@ -29,6 +30,7 @@ from .index import Forgotten, Index, Session
 from .lock import StoreLock, staged_bytes, sweep_staged
 from .rebuild import rebuild_index
 from .records import Gone, StoreLimits, sidecar, sidecar_path
+from .worth import VALUE
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class StoredFiles:
         """Blocks and checkpoints that this process removed to make room."""
         self.forgotten: Callable[[Collection[bytes]], None] = lambda keys: None
         """Called with the keys of blocks and checkpoints that are no longer on disk."""
+        self.asked_again_tokens = 0
+        """Tokens of evicted blocks that were written anew."""
         self.gone: OrderedDict[bytes, Gone] = OrderedDict()
         """Why blocks and checkpoints went that this process removed lately. Any thread."""
 
@@ -126,11 +130,13 @@ class StoredFiles:
         """Room for the index and its log to grow by while a turn is saved."""
         return min(_INDEX_RESERVE_BYTES, self.limits.max_disk_bytes // 4)
 
-    def make_room(self, n_bytes: int, keep: Collection[bytes] = ()) -> bool:
-        """Remove what is used least until `n_bytes` more fit; False when they cannot.
+    def make_room(
+        self, n_bytes: int, keep: Collection[bytes] = (), root: Root | None = None
+    ) -> bool:
+        """Remove what is worth least until `n_bytes` more, of a root, fit; False when they cannot.
 
-        Quarantined files go first, then least recently used leaves and checkpoints; what belongs to
-        pinned sessions and what is in `keep` stays.
+        Quarantined files go first, then leaves and checkpoints, those of a model first that has
+        more than its share; what belongs to pinned sessions and what is in `keep` stays.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -142,36 +148,58 @@ class StoredFiles:
                     remove(self.folder, path)
                 self.index.database.empty_log()
                 too_much = self._excess(n_bytes)
-            pinned = self.index.pinned_blocks() if too_much > 0 else set()
+            if too_much <= 0:
+                return True
+            pinned, by_value = self.index.pinned_blocks(), self.limits.evict == VALUE
+            model, over_share = self._over_share(n_bytes, root)
+            clock = self.index.clock
             while too_much > 0:
-                victim = self._victim(keep, pinned)
-                if victim is None:
+                victim = over_share > 0 and self._victim(keep, pinned, model)
+                if not (victim := victim or self._victim(keep, pinned)):
                     self.index.database.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
-                went = self.forget(victim, Gone.EVICTED)
-                self.n_evicted += len({victim, *went.checkpoints})
+                rank, key = victim
+                if by_value and rank > clock:
+                    self.index.clock = clock = rank
+                went = self.forget(key, Gone.EVICTED)
+                self.n_evicted += len({key, *went.checkpoints})
                 too_much -= went.n_bytes
+                over_share -= went.n_bytes
                 if too_much <= 0:
                     # Removing rows makes the index's log longer.
                     self.index.database.empty_log()
                     too_much = self._excess(n_bytes)
         return True
 
-    def _victim(self, keep: Collection[bytes], pinned: Collection[bytes]) -> bytes | None:
-        """Return the least recently used leaf or checkpoint.
+    def _over_share(self, n_bytes: int, root: Root | None) -> tuple[str, float]:
+        """Return the model that has most, and how many bytes more than its share beside others."""
+        sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
+        for one, totals in self.index.roots():
+            sizes[one.fingerprint] += totals.n_bytes
+        if len(sizes) < 2:
+            return "", 0
+        ((model, most),) = sizes.most_common(1)
+        return model, most - self.limits.model_share * self.limits.max_disk_bytes
+
+    def _victim(
+        self, keep: Collection[bytes], pinned: Collection[bytes], model: str = ""
+    ) -> tuple[float, bytes] | None:
+        """Return rank (or time of use) and key of the leaf or checkpoint that goes first.
 
         One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
-        of its age, which were kept for blocks before it.
+        of its rank, which were kept for blocks before it.
         """
-        index = self.index
-        leaves = ((used, False, key) for used, key in index.unused_leaves() if key not in keep)
+        index, order = self.index, (self.limits.evict, model)
+        leaves = (
+            (rank, False, key) for rank, key in index.unused_leaves(*order) if key not in keep
+        )
         checkpoints = (
-            (used, True, key)
-            for used, key, block in index.unused_checkpoints()
+            (rank, True, key)
+            for rank, key, block in index.unused_checkpoints(*order)
             if key not in keep and block not in pinned
         )
         first = next(heapq.merge(leaves, checkpoints), None)
-        return first and first[-1]
+        return first and (first[0], first[-1])
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""

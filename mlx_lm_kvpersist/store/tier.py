@@ -30,7 +30,10 @@ class Tier(BlockSource, Protocol):
         """Say whether a block or a checkpoint is there."""
 
     def stats(self) -> dict[str, Any]:
-        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"."""
+        """Return "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes".
+
+        "asked_again_tokens" are those of evicted blocks that came back, where they are counted.
+        """
 
 
 class LowerTier(Tier, Protocol):

@@ -22,6 +22,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import block_path, checkpoint_path, write_block
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.records import Gone
+from mlx_lm_kvpersist.store.worth import LRU
 
 from .conftest import (
     ROOT,
@@ -384,7 +385,8 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     """Close a store and open its folder with a budget of so many bytes less than it has."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
-    disk.files.limits = replace(disk.limits, max_disk_bytes=disk.files.used_bytes() - n_bytes)
+    max_disk_bytes = disk.files.used_bytes() - n_bytes
+    disk.limits = disk.files.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes, evict=LRU)
     return disk
 
 

@@ -19,6 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disk",
         "min-free",
         "max-writes-per-hour",
+        "model-share",
+        "evict",
         "wired",
         "max-loss-s",
         "warm",
