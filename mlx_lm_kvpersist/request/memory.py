@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..cache.geometry.spec import state_arrays, token_arrays
 from ..cache.live.packed import GRID
 from ..cache.measuring.prefill_memory import CHECKPOINT_EVERY, PrefillMemory
 from ..host.answers import BatchMemory
@@ -93,7 +94,7 @@ class Memory(BatchMemory):
         self.total_bytes, self.weights_bytes, self._store = total_bytes, weights_bytes, store
         self.refuses = refuses
         self._prefill: PrefillMemory | None = None
-        self._n_layers = 1
+        self._n_layers = self._most_blocks = 1
         self.live_bytes = 0
         """Of the caches in the batch and of prompts that are computed, when last weighed."""
         self.held_bytes = 0
@@ -121,6 +122,10 @@ class Memory(BatchMemory):
         ]
         states = sum(group.state_bytes for group in spec.recurrent)
         self._row_bytes = states + GRID * spec.newest_bytes
+        # Metal ends a process that holds more buffers than this.
+        most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
+        n_arrays = len(list(token_arrays(spec.groups, 1))) + len(list(state_arrays(spec.groups)))
+        self._most_blocks = most_buffers * 3 // 4 // max(1, n_arrays)
         self.changed()
 
     # What sequences take.
@@ -178,9 +183,12 @@ class Memory(BatchMemory):
         """Give the pool, and MLX's buffer cache, what is left."""
         self._level = self._pressure.level
         left = self._usable_bytes - self._needed()
+        pool = self._store.pool
         self._store.resize(max(self.pool_bytes, min(left, self._store.limits.max_ram_bytes)))
+        if (n_more := len(pool) - self._most_blocks) > 0:
+            pool.release(pool.n_bytes * n_more // len(pool) + 1)
         least = self._prefill.limit_bytes if self._prefill is not None else 0
-        unused = max(least, left - self._store.pool.n_bytes)
+        unused = max(least, left - pool.n_bytes)
         before = mx.set_cache_limit(unused)
         self._default_unused = self._default_unused or before
         if unused > self._default_unused:

@@ -141,6 +141,21 @@ def test_the_pool_gets_what_is_left_but_a_share_at_least(loaded: Any, store: Blo
     assert memory.parts()["pool"] == store.pool.n_bytes
 
 
+def test_a_device_that_has_few_buffers_keeps_few_blocks(
+    loaded: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metal ends a process with more than 499,000."""
+    monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 1000})
+    memory = account(loaded, store)
+    for key in range(300):
+        arrays = {"k": mx.zeros((1 << 10,), mx.uint8)}
+        block = Block(bytes([key // 256, key % 256]), b"", 0, b"ids", "")
+        store.pool.put(KVBlock.of(block, arrays))
+    memory.changed()
+    n_arrays = 6 * len(loaded.spec.groups)
+    assert 100 < len(store.pool) <= 750 // n_arrays + 1
+
+
 def test_pressure_takes_a_share_away(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory._pressure.level = 4

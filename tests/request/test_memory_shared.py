@@ -1,0 +1,203 @@
+"""Sequences that share an account, in a real batch: it holds, and replies are as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.request import memory as accounts
+from mlx_lm_kvpersist.request.memory import Memory, Pressure
+from mlx_lm_kvpersist.request.model import LoadedModel, Speed
+from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from models_check.build import build
+
+N_PROMPT, N_REPLY = 300, 90
+MIB = 1 << 20
+
+
+@dataclass(eq=False)
+class Client:
+    """One request on its way."""
+
+    request: ServedRequest
+    taken: Taken
+    state: RequestState
+    answer: list[int] = field(default_factory=list)
+
+
+class Server:
+    """What the server's loop does, over one store; `memory` is the account."""
+
+    def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
+        model: Any = build(family)
+        spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
+        speed = Speed(PrefillMemory.of(spec, MIB, (100.0, 0.0)))
+        self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
+        loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
+        self.memory = Memory(1 << 40, 0, self.store, Pressure())
+        self.serving = Serving(self.store, loaded, lambda *_: None, False, 10.0, self.memory)
+        if n_fit:
+            lengths, room = [N_PROMPT] * n_fit, accounts.ROOM + accounts.GROWTH
+            needed = self.memory.caches_bytes((), lengths, room)
+            needed += self.memory.step_bytes((), lengths)
+            self.memory.total_bytes = needed * 8 // 7 + 8
+            self.memory.changed()
+        limits = speed.limits(1.0)
+        support = ModelSupport(spec.make_cache, batch_of, limits=limits, memory=self.memory)
+        model.make_cache = PluginCaches(model, "kvpersist", support)
+        stream = mx.default_stream(mx.default_device())
+        self.generator = server.BatchGenerator(model, stream=stream)
+        self.block_bytes = 256 * spec.bytes_per_token + spec.bytes_per_checkpoint
+        self.most_bytes = self.n_parked = self.most_running = 0
+
+    def client(self, number: int, ids: list[int]) -> Client:
+        sent = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
+        request = ServedRequest(self.serving, sent, Prompt(ids, [ids], ["user"]))
+        taken = Taken("kvpersist", request)
+        taken.reply = ReplyQueue(Queue(), sent)
+        return Client(request, taken, RequestState.of(sent))
+
+    def run(self, prompts: list[list[int]], *, presses: bool = False) -> list[list[int]]:
+        """Serve all at once; return their replies. `presses`: memory gets short meanwhile."""
+        clients = [self.client(number, ids) for number, ids in enumerate(prompts)]
+        waiting, running = list(clients), dict[int, Client]()
+        while waiting or running:
+            for client in list(waiting):
+                if not running or client.taken.advance():
+                    waiting.remove(client)
+                    running[self._enter(client)] = client
+            self._step(running)
+            if presses and any(len(client.answer) == 10 for client in clients):
+                self.memory._pressure.level = 4
+            self.n_parked = max(self.n_parked, len(self.generator._parked))
+            self.most_running = max(self.most_running, len(running))
+            self._weigh()
+        self.memory.ended()
+        self.store.drain()
+        return [client.answer for client in clients]
+
+    def _enter(self, client: Client) -> int:
+        prompt = client.taken.enter()
+        assert prompt is not None
+        n_cached, caches = client.taken.n_cached, client.taken.caches
+        client.taken.caches = None
+        tokens = TakenTokens(prompt.ids, client.taken)
+        (uid,) = self.generator.insert_segments(
+            segments=[[list(prompt.ids[n_cached:])]],
+            max_tokens=[N_REPLY],
+            caches=[None if caches is None else list(caches)],
+            all_tokens=[tokens[:n_cached]],
+        )
+        return int(uid)
+
+    def _step(self, running: dict[int, Client]) -> None:
+        prompts, replies = self.generator.next()
+        ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
+        for caches, tokens in self.generator.extract_cache(ended).values():
+            tokens.taken.insert(tokens, caches, "user")
+        for response in replies:
+            client = running[response.uid]
+            client.answer.append(response.token)
+            if response.finish_reason is not None:
+                client.taken.insert(response.all_tokens, response.prompt_cache, REPLY)
+                client.state.is_over = True
+                del running[response.uid]
+
+    def _weigh(self) -> None:
+        parts = self.memory.parts()
+        live = self.generator.prompt_cache_nbytes
+        used = live + sum(parts[part] for part in ("restored", "pool", "held", "records"))
+        self.most_bytes = max(self.most_bytes, used)
+
+    def close(self) -> None:
+        self.generator.close()
+        self.store.close()
+
+
+@pytest.fixture
+def serve(
+    patched_server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Server]]:
+    monkeypatch.setattr(accounts, "_INDEX_BYTES", 0)
+    monkeypatch.setattr(accounts, "_RECORD_BYTES", 0)
+    monkeypatch.setattr(accounts, "GROWTH", 8)
+    monkeypatch.setattr(
+        "mlx_lm_kvpersist.host.scheduling.batch_generator.WEIGH_EVERY", 8, raising=True
+    )
+    made: list[Server] = []
+
+    def start(family: str, name: str, n_fit: int = 0) -> Server:
+        made.append(Server(patched_server, family, tmp_path / name, n_fit))
+        return made[-1]
+
+    yield start
+    for server in reversed(made):
+        server.close()
+
+
+def prompts(n_sessions: int, n_vocabulary: int = 200) -> list[list[int]]:
+    return [
+        [(7 * n * n + 13 * i + i * i * (n + 3)) % n_vocabulary for i in range(N_PROMPT - n % 5)]
+        for n in range(n_sessions)
+    ]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
+def test_twelve_sessions_share_what_five_fill(serve: Callable[..., Server], family: str) -> None:
+    """Replies outgrow it, too, and pause; then each session goes on."""
+    asked = prompts(12)
+    alone = serve(family, "alone")
+    expected = [alone.run([ids])[0] for ids in asked]
+    together = serve(family, "together", 5)
+    for turn in range(2):
+        if turn:
+            asked = [[*ids, *reply, 5, 6, 7] for ids, reply in zip(asked, expected, strict=True)]
+            expected = [alone.run([ids])[0] for ids in asked]
+            together.close()
+            together = serve(family, "together", 5)
+        assert together.run(asked, presses=family == "gemma3_text") == expected
+        assert turn or (together.n_parked > 0 and together.most_running >= 5)
+        assert together.most_bytes <= together.memory.total_bytes + together.block_bytes
+
+
+@pytest.mark.slow
+def test_a_prompt_that_never_fits_beside_others_and_twenty_that_do(
+    serve: Callable[..., Server],
+) -> None:
+    short = prompts(20)
+    long = [(i * i + 3 * i) % 200 for i in range(6_000)]
+    alone = serve("llama", "alone")
+    asked = [*short[:10], long, *short[10:]]
+    expected = [alone.run([ids])[0] for ids in asked]
+    together = serve("llama", "together", 5)
+    assert together.run(asked) == expected
+    assert not together.memory.waiting and not together.generator._parked
+
+
+def test_nothing_is_parked_where_there_is_room(serve: Callable[..., Server]) -> None:
+    together = serve("llama", "together", 20)
+    together.run(prompts(6))
+    assert together.n_parked == 0 and together.most_running == 6
