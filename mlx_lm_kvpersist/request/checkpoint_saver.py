@@ -118,11 +118,11 @@ class CheckpointSaver(Saver):
         checkpoints = self._new(chain, caches, stored)
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
-        leaf, superseded = None, []
+        leaf, superseded, lasting = None, list[Checkpoint](), list[Checkpoint]()
         loss_s = self._loss_s(chain, stored, store, cache_type)
         if ended:
             leaf = sequence.leaf(chain)
-            superseded = self.superseded(sequence, stored, store)
+            superseded, lasting = self.superseded(sequence, stored, store)
         # All that the checkpoint needs, windows that were stored before included: while it waits to
         # be written, none of it is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
@@ -130,7 +130,7 @@ class CheckpointSaver(Saver):
         needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
         kept, gone = tuple(needed.values()), tuple(superseded)
         commit = Commit(sequence.root, tuple(chain), leaf, {}, kept, gone)
-        store.commit(commit, [*blocks, *checkpoints], loss_s)
+        store.commit(commit, [*blocks, *checkpoints], loss_s, lasting)
 
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
@@ -179,15 +179,16 @@ class CheckpointSaver(Saver):
 
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
-    ) -> list[Checkpoint]:
-        """Return the windows and states, of those `stored`, that can be deleted.
+    ) -> tuple[list[Checkpoint], list[Checkpoint]]:
+        """Return the windows and states, of those `stored`, that can be deleted; and the lasting.
 
         These checkpoints of a conversation stay, with all that they need: the newest, the newest
         below RAM, the first (the end of the system prompt, which others share), the newest of those
         where conversations diverge, and those where another session ends. Temporary ones served
         while their prompt was computed: they stay only where others went on meanwhile. An earlier
         reply at the place that the sequence went on from, left out or repeated in other words,
-        loses its checkpoint.
+        loses its checkpoint. Those lasting are in RAM alone, and stay for others: they are part of
+        the first checkpoint, of one where conversations diverge or where another session ends.
         """
         chain = sequence.chain
 
@@ -207,14 +208,20 @@ class CheckpointSaver(Saver):
         others = [key for key in keys if key not in stay]
         stay.update(list(filter(is_branch, others))[-MAX_BRANCHES:], filter(is_end, others))
         needed = {states[key].key for key in stay}
+        lasting: dict[bytes, Checkpoint] = {}
         for block in chain:
-            if block.key in stay:
-                at_block = self._needed_at(chain, block.stop, stored)
-                needed.update(one.record.key for one in at_block or ())
+            if (key := block.key) in stay:
+                at_block = [one.record for one in self._needed_at(chain, block.stop, stored) or ()]
+                needed.update(record.key for record in at_block)
+                is_alone = block is not chain[-1] and not store.is_safe(states[key].key)
+                if is_alone and (key == keys[0] or is_branch(key) or is_end(key)):
+                    lasting.update(
+                        (one.key, one) for one in at_block if isinstance(one, Checkpoint)
+                    )
         held = [one for found in stored.values() for one in found if one.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         gone = {one.key: one for one in [*held, *left]}
-        return list(gone.values())
+        return list(gone.values()), list(lasting.values())
 
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored

@@ -91,7 +91,8 @@ class DiskTier:
     def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
         self._mark_used()
         lost = self._lost.copy()
-        keep = {key for commit in self._writer.commits() for key in commit.keys()}
+        # What is postponed has no blocks: those that it needs may go, and it is not written then.
+        keep = {key for one in self._writer.commits() if one.blocks for key in one.keys()}
         file_of = partial(self.disk.new_file, commit.root, arrays_of)
         saved = self.disk.save(lambda: commit, file_of, keep, self._writer.rest, lost)
         if saved is None:
@@ -286,17 +287,22 @@ class BlockStore:
         self.n_changes += 1
 
     def commit(
-        self, commit: Commit, new: Iterable[tuple[Record, Arrays]], loss_s: float = math.inf
+        self,
+        commit: Commit,
+        new: Iterable[tuple[Record, Arrays]],
+        loss_s: float = math.inf,
+        lasting: Iterable[Checkpoint] = (),
     ) -> None:
         """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
+        Those `lasting` are of earlier commits, and are saved at once: they may have been postponed.
         """
         chain = [block.key for block in commit.blocks]
         checkpoints = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
-        if checkpoints:
-            commit = replace(commit, checkpoints=())
+        at_once = dict.fromkeys([*lasting, *(() if checkpoints else commit.checkpoints)])
+        commit = replace(commit, checkpoints=tuple(at_once))
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         pinned, sizes = self._pinned(commit.records, entries)
         later, later_sizes = self._pinned(checkpoints, entries)
@@ -304,7 +310,7 @@ class BlockStore:
         share = self.pool.share_of(chain[-1]) if chain else 1.0
         commit = replace(commit, cost_s=self._costs(entries.values()), share=share)
         self.n_changes += 1
-        self.writer.withdraw(chain)
+        self.writer.withdraw([*chain, *(one.block for one in commit.superseded)])
         self.writer.submit_commit(
             commit,
             save=partial(self._save, commit, pinned),
@@ -422,8 +428,8 @@ class BlockStore:
         n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
             logger.warning(
-                "%d turns (%s) could not be written within %.0f s; they are computed again when "
-                "they are needed",
+                "%d turns or checkpoints (%s) were not written within %.0f s; they are computed "
+                "again when needed",
                 n_turns,
                 show_bytes(n_bytes),
                 timeout_s,
@@ -447,8 +453,9 @@ class BlockStore:
         if not saved:
             self._abandon(pinned)
             return
-        self.turns_saved += 1
-        self._failures.clear()
+        if any(one.records or one.replies for one in saved):
+            self.turns_saved += 1
+            self._failures.clear()
         self.pool.set_stored({record.key for one in saved for record in one.records})
         self.pool.unpin(pinned)
         for one in saved:

@@ -27,6 +27,8 @@ MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
 POSTPONE_S = 30.0
 """A conversation has rested when it has not gone on for so long after a reply."""
+ABANDON_S = 300.0
+"""A prompt was given up when no reply has ended for so long: what is postponed there is written."""
 
 
 @dataclass
@@ -144,9 +146,9 @@ class Writer:
     ) -> None:
         """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
 
-        Time alone has it written only if a reply `has_ended` there: a running one goes on from it.
+        If no reply `has_ended` there, that is much later: one that runs goes on from it.
         """
-        due_s = self.now() + POSTPONE_S if has_ended else math.inf
+        due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
             self._postponed[end] = _Task(save, commit, abandon, sizes, due_s=due_s)
             while self.n_postponed_bytes > self.max_bytes // 2:
@@ -253,6 +255,7 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self.write_postponed(self.now())
                 while not self._tasks and not self._closing:
                     due_s = min((task.due_s for task in self._postponed.values()), default=math.inf)
                     self._changed.wait(min(due_s - self.now(), threading.TIMEOUT_MAX))

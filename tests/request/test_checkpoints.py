@@ -74,7 +74,7 @@ class Checkpoints:
     def superseded(self, chain: list[Block]) -> list[Checkpoint]:
         saver, store = CheckpointSaver(self.spec, None), cast(BlockStore, self)
         sequence = RunningSequence(RequestState("own"), 0, chain=chain)
-        return saver.superseded(sequence, self.by_block, store)
+        return saver.superseded(sequence, self.by_block, store)[0]
 
     def add(self, node: Block, kind: str, n_tokens: int = 0) -> Checkpoint:
         part = Checkpoint.at(node.key, kind, n_tokens)
@@ -401,6 +401,51 @@ def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
         row = left.row([[*whole, *random_ids(7, 9)]], 1, None)
         assert row.n_cached == len(whole)
         assert_right(left, [*whole, *random_ids(7, 9)], row)
+
+
+def left_of(postponing: StoredModel, ids: list[int]) -> int:
+    """Return how many of these tokens a kill leaves."""
+    with killed(postponing) as left:
+        return left.row([[*ids, *random_ids(7, 9)]], 1, None).n_cached
+
+
+@pytest.mark.parametrize("postponing", ["gemma3_text", "mamba2"], indirect=True)
+def test_what_stays_for_others_is_written_when_a_conversation_goes_on_from_it(
+    postponing: StoredModel,
+) -> None:
+    """The system prompt's end, another session's, and where one goes back to."""
+    system, history = random_ids(1, 40), list[int]()
+    ends = [system]
+
+    def turn(session: str, history: list[int], seed: int) -> list[int]:
+        user = random_ids(seed, 21)
+        row = postponing.row([system, [*history, *user]], 6, None, session)
+        reply = alone(postponing.model, row, postponing.spec.batches)
+        return [*history, *user, *reply.ids]
+
+    for seed in range(100, 103):
+        history = turn("first", history, seed)
+    ends.append([*system, *history])
+    for seed in range(200, 203):
+        history = turn("second", history, seed)
+    ends.append([*system, *history])
+    turn("second", history, 300)
+    for seed in range(400, 412):
+        history = turn("second", history, seed)
+    is_batched = postponing.spec.batches
+    ends = ends if is_batched else ends[1:]
+    assert [left_of(postponing, ids) for ids in ends] == [len(ids) for ids in ends]
+
+
+@pytest.mark.parametrize("postponing", ["mamba2"], indirect=True)
+def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredModel) -> None:
+    prompt = [random_ids(1, 40), random_ids(2, 21)]
+    for seed in range(5):
+        postponing.answer(prompt, 6, random_ids(10 + seed, 6))
+    postponing.store.drain()
+    # The ends of the system prompt, of the user's message and of the last reply.
+    assert postponing.store.disk.index.totals().n_checkpoints <= 3
+    assert len(list((postponing.folder / "checkpoints").rglob("*.safetensors"))) <= 3
 
 
 @pytest.mark.parametrize("stored", ["gemma3_text", "qwen3_next", "mamba2"], indirect=True)

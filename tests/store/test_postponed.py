@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -15,7 +16,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import Arrays
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.store.writer import POSTPONE_S
+from mlx_lm_kvpersist.store.writer import ABANDON_S, POSTPONE_S
 from tests.support import wait_until
 
 from .conftest import (
@@ -97,9 +98,62 @@ def test_a_state_that_costs_much_is_written_at_once(talk: Talk) -> None:
 
 def test_a_prompt_whose_reply_runs_does_not_rest(talk: Talk) -> None:
     talk.turn(has_ended=False)
-    assert talk.after(100 * POSTPONE_S) == set()
+    assert talk.after(ABANDON_S - 1) == set()
     end = talk.turn()
     assert talk.after(POSTPONE_S) == names(end)
+
+
+def test_a_prompt_that_was_given_up_does_not_wait_for_ever(talk: Talk) -> None:
+    given_up = talk.turn(has_ended=False)
+    assert talk.after(ABANDON_S) == names(given_up)
+
+
+def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, replace(LIMITS, max_disk_bytes=3 << 20))
+    for first in range(4):  # each takes about half of the disk
+        nodes = chain(*([first, n] for n in range(12)))
+        end, keys = state(nodes[-1]), tuple(node.key for node in nodes)
+        leaf = Leaf(f"s{first}", keys[-1], nodes[-1].stop, keys) if first else None
+        new: list[tuple[Record, Arrays]] = [(node, arrays_of(node)) for node in nodes]
+        new.append((end, arrays_of_checkpoint(end)))
+        store.commit(Commit(ROOT, tuple(nodes), leaf, checkpoints=(end,)), new, loss_s=1.0)
+        wait_until(lambda: store.writer.n_tasks == 0, "the queue")
+    assert store.stats()["failures"] == [] and store.turns_not_saved == 0
+    assert keys[-1] in store.index
+    store.close()
+
+
+def test_what_writes_nothing_is_no_turn_that_is_saved(talk: Talk) -> None:
+    """Nor does it say that the disk works again."""
+    talk.turn()
+    n_saved = talk.store.turns_saved
+    with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
+        (session,) = disk.index.sessions()
+        disk.files.remove_session(session)
+    talk.store._failures.add("save a turn: disk")
+    talk.after(POSTPONE_S)
+    assert (talk.store.turns_saved, talk.store._failures) == (n_saved, {"save a turn: disk"})
+
+
+def test_what_is_due_is_written_also_while_there_is_always_work(talk: Talk) -> None:
+    end = talk.turn()
+    writer, is_begun, release = talk.store.writer, Event(), Event()
+    tries: list[int] = []
+
+    def work() -> None:
+        is_begun.set()
+        release.wait()
+        if checkpoint_files(talk.store.folder) == set() and len(tries) < 20:
+            tries.append(1)
+            writer.submit(work)
+
+    writer.submit(work)
+    is_begun.wait()
+    writer.submit(work)
+    talk.now_s += POSTPONE_S
+    release.set()
+    talk.settle()
+    assert checkpoint_files(talk.store.folder) == names(end) and len(tries) < 20
 
 
 @pytest.mark.parametrize("end", [BlockStore.drain, BlockStore.close])

@@ -34,7 +34,7 @@ NOTES: dict[str, str] = {
     "kvpersist: … of its layers stay in full precision: …": "They take more memory and disk; all "
     "else works. The end of the line says why.",
     "… goes to quarantine: …": f"Its tokens are computed again. {_DAMAGED}",
-    "… turns (…) could not be written within … s; they are computed again when they are needed": (
+    "… turns or checkpoints (…) were not written within … s; they are computed again when needed": (
         "The server ended while the disk was slow."
     ),
     "a turn is not saved: …, which it needs, …": "The end of the line says why. The turn stays in "
