@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
@@ -47,6 +48,7 @@ class Server:
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
         spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
+        end_on_grid(model, spec.reads_arrays)
         speed = Speed(PrefillMemory.of(spec, MIB, (100.0, 0.0)))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
