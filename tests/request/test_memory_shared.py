@@ -48,7 +48,7 @@ class Server:
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
         spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
-        end_on_grid(model, spec.reads_arrays)
+        end_on_grid(model)
         speed = Speed(PrefillMemory.of(spec, MIB, (100.0, 0.0)))
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
         loaded = LoadedModel(model, None, spec, "fingerprint", None, speed=speed)
