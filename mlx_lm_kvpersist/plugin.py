@@ -110,7 +110,7 @@ class KVPersistPlugin:
 
     @hookimpl
     def shutdown(self) -> None:
-        self._drop_model()
+        self._drop_model(saves=False)
         self._sessions = None
         if self._store is not None:
             self._store.close()
@@ -138,7 +138,7 @@ class KVPersistPlugin:
         options = asked.precision, asked.attention, asked.max_prefill_bytes, asked.store_text
         try:
             preparation = Preparation(provider, store, Asked(*options), self._prove)
-        except ModelNotSupported as error:
+        except (ModelNotSupported, OSError) as error:  # its files may be gone
             self._refuse(provider, str(error))
             return None
         model = preparation.model
@@ -167,13 +167,16 @@ class KVPersistPlugin:
             memory,
         )
 
-    def _drop_model(self) -> None:
+    def _drop_model(self, *, saves: bool = True) -> None:
         """Forget the loaded model. What is being found out of it ends now, files closed."""
+        if self._serving is not None:
+            self._serving.end(saves=saves)
         self._serving = self._work = None
 
     def _refuse(self, provider: Any, why: str) -> None:
         """Let stock serve the loaded model."""
-        self._serving, self._refusal = None, why
+        self._drop_model(saves=False)
+        self._refusal = why
         provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
         if provider.model_key[0] not in self._refused:
             self._refused.add(provider.model_key[0])

@@ -108,7 +108,7 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
     plugin.configure(parser.parse_args(options, given))
     warmed: list[Any] = []
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.warm_at_start", lambda *given: warmed.append(1))
-    serving: Any = SimpleNamespace(memory=SimpleNamespace(idle=lambda: None))
+    serving: Any = mock.MagicMock()
     plugin._serving = serving
     try:
         plugin.started(lambda run: None)
@@ -118,6 +118,49 @@ def test_files_are_warmed_once_the_model_is_known_and_anew_for_a_new_precision(
                 plugin.idle(5.0)
                 plugin.busy()
             assert len(warmed) == n_times * is_warmed
+    finally:
+        plugin.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("end", "saves"), [("shutdown", False), ("model_loaded", True), ("refused", False)]
+)
+def test_what_a_model_held_ends_with_it(tmp_path: Path, end: str, saves: bool) -> None:
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
+    plugin.configure(args)
+    serving: Any = mock.MagicMock()
+    plugin._serving = serving
+    provider = SimpleNamespace(
+        cli_args=args, model_key=("model", None, "draft"), model=None, tokenizer=None
+    )
+    if end == "model_loaded":
+        plugin.model_loaded(provider)
+    elif end == "refused":
+        plugin._refuse(provider, "why")
+    plugin.shutdown()
+    serving.end.assert_called_once_with(saves=saves)
+
+
+def test_a_model_whose_files_are_gone_is_left_to_stock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Something may delete them between loading and reading them."""
+    plugin = KVPersistPlugin()
+    parser = argparse.ArgumentParser()
+    plugin.add_options(parser)
+    args = parser.parse_args(["--kvpersist-dir", str(tmp_path / "store")], copy.copy(ARGS))
+    plugin.configure(args)
+    gone = FileNotFoundError(2, "No such file", "model.safetensors")
+    monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.Mock(side_effect=gone))
+    provider = SimpleNamespace(
+        cli_args=args, model_key=("model", None, None), model=None, tokenizer=None
+    )
+    try:
+        assert plugin.model_loaded(provider) is None
+        assert "served as stock does" in caplog.text and "model.safetensors" in caplog.text
     finally:
         plugin.shutdown()
 

@@ -137,6 +137,8 @@ class Serving:
     preparation: Preparation | None = None
     computing: list[RunningSequence] = field(default_factory=list)
     _held: dict[RunningSequence, list[_Held]] = field(default_factory=dict)
+    _has_ended = False
+    """Whether only the requests that run are still of this model."""
     _keeps_old = False
     """Whether the caches of sequences that began before the model was known are as they should."""
 
@@ -174,7 +176,7 @@ class Serving:
             if self._keeps_old:  # it began before the model was known
                 sequence.request.root = self.root_of(sequence.request)
                 self.save(sequence, tokens, caches, cache_type)
-        elif cache_type not in (PREFILL, PARKED):
+        elif cache_type not in (PREFILL, PARKED) and not self._has_ended:
             mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
             held = self._held.pop(sequence, [])
             ends = [] if self.model.spec.any_prefix else held
@@ -213,6 +215,16 @@ class Serving:
         while self._held:
             self._store_held(next(iter(self._held)))
             yield
+        self.memory.held_bytes = 0
+
+    def end(self, *, saves: bool) -> None:
+        """Hold nothing any more. What is held is saved, if the model is known, or let go of."""
+        self._has_ended = True
+        while saves and self.is_storing:
+            self._store_held(next(iter(self._held)))
+        if self._held:
+            logger.warning("kvpersist: %d turns that were held are not kept", len(self._held))
+            self._held.clear()
         self.memory.held_bytes = 0
 
     def remember(self, state: RequestState) -> None:

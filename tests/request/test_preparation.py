@@ -283,6 +283,41 @@ def test_what_was_computed_meanwhile_is_kept_if_it_is_right(
         assert state.root == replace(one.model.root, namespace="theirs")
 
 
+@pytest.mark.parametrize(("is_known", "n_saved"), [(True, 3), (False, 0)])
+def test_what_is_held_when_its_model_goes_is_saved_or_told(
+    provider: Any,
+    opened: Callable[[], BlockStore],
+    caplog: pytest.LogCaptureFixture,
+    is_known: bool,
+    n_saved: int,
+) -> None:
+    starts, store = Starts(provider), opened()
+    one = starts.begin(store)
+    memory = Memory(1 << 30, 0, store, Pressure())
+    serving = Serving(store, one.model, lambda *_: None, False, 0.1, memory, one)
+
+    def save(token: int) -> None:
+        caches = one.model.spec.make_cache()
+        mx.eval(provider.model(mx.array([[token] * 256]), cache=caches))
+        sequence = RunningSequence(RequestState(), 200)
+        serving.save(sequence, [token] * 256, caches, REPLY)
+
+    for token in range(5, 8):
+        save(token)
+    assert memory.held_bytes > 0
+    if is_known:
+        starts.finish(one, store)
+        next(serving.prepared())
+    serving.end(saves=True)
+    assert memory.held_bytes == 0
+    if not is_known:
+        save(8)
+        assert memory.held_bytes == 0 and not serving._held
+    store.drain()
+    assert store.index.totals().n_blocks == n_saved
+    assert ("3 turns that were held are not kept" in caplog.text) != is_known
+
+
 def test_what_is_held_is_bounded(provider: Any, opened: Callable[[], BlockStore]) -> None:
     starts, store = Starts(provider), opened()
     one = starts.begin(store)

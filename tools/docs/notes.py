@@ -22,6 +22,8 @@ NOTES: dict[str, str] = {
     "kvpersist: the prompt could not be looked up": "The prompt was computed. " + _REPORT,
     "kvpersist: the prompt could not be restored": "The prompt was computed. " + _REPORT,
     "kvpersist: a turn could not be saved": "The turn is computed again next time. " + _REPORT,
+    "kvpersist: … turns that were held are not kept": "The model was refused, or the server ended "
+    "or loaded another one, before they could be stored. They are computed again.",
     "kvpersist: served as stock does, nothing is kept: …": "The end of the line says why: see "
     '"A model is not kept" below.',
     "kvpersist: this tokenizer's prompts are matched by ids, not by text": "Less is found again "
