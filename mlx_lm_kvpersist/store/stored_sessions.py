@@ -118,8 +118,13 @@ class StoredSessions:
         return self.changed(change)
 
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
-        """Return the size in bytes of an exported session, and its parts."""
+        """Return the size in bytes of an exported session, and its parts.
+
+        Its turns that wait, and what is postponed of it, are written first.
+        """
         disk = self._store.disk
+        self._write_postponed(session_id)
+        self.changed(lambda disk: None)
         with _readable():
             with self._store.index.asked_once() as index:
                 session = _session(disk, session_id)
@@ -134,8 +139,17 @@ class StoredSessions:
             freed = self._store.pool.drop_chain(block.key for block, _ in chain)
             return {"id": session_id, "ram_bytes_freed": freed}
 
-        self._store.writer.write_postponed()
+        self._write_postponed(session_id)
         return self.changed(change)
+
+    def _write_postponed(self, session_id: str) -> None:
+        """Have the writer write next what is postponed of a session."""
+
+        def find(disk: DiskStore) -> set[bytes]:
+            chain = disk.index.chain(_session(disk, session_id).leaf)
+            return {block.key for block, _ in chain}
+
+        self._store.writer.write_postponed(ends=self.changed(find))
 
     def delete(self, session_id: str) -> tuple[Session, dict[str, Any]]:
         """Remove a session, and the blocks that no other one needs, from disk and RAM.
@@ -152,6 +166,7 @@ class StoredSessions:
                 disk.index.state.forget_requests([session.name])
                 freed = before - disk.index.totals().n_bytes
                 gone = [key for key in chain if key not in disk.index]
+            self._store.writer.withdraw(gone)
             for key in reversed(gone):
                 self._store.pool.drop_unpinned(key)
             return session, {"id": session_id, "deleted": True, "disk_bytes_freed": freed}

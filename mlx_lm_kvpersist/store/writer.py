@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .records import Commit
@@ -169,11 +169,14 @@ class Writer:
             self._holders[key] += 1
             self.n_bytes += n_bytes if self._holders[key] == 1 else 0
 
-    def write_postponed(self, due_s: float = math.inf) -> None:
-        """Have what is postponed until `due_s` written, or all of it. Any thread."""
+    def write_postponed(
+        self, due_s: float = math.inf, ends: Collection[bytes] | None = None
+    ) -> None:
+        """Have what is postponed until `due_s`, and at these `ends`, written. Any thread."""
         with self._changed:
-            for end in [end for end, task in self._postponed.items() if task.due_s <= due_s]:
-                self._queue(self._postponed.pop(end))
+            for end, task in list(self._postponed.items()):
+                if task.due_s <= due_s and (ends is None or end in ends):
+                    self._queue(self._postponed.pop(end))
             self._changed.notify_all()
 
     def _fits(self, newest: _Task) -> bool:

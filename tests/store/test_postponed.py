@@ -15,6 +15,8 @@ from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.files import Arrays
 from mlx_lm_kvpersist.store.index import Leaf
+from mlx_lm_kvpersist.store.session_file import SessionFile
+from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
 from mlx_lm_kvpersist.store.verify import find_problems
 from mlx_lm_kvpersist.store.writer import ABANDON_S, POSTPONE_S
 from tests.support import wait_until
@@ -198,3 +200,42 @@ def test_a_session_that_was_removed_takes_what_is_postponed_along(talk: Talk) ->
         disk.files.remove_session(session)
     assert talk.after(POSTPONE_S) == set()
     assert find_problems(talk.store.folder, talk.store.index) == []
+
+
+def save_another(talk: Talk) -> Checkpoint:
+    """Save a turn of another conversation, and postpone its state."""
+    (node,) = chain([99])
+    end, leaf = state(node), Leaf("another", node.key, 1, (node.key,))
+    new: list[tuple[Record, Arrays]] = [
+        (node, arrays_of(node)),
+        (end, arrays_of_checkpoint(end)),
+    ]
+    talk.store.commit(Commit(ROOT, (node,), leaf, checkpoints=(end,)), new, loss_s=1.0)
+    return end
+
+
+def test_an_evicted_session_alone_has_what_is_postponed_written(talk: Talk) -> None:
+    end = talk.turn()
+    save_another(talk)
+    talk.settle()
+    (session,) = talk.store.index.sessions_named("s")
+    assert StoredSessions(talk.store).evict(session.id)["ram_bytes_freed"] > 0
+    assert checkpoint_files(talk.store.folder) == names(end)
+    assert talk.store.writer.n_postponed_bytes > 0
+
+
+def test_an_export_has_what_is_postponed(talk: Talk, tmp_path: Path) -> None:
+    end = talk.turn()
+    (session,) = talk.store.index.sessions()
+    n_bytes, parts = StoredSessions(talk.store).export(session.id)
+    path = tmp_path / "exported"
+    path.write_bytes(b"".join(parts))
+    with closing(SessionFile(path)) as exported:
+        assert exported.checkpoints == (end,) and path.stat().st_size == n_bytes
+
+
+def test_a_deleted_session_lets_go_of_what_is_postponed(talk: Talk) -> None:
+    talk.turn()
+    (session,) = talk.store.index.sessions()
+    StoredSessions(talk.store).delete(session.id)
+    assert talk.store.writer.n_postponed_bytes == talk.store.pool.n_bytes == 0
