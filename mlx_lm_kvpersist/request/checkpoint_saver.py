@@ -146,8 +146,11 @@ class CheckpointSaver(Saver):
             and (cache_type == PREFILL or not _is_temporary(block))
             and store.is_safe(state.key)
         )
-        start = next(ends, 0)
-        seconds = self.pace.seconds(start, chain[-1].stop - start)
+        return self._seconds(next(ends, 0), chain[-1].stop)
+
+    def _seconds(self, start: int, stop: int) -> float:
+        """Return how long these tokens take to compute, infinite if that is not known."""
+        seconds = self.pace.seconds(start, stop - start)
         return math.inf if seconds is None else seconds
 
     def _new(
@@ -188,7 +191,8 @@ class CheckpointSaver(Saver):
         while their prompt was computed: they stay only where others went on meanwhile. An earlier
         reply at the place that the sequence went on from, left out or repeated in other words,
         loses its checkpoint. Those lasting are in RAM alone, and stay for others: they are part of
-        the first checkpoint, of one where conversations diverge or where another session ends.
+        the first checkpoint, of one where another session ends, or of one where conversations
+        diverge, if it costs too much to compute again from those that stay below RAM.
         """
         chain = sequence.chain
 
@@ -209,15 +213,19 @@ class CheckpointSaver(Saver):
         stay.update(list(filter(is_branch, others))[-MAX_BRANCHES:], filter(is_end, others))
         needed = {states[key].key for key in stay}
         lasting: dict[bytes, Checkpoint] = {}
+        start = 0
         for block in chain:
             if (key := block.key) in stay:
                 at_block = [one.record for one in self._needed_at(chain, block.stop, stored) or ()]
                 needed.update(record.key for record in at_block)
-                is_alone = block is not chain[-1] and not store.is_safe(states[key].key)
-                if is_alone and (key == keys[0] or is_branch(key) or is_end(key)):
-                    lasting.update(
-                        (one.key, one) for one in at_block if isinstance(one, Checkpoint)
-                    )
+                if not store.is_safe(states[key].key):
+                    is_far = self._seconds(start, block.stop) > store.limits.max_loss_s
+                    is_others = key == keys[0] or is_end(key) or (is_far and is_branch(key))
+                    if block is chain[-1] or not is_others:
+                        continue
+                    parts = (one for one in at_block if isinstance(one, Checkpoint))
+                    lasting.update((one.key, one) for one in parts)
+                start = block.stop
         held = [one for found in stored.values() for one in found if one.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
         gone = {one.key: one for one in [*held, *left]}

@@ -413,7 +413,7 @@ def left_of(postponing: StoredModel, ids: list[int]) -> int:
 def test_what_stays_for_others_is_written_when_a_conversation_goes_on_from_it(
     postponing: StoredModel,
 ) -> None:
-    """The system prompt's end, another session's, and where one goes back to."""
+    """The system prompt's end and another session's; where one goes back to, no more is lost."""
     system, history = random_ids(1, 40), list[int]()
     ends = [system]
 
@@ -426,15 +426,14 @@ def test_what_stays_for_others_is_written_when_a_conversation_goes_on_from_it(
     for seed in range(100, 103):
         history = turn("first", history, seed)
     ends.append([*system, *history])
-    for seed in range(200, 203):
+    for seed in range(200, 206):
         history = turn("second", history, seed)
     ends.append([*system, *history])
     turn("second", history, 300)
     for seed in range(400, 412):
         history = turn("second", history, seed)
-    is_batched = postponing.spec.batches
-    ends = ends if is_batched else ends[1:]
-    assert [left_of(postponing, ids) for ids in ends] == [len(ids) for ids in ends]
+    lost = [len(ids) - left_of(postponing, ids) for ids in ends]
+    assert lost[:2] == [0, 0] and lost[2] <= MAX_LOSS_S * TOKENS_PER_S
 
 
 @pytest.mark.parametrize("postponing", ["mamba2"], indirect=True)
