@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import BatchGenerator, generate_step
+
+from mlx_lm_kvpersist.cache.live.packed import GRID
 
 Keeper = Callable[[list[int], list[Any]], None]
 """Called with ids and the caches that hold them."""
@@ -183,9 +186,14 @@ def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
         segments = [[token for segment in segments for token in segment]]
     if len(segments[-1]) > 1:
         segments[-1:] = [segments[-1][:-1], segments[-1][-1:]]
+    position = len(row.prompt) - sum(map(len, segments))
     for segment in segments:
-        logits = model(mx.array([segment]), cache=row.caches)[:, -1]
-        mx.eval(logits, [cache.state for cache in row.caches])
+        # A query of a block of the grid sees all before the block in another form.
+        ends = [*range(GRID - position % GRID, len(segment), GRID), len(segment)]
+        for start, stop in pairwise([0, *ends]):
+            logits = model(mx.array([segment[start:stop]]), cache=row.caches)[:, -1]
+            mx.eval(logits, [cache.state for cache in row.caches])
+        position += len(segment)
     ids, logprobs, choose = [], [], row.sampler()
     for _ in range(row.n_new):
         steps = logits.astype(mx.float32)

@@ -305,9 +305,9 @@ class Pressure:
         self._raised_until_s = 0.0
 
     def watch(self) -> None:
-        """Begin to look, and take SIGUSR1 for critical pressure. Main thread."""
-        if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, self.raised)
+        """Begin to look, and take SIGUSR2 for critical pressure. Main thread."""
+        if hasattr(signal, "SIGUSR2") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, self.raised)
         if sys.platform == "darwin":
             threading.Thread(target=self._watch, name="kvpersist-pressure", daemon=True).start()
 

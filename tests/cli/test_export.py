@@ -126,9 +126,9 @@ def test_a_session_that_goes_to_make_room_is_added(
         block_path(other.folder, nodes[0].key).unlink()
         make_room = disk.files.make_room
 
-        def evict(n_bytes: int, keep: Collection[bytes]) -> bool:
+        def evict(n_bytes: int, keep: Collection[bytes], *others: Any) -> bool:
             disk.files.forget(nodes[-1].key)
-            return make_room(n_bytes, keep)
+            return make_room(n_bytes, keep, *others)
 
         monkeypatch.setattr(disk.files, "make_room", evict)
         with closing(session_file.SessionFile(exported)) as source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -24,7 +25,8 @@ def test_a_sample_follows_what_a_process_takes(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     files = [(tmp_path / str(n)).open("w") for n in range(4)]
-    block = b"x" * (32 << 20)
+    block = mmap.mmap(-1, 32 << 20)  # of memory that nobody had before
+    block.write(b"x" * len(block))
     after = Sample.of(os.getpid())
     ends.set()
     for file in files:

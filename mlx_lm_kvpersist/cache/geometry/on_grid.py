@@ -7,6 +7,7 @@ server's own batch, stock where it serves one request at a time, a command.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ def end_on_grid(model: Any) -> None:
     if _MARK in vars(own):
         return
 
+    @wraps(own.__call__)  # mlx-lm looks at its parameters
     def call(self: Any, inputs: mx.array, cache: Any = None, **others: Any) -> Any:
         n_rows, n_left = inputs.shape[:2]
         of_arrays = _of_arrays(cache) if n_left > 1 and n_rows == 1 and cache is not None else None
