@@ -191,13 +191,8 @@ def test_what_is_another_model_at_a_later_start_is_served_right_from_its_first_s
     assert (reply.text, reply.kvpersist["outcome"]) == (plain, "EXACT")
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        "as expected",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("no batches", "canary")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("found", ["as expected", "no batches", "canary"])
 def test_a_server_that_is_never_idle_gets_to_know_its_model(
     start_server: StartServer, tiny_model: Path, tmp_path: Path, found: str
 ) -> None:
