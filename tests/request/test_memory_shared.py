@@ -17,6 +17,7 @@ from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.cache.live.quantized import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
@@ -203,3 +204,21 @@ def test_nothing_is_parked_where_there_is_room(serve: Callable[..., Server]) -> 
     together = serve("llama", "together", 20)
     together.run(prompts(6))
     assert together.n_parked == 0 and together.most_running == 6
+
+
+def test_a_request_that_would_wait_is_refused_where_that_is_asked_for(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("llama", "together", 2)
+    server.memory.refuses = True
+    running: dict[int, Client] = {}
+    clients = [server.client(number, ids) for number, ids in enumerate(prompts(6))]
+    with pytest.raises(RequestRefused, match="no memory is free") as refused:
+        for client in clients:
+            assert client.request.advance()
+            running[server._enter(client)] = client
+    assert refused.value.status == 503 and len(running) >= 2 and not server.memory.waiting
+    while running:
+        server._step(running)
+    again = server.client(9, prompts(10)[9])
+    assert again.request.advance() and server._enter(again) is not None

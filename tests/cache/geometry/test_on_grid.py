@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -74,7 +75,9 @@ def test_rows_of_a_batch_and_embedded_images_are_given_as_they_come() -> None:
             return ids
 
     model = Model()
+    before = signature(model.__call__)
     end_on_grid(model)
+    assert signature(model.__call__) == before  # mlx-lm asks it for images
     caches: list[Any] = [SequenceQuantizedKVCache(KVPrecision())]
     assert model(mx.zeros((2, 600)), cache=caches).shape == (2, 600)
     assert model(mx.zeros((1, 300)), cache=caches, embeddings=mx.zeros((1, 300, 8))).shape[1] == 300
