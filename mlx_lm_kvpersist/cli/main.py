@@ -239,6 +239,7 @@ def _add_store(commands: Any) -> None:
     add("stats", "store:stats", "say what the store holds and what it may use")
     add("gc", "store:gc", "remove what is worth least until the budgets are kept")
     add = _adder(commands, "dir")
+    add("map", "store_map:run", "draw what takes its bytes, by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")
     verify.add_argument("--fix", action="store_true", help="move bad files to quarantine, sweep")
     add("rebuild", "store:rebuild", "make the index anew from the files")

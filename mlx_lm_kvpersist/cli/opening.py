@@ -62,13 +62,13 @@ def reading(folder: Path) -> Iterator[Index]:
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        index = Index(path)
+        with closing(Index(path)) as index:
+            yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-        raise StoreError(f"{path} is damaged ({error}); {advice}") from error
-    with closing(index):
-        yield index
+        why = " ".join(str(error).split())
+        raise StoreError(f"{path} is damaged ({why}); {advice}") from error
 
 
 @contextmanager

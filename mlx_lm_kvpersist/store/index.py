@@ -213,6 +213,20 @@ class Index:
         )
         return rows
 
+    def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
+        """Return what all blocks take.
+
+        Of each: its key, its parent's, its root's, its first position, its tokens, its bytes with
+        its checkpoints', and the time of its use in seconds since the epoch.
+        """
+        rows: list[Any] = self.ask(
+            "SELECT key, parent, root, start, length(ids) / 4, n_bytes + "
+            "(SELECT coalesce(sum(n_bytes), 0) FROM checkpoints WHERE block = b.key), used "
+            "FROM blocks AS b",
+            types=(bytes, bytes, bytes, int, int, int, float),
+        )
+        return rows
+
     def keys(self, table: str = "blocks") -> set[bytes]:
         """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}

@@ -176,12 +176,9 @@ def export_session(
     """
     records = export_records(index, session)
     n_bytes, parts = export_parts(folder, session, records, progress)
-    try:
-        with whole_file(target, fsync=True) as file:
-            for part in parts:
-                file.write(part)
-    except FileNotFoundError as error:
-        raise StoreError(f"session {session.id} cannot be exported: {error}") from error
+    with whole_file(target, fsync=True) as file:
+        for part in parts:
+            file.write(part)
     return n_bytes
 
 
@@ -203,8 +200,7 @@ def export_parts(
     """Return the size of an exported session in bytes, and its parts one by one.
 
     Every block and checkpoint is checked before. Checkpoints that go meanwhile are left out.
-    Raises StoreError when a block is missing or anything is damaged; so do the parts, or
-    FileNotFoundError.
+    Raises StoreError when a block is missing or anything is damaged; so do the parts.
     """
     exported: dict[Path, Listed] = {}
     for number, item in enumerate(records):
@@ -228,7 +224,11 @@ def export_parts(
     def parts() -> Iterator[bytes]:
         yield header
         for number, (path, listed) in enumerate(exported.items()):
-            content = _content(path)
+            try:
+                content = _content(path)
+            except FileNotFoundError as error:
+                why = f"{path.name} was removed meanwhile"
+                raise StoreError(f"session {session.id} cannot be exported: {why}") from error
             if Listed.of(content) != listed:
                 raise StoreError(f"{path.name} was replaced meanwhile; try again")
             yield content

@@ -283,7 +283,7 @@ def test_a_damaged_block_is_not_exported(run: CommandLine, tmp_path: Path) -> No
 def test_files_that_cannot_be_used(run: CommandLine, tmp_path: Path) -> None:
     assert "No such file" in run.error("sessions", "import", tmp_path / "nothing")
     run.error("sessions", "import", tmp_path)
-    assert "cannot be exported" in run.error("sessions", "export", "last", tmp_path / "no" / "file")
+    assert "No such file" in run.error("sessions", "export", "last", tmp_path / "no" / "file")
 
 
 # Parts.

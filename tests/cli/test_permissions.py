@@ -15,7 +15,7 @@ from tests.store.conftest import chain
 
 from .conftest import CommandLine, block_files, fill
 
-READING = [["sessions", "export", "last", "FILE"], ["store", "stats"]]
+READING = [["sessions", "export", "last", "FILE"], ["store", "stats"], ["store", "map"]]
 CHANGING = [
     ["sessions", "rm", "last"],
     ["sessions", "pin", "last"],

@@ -370,7 +370,10 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
         expect(status).to_contain_text(re.compile("broke off and nothing is saved|exported"))
         assert ("exported" in status.inner_text()) == bool(saved)
         page.close()
+        log = server.log
     is_whole = len(content) == int(reply.headers["Content-Length"])
+    assert "Traceback" not in log
+    assert ("was removed meanwhile" in log) == (what == "session" and not (is_whole and saved))
     assert what == "session" or not (is_whole or saved)
     file, other = tmp_path / "one.session", tmp_path / "other"
     file.write_bytes(content)

@@ -12,7 +12,8 @@ NOTES: dict[str, str] = {
     "`--kvpersist-ram`, `--decode-concurrency` or context helps. The server goes on.",
     "a connection failed": "One request had no answer. " + _REPORT,
     "a reply failed": "One request ended with status 500. The traceback says why.",
-    "… … failed": "A route ended with status 500. " + _REPORT,
+    "… … failed: …": "A route ended with status 500, or its answer broke off, as an export does "
+    "whose session is deleted. If a traceback follows: " + _REPORT,
     "plugin … in hook … …; ignored": "For its author: the server cannot use the plugin's answer, "
     "or the plugin changed what it was given. The server goes on without it.",
     "plugin … failed in hook …; ignored": "For its author: the log has the traceback. The server "

@@ -25,7 +25,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from ..._startup import stop
 from ...error_forms import openai_error
-from ...errors import ConfigError, GenerationStopped, RequestRefused
+from ...errors import ConfigError, GenerationStopped, KVPersistError, RequestRefused
 from ...fields import require_text
 from .. import manager
 from ..answers import ClientRequest, FrozenHeaders, Route, frozen
@@ -171,8 +171,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             route.handle(self)
         except (ConnectionError, TimeoutError):
             raise
-        except Exception:
-            logger.exception("%s %s failed", route.method, route.path)
+        except Exception as error:
+            is_own = isinstance(error, KVPersistError)
+            logger.error("%s %s failed: %s", route.method, route.path, error, exc_info=not is_own)
             self.close_connection = True
             if not self._has_replied:
                 self.send_error(500)

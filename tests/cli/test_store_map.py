@@ -1,0 +1,134 @@
+"""store map: every byte is in one part, every session ends in one, and a drawing stays small."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_lm_kvpersist.store.index import Index
+from tests.store.conftest import ROOT, chain
+
+from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
+
+
+def drawn(run: CommandLine) -> list[str]:
+    assert run("store", "map") == 0, run.err
+    return run.out.splitlines()
+
+
+def lines_with(run: CommandLine, *words: str) -> list[str]:
+    return [line for line in drawn(run) if all(word in line for word in words)]
+
+
+def way(parts: list[dict[str, Any]], part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a part, and those that it goes on from."""
+    while part is not None:
+        yield part
+        above = part["goes_on_from"]
+        part = None if above is None else parts[above]
+
+
+def test_parts_add_up(run: CommandLine, with_checkpoints: Path) -> None:
+    found = run.json("store", "map")
+    parts = found["parts"]
+    files = {**block_files(run.folder), **checkpoint_files(run.folder)}
+    assert found["bytes"] == sum(map(len, files.values())) > 0
+    assert sum(part["bytes"] for part in parts) == found["bytes"]
+    assert found["bytes_by_age"]["1 hour"] == found["bytes"]
+    (shared,) = (part for part in parts if part["shared_by"] > 1)
+    assert (shared["shared_by"], shared["tokens"], shared["goes_on_from"]) == (3, len(HEAD), None)
+    assert shared["words"] == "<1><2><3>" and shared["sessions"] == []
+    sessions = {one["id"]: part for part in parts for one in part["sessions"]}
+    listed = run.json("sessions", "list")["sessions"]
+    assert sessions.keys() == {one["id"] for one in listed}
+    for one in listed:
+        on_it = list(way(parts, sessions[one["id"]]))
+        assert on_it[-1] is shared
+        for field in ("tokens", "bytes", "blocks"):
+            assert sum(part[field] for part in on_it) == one[field], field
+
+
+def test_it_is_drawn(run: CommandLine) -> None:
+    first, *_ = drawn(run)
+    assert str(run.folder) in first and first.endswith("in 3 sessions")
+    (shared,) = lines_with(run, "shared by 3, 3 tokens")
+    assert '"<1><2><3>"' in shared and "▒" in shared and "█" not in shared
+    (last,) = lines_with(run, "last", "█" * 20)  # the longest
+    assert "├ " in last
+    assert lines_with(run, "1 hour", "█" * 20) and lines_with(run, "└ ")
+
+
+def test_sessions_within_others_and_none(run: CommandLine) -> None:
+    """One ends where another goes on, two end in the same place, and one is gone."""
+    fill(run.folder, {"short": chain(HEAD), "again": chain(HEAD, [10], [11])})
+    with sqlite3.connect(run.folder / "index.sqlite") as db:
+        db.execute("DELETE FROM sessions WHERE name = 'last'")
+        db.execute("UPDATE blocks SET used = used - 100000 WHERE start > 2")
+    db.close()
+    parts = run.json("store", "map")["parts"]
+    by_names = {
+        tuple(sorted(one["name"] or "" for one in part["sessions"])): part for part in parts
+    }
+    assert by_names["short",]["shared_by"] == 4 and by_names["again", "first"]["shared_by"] == 2
+    assert by_names["again", "first"]["goes_on_from"] == by_names["short",]["part"]
+    assert by_names[()]["shared_by"] == 0 and by_names[()]["blocks"] == 3
+    assert lines_with(run, "of no session") and lines_with(run, "shared by 4, where", "short end")
+    assert lines_with(run, "first", "again", "1 d", "end")
+
+
+def test_many_sessions_are_summed_up(run: CommandLine) -> None:
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        one = index.sessions()[0]
+        for n in range(600):
+            (node,) = chain([n, 1])
+            index.add_blocks(ROOT, [(node, 1000 + n)])
+            index.put_session(replace(one, id=f"{n:08x}", name=f"talk {n}", leaf=node.key))
+    lines = drawn(run)
+    assert len(lines) < 60
+    (more,) = (line for line in lines if "… and" in line)
+    n_named = sum("talk" in line for line in lines)
+    assert f"{600 - n_named:,} more sessions" in more and n_named > 30
+    assert len(run.json("store", "map")["parts"]) == 604
+
+
+def test_names_are_no_markup(run: CommandLine) -> None:
+    fill(run.folder, {WEIRD_NAME: chain(HEAD, [50])})
+    assert lines_with(run, "../../etc/passwd\\x00\\n[red]\\u202e🦜")
+
+
+def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = CommandLine(tmp_path / "empty", capsys)
+    fill(run.folder, {})
+    assert drawn(run) == [f"{run.folder}: 0 B in 0 sessions"]
+    assert run.json("store", "map")["parts"] == []
+
+
+def test_a_damaged_index_is_one_line(run: CommandLine) -> None:
+    path = run.folder / "index.sqlite"
+    with sqlite3.connect(path) as db:
+        query = "SELECT rootpage FROM sqlite_master WHERE name = 'blocks'"
+        (page,) = db.execute(query).fetchone()
+        (size,) = db.execute("PRAGMA page_size").fetchone()
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    with path.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+    assert "store rebuild" in run.error("store", "map")
+
+
+def test_a_row_that_lies_about_its_place(run: CommandLine) -> None:
+    """Blocks in a circle, and one before its parent."""
+    a, b, c = chain(HEAD, [30], [31])
+    with sqlite3.connect(run.folder / "index.sqlite") as db:
+        db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (c.key, b.key))
+        db.execute("UPDATE blocks SET start = -1 WHERE key = ?", (b.key,))
+    db.close()
+    assert a.key != b.key and drawn(run)
+    assert sum(part["bytes"] for part in run.json("store", "map")["parts"]) > 0
