@@ -77,7 +77,10 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class Fleet:
-    """A server for each side, all running, for a `with` block. Requests go to one at a time."""
+    """A server for each side, all running, for a `with` block. Requests go to one at a time.
+
+    store: a folder that each store begins as a copy of, so that the model is known already.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Fleet:
         sides: Iterable[str],
         extra: Sequence[str] = (),
         before: Path = REPOSITORY,
+        store: Path | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         known = {**SIDES, BEFORE: replace(SIDES["ours"], name=BEFORE, checkout=before)}
@@ -92,6 +96,8 @@ class Fleet:
         self.servers: dict[str, ServerProcess] = {}
         self.start_s = 0.0  # how long the last start of all took
         for name, side in self.sides.items():
+            if store is not None and side.keeps:
+                shutil.copytree(store, self.store(name))
             flags = [flag.replace("{store}", str(self.store(name))) for flag in side.flags]
             self.servers[name] = ServerProcess(
                 model,
@@ -105,7 +111,7 @@ class Fleet:
                     "PYTHONPATH": os.pathsep.join([str(side.checkout), *_python_path()]),
                 },
                 log_path=self.folder / f"{name}.log",
-                start_timeout_s=300.0,
+                start_timeout_s=900.0,
                 request_timeout_s=900.0,
             )
 

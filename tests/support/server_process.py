@@ -67,8 +67,8 @@ class ServerProcess:
     ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
     mlx_lm is run. launcher: what Python runs as the server. log_path: where stdout and stderr
     go, appended across restarts; without it a temporary file that `stop` removes.
-    start_timeout_s: until /health must have answered. examined: whether a start waits until the
-    plugin keeps the model's conversations.
+    start_timeout_s: until /health must have answered, and the model must be known. examined:
+    whether a start waits until the plugin keeps the model's conversations.
 
     Requests may be sent from several threads at once.
     """
@@ -280,7 +280,13 @@ class ServerProcess:
                 continue
             self.kill9()
             raise error(f"{problem}\n{self._log_report(log_start)}")
-        while self.examined and self.is_examining() and time.monotonic() < deadline:
+        while self.examined and self.is_examining():
+            if time.monotonic() > deadline:
+                self.kill9()
+                raise ServerError(
+                    f"the model is not known after {self.start_timeout_s:.0f} s\n"
+                    f"{self._log_report(log_start)}"
+                )
             time.sleep(0.05)
 
     def is_examining(self) -> bool:

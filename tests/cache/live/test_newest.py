@@ -18,6 +18,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
+from mlx_lm_kvpersist.cache.live import attention
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.newest import Newest
 from mlx_lm_kvpersist.cache.live.quantized import (
@@ -179,6 +180,27 @@ def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
     precision: str, plan: str, seed: int
 ) -> None:
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("plan", ["dequantize", "tiles of heads"])
+def test_keys_padded_to_few_lengths_follow_the_rule(
+    plan: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = set()
+    attend = mx.fast.scaled_dot_product_attention
+
+    def seen(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
+        mask = more.get("mask")
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:  # the reference's is boolean
+            lengths.add(keys.shape[2])
+        return attend(queries, keys, *others, **more)
+
+    monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
+    monkeypatch.setattr(attention, "PADDED_TOKENS", 48)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", seen)
+    assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
+    assert lengths and all(n % 48 == 0 for n in lengths)
 
 
 HEADS = [(40, 40), (72, 72), (80, 80), (88, 96), (100, 100), (104, 80), (112, 112), (120, 64)]
