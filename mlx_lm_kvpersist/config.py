@@ -323,10 +323,7 @@ def from_args(args: Namespace) -> Config:
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
         max_stall_s=stall_ms / 1e3,
-        max_prefill_bytes=min(
-            max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
-            device_memory_bytes() if memory is None else memory // 8,
-        ),
+        max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         wired=args.kvpersist_wired,
         memory_bytes=memory,
         refuses=args.kvpersist_memory_policy == "refuse",

@@ -44,7 +44,8 @@ from .host.http.request_checks import read_json
 from .request.guard import Guard
 from .request.idle import IdleWork
 from .request.loading import Asked, Preparation, places
-from .request.memory import Memory, Pressure, total_bytes, weights_bytes
+from .request.machine import Pressure
+from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
@@ -56,6 +57,8 @@ from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
+CHUNK_SHARE = 8
+"""A chunk of a prompt takes one part in so many of the memory beside the weights, at most."""
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +138,10 @@ class KVPersistPlugin:
             return None  # the server ends
         store.reader.release_prefetched()
         provider.cli_args.kv_bits = None
-        options = asked.precision, asked.attention, asked.max_prefill_bytes, asked.store_text
+        n_weights = weights_bytes(provider.model, getattr(provider, "draft_model", None))
+        n_bytes = total_bytes(asked.memory_bytes, n_weights)
+        chunk_bytes = min(asked.max_prefill_bytes, n_bytes // CHUNK_SHARE)
+        options = asked.precision, asked.attention, chunk_bytes, asked.store_text
         try:
             preparation = Preparation(provider, store, Asked(*options), self._prove)
         except (ModelNotSupported, OSError) as error:  # its files may be gone
@@ -144,8 +150,6 @@ class KVPersistPlugin:
         model = preparation.model
         # The speeds of one model are not those of another.
         isolated, step_s = asked.isolate_sessions, asked.max_stall_s * JOIN_SHARE
-        n_weights = weights_bytes(model.model)
-        n_bytes = total_bytes(asked.memory_bytes, n_weights)
         memory = Memory(n_bytes, n_weights, store, self._pressure, refuses=asked.refuses)
         self._serving = serving = Serving(
             store, model, self._record, isolated, step_s, memory, preparation
@@ -171,6 +175,7 @@ class KVPersistPlugin:
         """Forget the loaded model. What is being found out of it ends now, files closed."""
         if self._serving is not None:
             self._serving.end(saves=saves)
+            self._serving.memory.close()
         self._serving = self._work = None
 
     def _refuse(self, provider: Any, why: str) -> None:
@@ -309,8 +314,8 @@ class KVPersistPlugin:
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:
         state = RequestState.of(request)
         state.is_over = True
-        if not times_s and state.lookup is not None:
-            state.lookup.close()
+        if state.lookup is not None:
+            state.lookup.close()  # it never entered, or did not go on
         outcome = state.outcome
         # The server serves a prompt with images before anybody asks for its headers.
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)

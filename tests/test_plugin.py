@@ -202,3 +202,13 @@ def test_what_is_being_found_out_ends_with_its_model(
     finally:
         gc.enable()
         plugin.shutdown()
+
+
+def test_a_reply_that_was_parked_and_left_lets_go_of_its_blocks() -> None:
+    plugin = KVPersistPlugin()
+    request: Any = SimpleNamespace()
+    closed: list[bool] = []
+    lookup: Any = SimpleNamespace(close=lambda: closed.append(True))
+    RequestState.of(request).lookup = lookup
+    plugin.reply_timed(request=request, times_s=(0.1, 0.2))
+    assert closed and RequestState.of(request).is_over

@@ -153,17 +153,27 @@ class PrefillLimits:
 
 
 class BatchMemory:
-    """A plugin's account of what the batch takes. To be inherited from. Generation thread."""
+    """A plugin's account of what sequences take. To be inherited from. Generation thread."""
 
-    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int) -> bool:
+    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         """Take note of what runs; tell whether the replies fit while they grow.
 
         Called when sequences come, go or grow by more than a few tokens. `replies` has the tokens
         of each reply so far, with its prompt's; `prompts` those of each prompt that is computed or
         is about to be; `n_bytes` are the bytes of all their caches. Where they do not fit, the
         youngest reply is taken out of the batch, and goes on later (`TakenRequest.resume`).
+
+        A sequence that is served by itself counts as a prompt, and its bytes are not known: None.
         """
         return True
+
+    def most_kept(self, n_bytes: int) -> int:
+        """Return how many bytes the server's own prompt cache may hold, which holds `n_bytes`.
+
+        Called when a request enters, and when one that was served by itself has ended. The server
+        keeps prompts with images there.
+        """
+        return n_bytes
 
 
 @dataclass(frozen=True)

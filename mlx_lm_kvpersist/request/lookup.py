@@ -169,6 +169,8 @@ class Lookup:
         if point is not None and not self._held:
             keys = [one.record.key for one in point.needed]
             self._held = self._store.pool.pin(keys, prefetch=True)
+            if self._closed:  # by another thread meanwhile
+                self.let_go()
         return sum(entry.n_bytes for entry in self._held)
 
     def let_go(self) -> None:

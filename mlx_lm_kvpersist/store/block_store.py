@@ -357,6 +357,8 @@ class BlockStore:
         """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
         self.writer.max_bytes = _queue_bytes(max_ram_bytes)
         self.pool.resize(max_ram_bytes)
+        if self.pool.n_bytes > max_ram_bytes:
+            self.writer.write_postponed()  # once they are written they may go
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of those of these replies that are remembered, by digest."""

@@ -27,7 +27,8 @@ from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.guard import Guard
 from mlx_lm_kvpersist.request.idle import IdleWork
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
-from mlx_lm_kvpersist.request.memory import Memory, Pressure
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore

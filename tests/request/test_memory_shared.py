@@ -23,7 +23,8 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from mlx_lm_kvpersist.request import memory as accounts
-from mlx_lm_kvpersist.request.memory import Memory, Pressure
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -57,8 +58,8 @@ class Server:
         self.serving = Serving(self.store, loaded, lambda *_: None, False, 10.0, self.memory)
         if n_fit:
             lengths, room = [N_PROMPT] * n_fit, accounts.ROOM + accounts.GROWTH
-            needed = self.memory.caches_bytes((), lengths, room)
-            needed += self.memory.step_bytes((), lengths)
+            needed = self.memory._takes.caches_bytes((), lengths, room)
+            needed += self.memory._takes.step_bytes((), lengths, room)
             self.memory.total_bytes = needed * 8 // 7 + 8
             self.memory.changed()
         limits = speed.limits(1.0)

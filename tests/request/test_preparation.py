@@ -23,7 +23,8 @@ from mlx_lm_kvpersist.errors import ModelNotSupported, SelfTestFailed
 from mlx_lm_kvpersist.host.answers import REPLY
 from mlx_lm_kvpersist.request import loading
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
-from mlx_lm_kvpersist.request.memory import Memory, Pressure
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.serving import RequestState, RunningSequence, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_tiny_model

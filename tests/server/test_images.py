@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ServerProcess, StartServer
+from tests.support import ServerProcess, StartServer, wait_until
 from tests.support.scripted import TEMPLATE, make_thinking_model
 
 LINE = "[image/png, not shown: this model reads text only]"
@@ -172,6 +172,15 @@ def of_images(
     launcher = tmp_path_factory.mktemp("images") / "images.py"
     launcher.write_text(_LAUNCHER, encoding="utf-8")
     return started.with_plugin(model, launcher=(str(launcher),))
+
+
+def test_what_stock_keeps_of_images_is_a_part_of_the_memory(of_images: ServerProcess) -> None:
+    def are_kept() -> bool:
+        counts(of_images, "/v1/chat/completions", [("user", "What is this?", Image)])
+        stats = json.loads(of_images.request("GET", "/v1/kvpersist/stats")[2])
+        return bool(stats["memory"]["stock"] > 0)
+
+    wait_until(are_kept, "what stock keeps", 60)
 
 
 @every_api

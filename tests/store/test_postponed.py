@@ -239,3 +239,13 @@ def test_a_deleted_session_lets_go_of_what_is_postponed(talk: Talk) -> None:
     (session,) = talk.store.index.sessions()
     StoredSessions(talk.store).delete(session.id)
     assert talk.store.writer.n_postponed_bytes == talk.store.pool.n_bytes == 0
+
+
+def test_what_is_postponed_is_written_where_ram_gets_short(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    with closing(talk.store):
+        talk.turn()
+        assert not talk.after(0)
+        talk.store.resize(100)
+        assert talk.after(0)
+        assert talk.store.pool.n_bytes <= 100

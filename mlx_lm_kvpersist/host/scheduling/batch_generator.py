@@ -24,6 +24,7 @@ from ...errors import ClientGone
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import TakenTokens
 from .model_provider import PluginCaches
+from .reply import WEIGH_EVERY
 
 if TYPE_CHECKING:
     from mlx_lm.generate import BatchGenerator as Stock
@@ -47,9 +48,6 @@ MOST_PASSED_OVER = 3
 
 CLEAR_EVERY = 512
 """Steps of the replies after which freed memory is given back, as in stock."""
-
-WEIGH_EVERY = 32
-"""Steps of the replies after which their memory is looked at, though none came or went."""
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from .. import manager
-from ..answers import ModelSupport, check_batch, check_caches
+from ..answers import BatchMemory, ModelSupport, check_batch, check_caches
 from ..attachments import renders_images
 from .context_length import max_context
 from .wired import choose_wired_limit
@@ -114,6 +114,12 @@ def loaded_name(provider: Any) -> str | None:
     """Return which model is loaded, None while there is none. Any thread."""
     key = provider.model_key  # asked once: another model may be loaded in between
     return key[0] if key is not None else None
+
+
+def account_of(provider: Any) -> BatchMemory:
+    """Return the account of the plugin that makes the loaded model's caches."""
+    caches = getattr(provider.model, "make_cache", None)
+    return caches.memory if isinstance(caches, PluginCaches) else BatchMemory()
 
 
 class PluginCaches:

@@ -12,6 +12,8 @@ from ..answers import ClientRequest
 
 LOOK_S = 0.1
 """How often the sockets of waiting clients are looked at."""
+WEIGH_EVERY = 32
+"""Tokens of replies after which their memory is looked at, though none came or went."""
 LAST_BYTES_S = 0.2
 """How long after its last token a reply, or an error in its place, may take to be written."""
 
@@ -26,10 +28,13 @@ class ReplyQueue:
 
     stops_by_raising = False
     """Whether stock computes the prompt in one piece, and asks the context only afterwards."""
+    weigh: Callable[[int], object] | None = None
+    """Told how many tokens a sequence has that is served by itself, now and then."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
         self._context: Any = None
+        self._n_put = 0
         self.is_over = False
 
     @property
@@ -45,6 +50,10 @@ class ReplyQueue:
     def put(self, item: Any) -> None:
         if self._context is None and not isinstance(item, Exception):
             self._context = item
+        elif self.weigh is not None and self._context is not None:
+            if self._n_put % WEIGH_EVERY == 0:
+                self.weigh(len(self._context.prompt) + self._n_put)
+            self._n_put += 1
         if self.is_gone:
             self.fail(ClientGone())
             if self.stops_by_raising and isinstance(item, tuple):

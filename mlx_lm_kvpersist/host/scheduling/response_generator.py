@@ -25,7 +25,7 @@ from ..attachments import fit_attachments
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .context_length import check_length
-from .model_provider import loaded_name
+from .model_provider import account_of, loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .waiting import Line, Rendered, Waiting
 
@@ -239,9 +239,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
     def _serve_single(self, request: Any, *args: Any) -> None:
-        if isinstance(request[0], ReplyQueue):
-            request[0].stops_by_raising = True
+        reply, memory = request[0], account_of(self.model_provider)
+        if isinstance(reply, ReplyQueue):
+            reply.stops_by_raising = True
+            reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
         super()._serve_single(request, *args)
+        self._trim_prompt_cache()
 
     # Tokenizing.
 
@@ -333,8 +336,17 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         request.rendered = made = Rendered(seen, tokenizer, stock, None if has_images else prompt)
         return made
 
+    def _trim_prompt_cache(self) -> None:
+        """Let stock's own prompt cache, which has the prompts with images, hold what it may."""
+        if len(cache := self.prompt_cache):
+            cache.trim_to(n_bytes=account_of(self.model_provider).most_kept(cache.nbytes))
+
     def _log_cache_stats(self) -> None:
-        """Log stock's lines on its own prompt cache, unless plugins take the requests from it."""
+        """Log stock's lines on its own prompt cache, unless plugins take the requests from it.
+
+        Stock calls this for each request that enters, before it looks there.
+        """
+        self._trim_prompt_cache()
         if len(self.prompt_cache) or not manager.is_implemented("take_request"):
             super()._log_cache_stats()
 

@@ -31,9 +31,9 @@ class Scales(BatchMemory):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.told: list[tuple[list[int], list[int], int]] = []
+        self.told: list[tuple[list[int], list[int], int | None]] = []
 
-    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int) -> bool:
+    def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         self.told.append((list(replies), list(prompts), n_bytes))
         return sum(replies) <= self.most
 

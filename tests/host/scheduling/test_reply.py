@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import ClientRequest
 from mlx_lm_kvpersist.host.scheduling.reply import (
     LAST_BYTES_S,
+    WEIGH_EVERY,
     OpenRequests,
     ReplyQueue,
     UntilAsked,
@@ -26,6 +27,7 @@ class Context:
     """What stock puts first into the queue of a reply."""
 
     _should_stop = False
+    prompt: Sequence[int] = ()
 
     def stop(self) -> None:
         self._should_stop = True
@@ -50,6 +52,16 @@ def test_a_reply_ends_once(end: Any) -> None:
     reply.fail(ValueError("too late"))
     assert taken(queue) == [context, (1, 9), "token", end]
     assert reply.is_over and reply.is_stopped
+
+
+def test_a_sequence_that_is_served_by_itself_is_weighed_while_it_grows() -> None:
+    reply, context, _ = reply_of(SimpleNamespace(client_gone=False))
+    context.prompt = [1, 2, 3]
+    seen: list[int] = []
+    reply.weigh = seen.append
+    for _ in range(3 * WEIGH_EVERY):
+        reply.put("token")
+    assert seen == [3, 3 + WEIGH_EVERY, 3 + 2 * WEIGH_EVERY]
 
 
 def test_an_error_is_told_and_stops_the_reply() -> None:

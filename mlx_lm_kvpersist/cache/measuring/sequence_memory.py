@@ -1,0 +1,77 @@
+"""How much memory the sequences of a batch, and a step of it, take at most, by their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..geometry.spec import ModelCacheSpec, state_arrays, token_arrays
+from ..live.packed import GRID
+from .prefill_memory import CHECKPOINT_EVERY, MIN_CHUNK, PrefillMemory
+
+
+@dataclass(frozen=True)
+class SequenceMemory:
+    """Bytes by the shapes of a model's arrays: of one token, and of a row besides its tokens.
+
+    `windows` are the tokens of each window, with the bytes of one in all layers that have it.
+    """
+
+    token_bytes: int = 0
+    row_bytes: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+    n_layers: int = 1
+    n_arrays: int = 1
+    """Arrays of a block, or of a checkpoint."""
+    prefill: PrefillMemory | None = None
+
+    @classmethod
+    def of(cls, spec: ModelCacheSpec, prefill: PrefillMemory | None) -> SequenceMemory:
+        windows = (
+            (window, sum(group.bytes_per_token for group in groups))
+            for window, groups in spec.sliding.items()
+        )
+        states = sum(group.state_bytes for group in spec.recurrent)
+        n_arrays = len(list(token_arrays(spec.groups, 1))) + len(list(state_arrays(spec.groups)))
+        return cls(
+            spec.bytes_per_token,
+            states + GRID * spec.newest_bytes,
+            tuple(windows),
+            max(1, len(spec.template)),
+            max(1, n_arrays),
+            prefill,
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The limit of what a chunk of a prompt takes."""
+        return self.prefill.limit_bytes if self.prefill is not None else 0
+
+    def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+        """Return the most bytes of the caches of sequences of these lengths, in one batch.
+
+        All rows of a batch are as long as the longest. `room`: tokens that each has beyond its end.
+        """
+        n_rows = len(replies) + len(prompts)
+        if not n_rows:
+            return 0
+        width = max(*replies, *prompts, 0) + room
+        windows = sum(
+            n * (n_rows * min(window, width) + len(prompts) * min(CHECKPOINT_EVERY, width))
+            for window, n in self.windows
+        )
+        return n_rows * (width * self.token_bytes + self.row_bytes) + windows
+
+    def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+        """Return the most bytes that a chunk, or a step of the replies, takes beside the caches.
+
+        Between steps MLX keeps as much of freed buffers, and idle work takes it where nothing runs.
+        """
+        if self.prefill is None:
+            return 0
+        n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
+        shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
+        # A batch that a sequence joins is copied, a layer after the other.
+        layer = self.caches_bytes(replies, prompts, room) // self.n_layers
+        dequantized = int(n_rows * longest * self.prefill.key_bytes)
+        return max(self.chunk_bytes, shortest, dequantized, layer)

@@ -1,0 +1,121 @@
+"""The machine: how much memory it offers to this process, and how short it is of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+
+LOOK_S = 1.0
+"""How often the pressure is looked at."""
+RAISED_S = 10.0
+NORMAL, WARNING, CRITICAL = 1, 2, 4
+"""Levels of pressure, as macOS numbers them."""
+
+
+class Pressure:
+    """How much memory the rest of the machine leaves: macOS's level of pressure.
+
+    A thread of its own looks at it. `raised` is for tests: it says for a while that it is critical.
+    """
+
+    def __init__(self) -> None:
+        self.level = NORMAL
+        self._raised_until_s = 0.0
+
+    def watch(self) -> None:
+        """Begin to look, and take SIGUSR2 for critical pressure. Main thread."""
+        if hasattr(signal, "SIGUSR2") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR2, self.raised)
+        if sys.platform == "darwin":
+            threading.Thread(target=self._watch, name="kvpersist-pressure", daemon=True).start()
+
+    def raised(self, *received: object) -> None:
+        """Take the pressure for critical for some seconds."""
+        self._raised_until_s, self.level = time.monotonic() + RAISED_S, CRITICAL
+        clock = threading.Timer(RAISED_S, self._look)
+        clock.daemon = True
+        clock.start()
+
+    def _watch(self) -> None:
+        while True:
+            self._look()
+            time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        is_raised = time.monotonic() < self._raised_until_s
+        self.level = CRITICAL if is_raised else _system_level()
+
+
+def _system_level() -> int:
+    """Return `kern.memorystatus_vm_pressure_level` of macOS; NORMAL elsewhere."""
+    if sys.platform != "darwin":
+        return NORMAL
+    level, size = ctypes.c_int(NORMAL), ctypes.c_size_t(4)
+    name = b"kern.memorystatus_vm_pressure_level"
+    libc = ctypes.CDLL(None)
+    failed = libc.sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0)
+    is_known = not failed and level.value in (WARNING, CRITICAL)
+    return level.value if is_known else NORMAL
+
+
+def offered_bytes() -> int:
+    """Return the memory that this process may have on its device, with what it has already.
+
+    Metal: the recommended working set. CUDA: what is free. Else the machine's available memory,
+    within the limits of its cgroups.
+    """
+    info, own = mx.device_info(), mx.get_active_memory() + mx.get_cache_memory()
+    if working_set := info.get("max_recommended_working_set_size"):
+        return int(working_set)
+    if on_device := info.get("free_memory"):
+        return int(on_device) + own
+    if on_device := info.get("total_memory"):
+        return int(on_device)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fields = _fields(Path("/proc/meminfo"))
+    available = fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else physical * 3 // 4
+    return min([available, *cgroup_bytes()]) + own
+
+
+def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
+    """Yield what each limit on this process' control group leaves (cgroup v2, and v1)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        number, controllers, place = line.split(":", 2)
+        if number == "0":
+            top, limit, used = mounted, "memory.max", "anon"
+        elif "memory" in controllers.split(","):
+            top, limit, used = mounted / "memory", "memory.limit_in_bytes", "total_rss"
+        else:
+            continue
+        folder = top / place.lstrip("/")
+        for one in (folder, *folder.parents):
+            try:
+                most = (one / limit).read_text().strip()
+                if most != "max":
+                    yield max(0, int(most) - _fields(one / "memory.stat").get(used, 0))
+            except (OSError, ValueError):
+                pass  # in a container the group's own place may not be there, its root is
+            if one == top:
+                break
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number on each line."""
+    try:
+        lines = (line.split() for line in path.read_text().splitlines())
+        return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+    except OSError:
+        return {}
