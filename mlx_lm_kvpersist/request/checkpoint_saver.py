@@ -3,7 +3,8 @@
 Such a model can go on only from a place where the last tokens of its windows and its states are
 stored: from a checkpoint. The ends of the system prompt, of the user's messages and of the replies
 become one, and some places of a long prompt, until it is computed. A checkpoint that would be
-computed again from one on disk in a few seconds is postponed: the next one takes its place.
+computed again from one on disk in a few seconds is postponed: the next one takes its place. The one
+on disk stays for as long as any conversation may have to go on from there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ N_SAFE = 2
 """Newest checkpoints below RAM that stay besides: a kill takes those that are postponed."""
 
 MAX_BRANCHES = 4
-"""Older checkpoints that stay because conversations diverge there."""
+"""Older places where conversations diverge, for which checkpoints stay."""
 
 MIN_TOKENS_BETWEEN = 16
 """Checkpoints nearer to each other are not worth two copies of what they need."""
@@ -118,11 +119,9 @@ class CheckpointSaver(Saver):
         checkpoints = self._new(chain, caches, stored)
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
-        leaf, superseded, lasting = None, list[Checkpoint](), list[Checkpoint]()
         loss_s = self._loss_s(chain, stored, store, cache_type)
-        if ended:
-            leaf = sequence.leaf(chain)
-            superseded, lasting = self.superseded(sequence, stored, store)
+        leaf = sequence.leaf(chain) if ended else None
+        superseded = self.superseded(sequence, stored, store) if ended else ()
         # All that the checkpoint needs, windows that were stored before included: while it waits to
         # be written, none of it is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
@@ -130,27 +129,26 @@ class CheckpointSaver(Saver):
         needed = {one.key: one for one in [*used, *(new for new, _ in checkpoints)]}
         kept, gone = tuple(needed.values()), tuple(superseded)
         commit = Commit(sequence.root, tuple(chain), leaf, {}, kept, gone)
-        store.commit(commit, [*blocks, *checkpoints], loss_s, lasting)
+        store.commit(commit, [*blocks, *checkpoints], loss_s)
 
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
     ) -> float:
         """Return how long a chain's end takes to compute from a checkpoint that a kill leaves.
 
-        Of those that go when the prompt is computed, only a chunk of the prompt counts.
+        The first of a conversation, which others share, must not be lost: infinite. Of those that
+        go when the prompt is computed, only a chunk of the prompt counts.
         """
-        ends = (
-            block.stop
+        is_chunk = cache_type == PREFILL
+        before = [
+            (block.stop, state.key)
             for block in reversed(chain[:-1])
-            if (state := _stored_state(stored, block)) is not None
-            and (cache_type == PREFILL or not _is_temporary(block))
-            and store.is_safe(state.key)
-        )
-        return self._seconds(next(ends, 0), chain[-1].stop)
-
-    def _seconds(self, start: int, stop: int) -> float:
-        """Return how long these tokens take to compute, infinite if that is not known."""
-        seconds = self.pace.seconds(start, stop - start)
+            if (state := _stored_state(stored, block)) and (is_chunk or not _is_temporary(block))
+        ]
+        if not before and not is_chunk:
+            return math.inf
+        start = next((stop for stop, key in before if store.is_safe(key)), 0)
+        seconds = self.pace.seconds(start, chain[-1].stop - start)
         return math.inf if seconds is None else seconds
 
     def _new(
@@ -182,54 +180,45 @@ class CheckpointSaver(Saver):
 
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
-    ) -> tuple[list[Checkpoint], list[Checkpoint]]:
-        """Return the windows and states, of those `stored`, that can be deleted; and the lasting.
+    ) -> list[Checkpoint]:
+        """Return the windows and states, of those `stored`, that can be deleted.
 
         These checkpoints of a conversation stay, with all that they need: the newest, the newest
-        below RAM, the first (the end of the system prompt, which others share), the newest of those
-        where conversations diverge, and those where another session ends. Temporary ones served
-        while their prompt was computed: they stay only where others went on meanwhile. An earlier
-        reply at the place that the sequence went on from, left out or repeated in other words,
-        loses its checkpoint. Those lasting are in RAM alone, and stay for others: they are part of
-        the first checkpoint, of one where another session ends, or of one where conversations
-        diverge, if it costs too much to compute again from those that stay below RAM.
+        below RAM, and the first (the end of the system prompt, which others share). Where another
+        session ends, or conversations diverge, the last one up to there stays, and the last below
+        RAM: so a kill, or eviction from RAM, costs no other conversation more than it may.
+        Temporary ones served while their prompt was computed: they stay only in such places. An
+        earlier reply at the place that the sequence went on from, left out or repeated in other
+        words, loses its checkpoint.
         """
         chain = sequence.chain
-
-        def is_branch(key: bytes) -> bool:
-            return len(store.children(key, limit=2)) > 1
-
-        def is_end(key: bytes) -> bool:
-            # The index has this session's own end where the writer has come to.
-            own = sequence.request.session
-            return any(one.name != own for one in store.view.sessions_at(key))
-
+        ends, forks = store.ends(chain, sequence.request.session), store.forks(chain)
         states = {block.key: state for block in chain if (state := _stored_state(stored, block))}
-        temporary = {block.key for block in chain[:-1] if _is_temporary(block)}
-        keys = [key for key in states if key not in temporary or is_branch(key) or is_end(key)]
-        safe = [key for key in keys if key != chain[-1].key and store.is_safe(states[key].key)]
-        stay = {*keys[:1], *keys[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]}
-        others = [key for key in keys if key not in stay]
-        stay.update(list(filter(is_branch, others))[-MAX_BRANCHES:], filter(is_end, others))
+
+        def is_kept(block: Block) -> bool:
+            is_of_use = not _is_temporary(block) or block is chain[-1] or block.key in ends | forks
+            return block.key in states and is_of_use
+
+        kept = list(filter(is_kept, chain))
+        safe = [one for one in kept if one is not chain[-1] and store.is_safe(states[one.key].key)]
+
+        def last_up_to(stop: int) -> set[bytes]:
+            of_each = ([one.key for one in found if one.stop <= stop] for found in (kept, safe))
+            return {key for found in of_each for key in found[-1:]}
+
+        newest = [*kept[:1], *kept[-MAX_CHECKPOINTS:], *safe[-N_SAFE:]]
+        stay = {block.key for block in newest}
+        stay.update(*(last_up_to(block.stop) for block in chain if block.key in ends))
+        older = (last_up_to(block.stop) for block in chain if block.key in forks)
+        stay.update(*[found for found in older if not found <= stay][-MAX_BRANCHES:])
         needed = {states[key].key for key in stay}
-        lasting: dict[bytes, Checkpoint] = {}
-        start = 0
         for block in chain:
-            if (key := block.key) in stay:
-                at_block = [one.record for one in self._needed_at(chain, block.stop, stored) or ()]
-                needed.update(record.key for record in at_block)
-                if not store.is_safe(states[key].key):
-                    is_far = self._seconds(start, block.stop) > store.limits.max_loss_s
-                    is_others = key == keys[0] or is_end(key) or (is_far and is_branch(key))
-                    if block is chain[-1] or not is_others:
-                        continue
-                    parts = (one for one in at_block if isinstance(one, Checkpoint))
-                    lasting.update((one.key, one) for one in parts)
-                start = block.stop
+            if block.key in stay:
+                at_end = self._needed_at(chain, block.stop, stored) or ()
+                needed.update(one.record.key for one in at_end)
         held = [one for found in stored.values() for one in found if one.key not in needed]
         left = _replies_left(chain, sequence.n_reused, store)
-        gone = {one.key: one for one in [*held, *left]}
-        return list(gone.values()), list(lasting.values())
+        return list({one.key: one for one in [*held, *left]}.values())
 
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored

@@ -25,7 +25,7 @@ from .reading import Prefetch, Reader
 from .records import Commit, StoreLimits
 from .tier import DISK, LowerTier, Tier
 from .worth import guessed_s
-from .writer import Writer
+from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
 
@@ -287,46 +287,37 @@ class BlockStore:
         self.n_changes += 1
 
     def commit(
-        self,
-        commit: Commit,
-        new: Iterable[tuple[Record, Arrays]],
-        loss_s: float = math.inf,
-        lasting: Iterable[Checkpoint] = (),
+        self, commit: Commit, new: Iterable[tuple[Record, Arrays]], loss_s: float = math.inf
     ) -> None:
         """Put a commit's new blocks and checkpoints into RAM and have it saved in the background.
 
         Until that is done, those of its blocks and checkpoints that are not on disk stay in RAM.
         Its checkpoints are postponed if they take no more than a limit to compute again: `loss_s`.
-        Those `lasting` are of earlier commits, and are saved at once: they may have been postponed.
         """
         chain = [block.key for block in commit.blocks]
-        checkpoints = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
-        at_once = dict.fromkeys([*lasting, *(() if checkpoints else commit.checkpoints)])
-        commit = replace(commit, checkpoints=tuple(at_once))
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
-        pinned, sizes = self._pinned(commit.records, entries)
-        later, later_sizes = self._pinned(checkpoints, entries)
+        goes_on = chain if commit.checkpoints else []
+        later = commit.checkpoints if loss_s <= self.limits.max_loss_s else ()
+        postponed = Commit(commit.root, (), checkpoints=later)
+        commit = replace(commit, checkpoints=() if later else commit.checkpoints)
+        pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
         self.pool.touch(chain)
         share = self.pool.share_of(chain[-1]) if chain else 1.0
         commit = replace(commit, cost_s=self._costs(entries.values()), share=share)
         self.n_changes += 1
-        self.writer.withdraw([*chain, *(one.block for one in commit.superseded)])
-        self.writer.submit_commit(
+        self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
+        self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))
+        if later:
+            task = self._task(replace(postponed, share=share), pinned[1])
+            self.writer.postpone(chain[-1], task, has_ended=commit.leaf is not None)
+
+    def _task(self, commit: Commit, pinned: list[KVBlock]) -> Task:
+        return Task(
+            partial(self._save, commit, pinned),
             commit,
-            save=partial(self._save, commit, pinned),
-            abandon=partial(self._abandon, pinned),
-            sizes=sizes,
+            partial(self.pool.unpin, pinned),
+            {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored},
         )
-        if checkpoints:
-            postponed = Commit(commit.root, (), checkpoints=checkpoints, share=share)
-            self.writer.postpone(
-                chain[-1],
-                postponed,
-                save=partial(self._save, postponed, later),
-                abandon=partial(self.pool.unpin, later),
-                sizes=later_sizes,
-                has_ended=commit.leaf is not None,
-            )
 
     def _costs(self, new: Iterable[KVBlock]) -> dict[bytes, float]:
         """Return how long new blocks took to compute, in seconds, by key."""
@@ -337,25 +328,45 @@ class BlockStore:
             for block in blocks
         }
 
-    def _pinned(
-        self, records: Iterable[Record], new: Mapping[bytes, KVBlock]
-    ) -> tuple[list[KVBlock], dict[bytes, int]]:
-        """Pin records in RAM, those that are new put there; return them, and the unstored sizes."""
+    def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
+        """Pin records in RAM, those that are new put there; return them."""
         keys = [record.key for record in records]
         pinned = self.pool.pin(key for key in keys if key not in new)
         for entry in [new[key] for key in keys if key in new]:
             entry.pins = 1
             pinned.append(self.pool.put(entry))
-        return pinned, {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored}
+        return pinned
 
     def is_safe(self, key: bytes) -> bool:
-        """Say whether a block or checkpoint that was found is below RAM, or on its way there."""
+        """Say whether a block or checkpoint is below RAM, or on its way there."""
         entry = self.pool.get(key)
-        return entry is None or entry.is_stored or self.writer.will_write(key)
+        if entry is None:
+            return any(key in tier for tier in self.below)
+        return entry.is_stored or self.writer.will_write(key)
+
+    def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
+        """Return the keys of a chain's blocks in which sessions of other names end.
+
+        Also those that are known from turns alone that wait to be written.
+        """
+        keys = [block.key for block in chain]
+        others = [one.leaf for one in self.view.sessions_at(*keys) if one.name != session]
+        leaves = (commit.leaf for commit in self.writer.commits() if commit.leaf)
+        others += [leaf.key for leaf in leaves if leaf.name != session]
+        return set(keys).intersection(others)
+
+    def forks(self, chain: Sequence[Block]) -> set[bytes]:
+        """Return the keys of a chain's blocks after which another conversation goes on, too."""
+        path = {block.parent: block.key for block in chain[1:]}
+        found = {key for tier in self.below for key in tier.branches(path)}
+        for parent, child in path.items():
+            if any(one.key != child for one in self.pool.children(parent, limit=2)):
+                found.add(parent)
+        return found
 
     def resize(self, max_ram_bytes: int) -> None:
         """Let the pool, and in it what waits to be written, have so many bytes. Any thread."""
-        self.writer.max_bytes = _queue_bytes(max_ram_bytes)
+        self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
             self.writer.write_postponed()  # once they are written they may go

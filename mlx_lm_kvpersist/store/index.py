@@ -303,9 +303,9 @@ class Index:
     def session(self, session_id: str) -> Session | None:
         return next(iter(self._sessions("id = ?", session_id)), None)
 
-    def sessions_at(self, leaf: bytes) -> list[Session]:
-        """Return the sessions that end in a block."""
-        return self._sessions("leaf = ?", leaf)
+    def sessions_at(self, *leaves: bytes) -> list[Session]:
+        """Return the sessions that end in any of these blocks."""
+        return self._sessions(f"leaf IN ({','.join('?' * len(leaves))})", *leaves)
 
     def sessions_named(self, name: str) -> list[Session]:
         """Return the sessions with this name, of any root, the most recently used first."""

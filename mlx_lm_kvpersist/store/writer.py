@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,20 +32,25 @@ ABANDON_S = 300.0
 
 
 @dataclass
-class _Task:
-    """Something to do. Of a commit: what to do if it is given up, and what it holds in RAM."""
+class Task:
+    """Something to do.
+
+    Of a commit: `let_go` unpins what is pinned for it if it is given up, and `sizes` are the bytes
+    of its blocks and checkpoints that are in RAM alone, by key.
+    """
 
     run: Callable[[], object]
     commit: Commit | None = None
-    abandon: Callable[[], None] = lambda: None
+    let_go: Callable[[], None] = lambda: None
     sizes: Mapping[bytes, int] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
     due_s: float = math.inf
     """When it is written if it is postponed, by the writer's clock."""
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(self.sizes.values())
+
+def _held_bytes(tasks: Iterable[Task]) -> int:
+    """Return what tasks hold in RAM: what several of them hold counts once."""
+    return sum({key: n for task in tasks for key, n in task.sizes.items()}.values())
 
 
 class Writer:
@@ -62,15 +67,11 @@ class Writer:
         self.max_bytes = max_bytes
         self.now: Callable[[], float] = time.monotonic
         """The clock of what is postponed."""
-        self._tasks: deque[_Task] = deque()
-        self._postponed: dict[bytes, _Task] = {}
+        self._tasks: deque[Task] = deque()
+        self._postponed: dict[bytes, Task] = {}
         """By the block that they end in, the oldest first."""
-        self.n_bytes = 0
-        """Bytes of the blocks and checkpoints that wait or are being written."""
-        self._holders: Counter[bytes] = Counter()
-        """How many commits, waiting or running, hold a block or checkpoint: it is in RAM once."""
         self._closing = False
-        self._running: _Task | None = None
+        self._running: Task | None = None
         self._gentle = False
         self._n_draining = 0
         self._changed = threading.Condition()
@@ -83,10 +84,16 @@ class Writer:
         return len(self._tasks) + (self._running is not None)
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of the blocks and checkpoints that wait or are being written."""
+        with self._changed:
+            return _held_bytes(self._commit_tasks())
+
+    @property
     def n_postponed_bytes(self) -> int:
         """Bytes of what is postponed."""
         with self._changed:
-            return sum(task.n_bytes for task in self._postponed.values())
+            return _held_bytes(self._postponed.values())
 
     def commits(self) -> list[Commit]:
         """Return what waits or is being written, the oldest first, and what is postponed."""
@@ -97,103 +104,42 @@ class Writer:
     def will_write(self, key: bytes) -> bool:
         """Say whether a commit that waits or is being written has this in RAM. Any thread."""
         with self._changed:
-            return key in self._holders
+            return any(key in task.sizes for task in self._commit_tasks())
 
-    def _commit_tasks(self) -> list[_Task]:
+    def _commit_tasks(self) -> list[Task]:
         return [task for task in (self._running, *self._tasks) if task and task.commit]
 
-    def submit(self, task: Callable[[], object]) -> None:
+    def submit(self, run: Callable[[], object]) -> None:
         with self._changed:
-            self._tasks.append(_Task(task))
+            self._tasks.append(Task(run))
             self._changed.notify_all()
 
-    def submit_commit(
-        self,
-        commit: Commit,
-        save: Callable[[], None],
-        abandon: Callable[[], None],
-        sizes: Mapping[bytes, int],
-    ) -> None:
-        """Have a commit saved, or abandoned when too much waits.
-
-        `sizes` are the bytes of its blocks and checkpoints that are in RAM alone.
-        """
-        victims: list[_Task] = []
-        newest = _Task(save, commit, abandon, sizes)
+    def submit_commit(self, newest: Task) -> int:
+        """Have a commit saved; return how many, this one included, are given up for it."""
+        victims: list[Task] = []
         with self._changed:
-            self._queue(newest)
+            self._tasks.append(newest)
             while self.n_bytes > self.max_bytes:
                 oldest = next((task for task in self._tasks if task.commit and task.sizes), None)
                 victim = self._superseded() or oldest
                 if victim is None or (victim is newest and self._fits(newest)):
                     break
                 self._tasks.remove(victim)
-                self._let_go(victim)
                 victims.append(victim)
             self._changed.notify_all()
         for victim in victims:
-            victim.abandon()
+            victim.let_go()
+        return len(victims)
 
-    def postpone(
-        self,
-        end: bytes,
-        commit: Commit,
-        save: Callable[[], None],
-        abandon: Callable[[], None],
-        sizes: Mapping[bytes, int],
-        *,
-        has_ended: bool,
-    ) -> None:
-        """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
-
-        If no reply `has_ended` there, that is much later: one that runs goes on from it.
-        """
-        due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
-        with self._changed:
-            self._postponed[end] = _Task(save, commit, abandon, sizes, due_s=due_s)
-            while self.n_postponed_bytes > self.max_bytes // 2:
-                self._queue(self._postponed.pop(next(iter(self._postponed))))
-            self._changed.notify_all()
-
-    def withdraw(self, ends: Iterable[bytes]) -> None:
-        """Let go of what is postponed where conversations end: they have gone on."""
-        with self._changed:
-            gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
-        for task in gone:
-            task.abandon()
-
-    def _queue(self, task: _Task) -> None:
-        task.since_s = time.monotonic()
-        self._tasks.append(task)
-        for key, n_bytes in task.sizes.items():
-            self._holders[key] += 1
-            self.n_bytes += n_bytes if self._holders[key] == 1 else 0
-
-    def write_postponed(
-        self, due_s: float = math.inf, ends: Collection[bytes] | None = None
-    ) -> None:
-        """Have what is postponed until `due_s`, and at these `ends`, written. Any thread."""
-        with self._changed:
-            for end, task in list(self._postponed.items()):
-                if task.due_s <= due_s and (ends is None or end in ends):
-                    self._queue(self._postponed.pop(end))
-            self._changed.notify_all()
-
-    def _fits(self, newest: _Task) -> bool:
+    def _fits(self, newest: Task) -> bool:
         """Say whether a commit may wait beside the one that is being written."""
         if self.n_bytes <= 2 * self.max_bytes or self._running is None:
             return True
-        n_added = sum(n for key, n in newest.sizes.items() if self._holders[key] == 1)
-        return n_added <= self.max_bytes < self._running.n_bytes // 2
+        others = [task for task in self._commit_tasks() if task is not newest]
+        n_added = self.n_bytes - _held_bytes(others)
+        return n_added <= self.max_bytes < _held_bytes([self._running]) // 2
 
-    def _let_go(self, task: _Task) -> None:
-        for key, n_bytes in task.sizes.items():
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
-                self.n_bytes -= n_bytes
-
-    def _superseded(self) -> _Task | None:
+    def _superseded(self) -> Task | None:
         """Return the oldest waiting commit whose end a later waiting commit goes beyond."""
         passed: set[bytes] = set()
         found = None
@@ -206,6 +152,43 @@ class Writer:
             if task.commit.leaf is not None:
                 passed.update(old for old, _ in task.commit.leaf.replaced)
         return found
+
+    # What is postponed.
+
+    def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
+        """Have a commit of the conversation whose last block is `end` saved later, or withdrawn.
+
+        If no reply `has_ended` there, that is much later: one that runs goes on from it.
+        """
+        task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
+        with self._changed:
+            self._postponed[end] = task
+            self.resize(self.max_bytes)
+
+    def resize(self, max_bytes: int) -> None:
+        """Let so many bytes wait, and write the oldest of what is postponed beyond half of that."""
+        with self._changed:
+            self.max_bytes = max_bytes
+            while self._postponed and self.n_postponed_bytes > max_bytes // 2:
+                self.write_postponed(ends=[next(iter(self._postponed))])
+
+    def withdraw(self, ends: Iterable[bytes]) -> None:
+        """Let go of what is postponed where conversations end: they have gone on."""
+        with self._changed:
+            gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
+        for task in gone:
+            task.let_go()
+
+    def write_postponed(
+        self, due_s: float = math.inf, ends: Collection[bytes] | None = None
+    ) -> None:
+        """Have what is postponed until `due_s`, and at these `ends`, written. Any thread."""
+        with self._changed:
+            for end, task in list(self._postponed.items()):
+                if task.due_s <= due_s and (ends is None or end in ends):
+                    task.since_s = time.monotonic()
+                    self._tasks.append(self._postponed.pop(end))
+            self._changed.notify_all()
 
     def drain(self) -> None:
         """Return when everything submitted so far has run, at full speed."""
@@ -247,9 +230,9 @@ class Writer:
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            n_left = len(self._commit_tasks())
+            left = len(self._commit_tasks()), self.n_bytes
             self._tasks.clear()
-            return n_left, self.n_bytes
+            return left
 
     def is_alive(self) -> bool:
         """Say whether the thread still runs a task."""
@@ -274,7 +257,6 @@ class Writer:
             finally:
                 with self._changed:
                     self._running = None
-                    self._let_go(task)
                     self._changed.notify_all()
             # An idle writer must not hold the arrays of the last commit.
             del task

@@ -3,7 +3,7 @@
 python -m tests.attack.tool_turns STORE LOG
 
 It goes on where the log ends, which gets a line of JSON for each turn: how many tokens it reused,
-of how many, and its reply.
+of how many, and its reply. A turn takes as long as it counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TOKENS_PER_S = 100.0
 MAX_LOSS_S = 1.0
 SYSTEM = random_ids(1, 40)
 N_TOOL, N_REPLY = 21, 6
+TURN_S = (N_TOOL + N_REPLY) / TOKENS_PER_S
 
 
 def model(folder: Path, max_loss_s: float = MAX_LOSS_S) -> StoredModel:
@@ -61,6 +63,7 @@ def main(folder: Path, log: Path) -> None:
         os.ftruncate(descriptor, len(text.rpartition("\n")[0]) + 1 if before else 0)
     stored = model(folder)
     while True:
+        time.sleep(TURN_S)
         before.append(turn(stored, before))
         os.write(descriptor, (json.dumps(before[-1]) + "\n").encode())
 

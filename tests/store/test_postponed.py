@@ -166,8 +166,10 @@ def test_an_end_writes_what_is_postponed(talk: Talk, end: Callable[[BlockStore],
     assert checkpoint_files(talk.store.folder) == names(last)
 
 
-def test_what_has_no_room_in_ram_is_written(tmp_path: Path) -> None:
-    talk = Talk(tmp_path, max_ram_bytes=1 << 20)  # a quarter of it may be postponed
+@pytest.mark.parametrize("becomes", [False, True], ids=["little RAM", "less RAM"])
+def test_what_has_no_room_in_ram_is_written(tmp_path: Path, becomes: bool) -> None:
+    little = 1 << 20  # a quarter of it may be postponed
+    talk = Talk(tmp_path, max_ram_bytes=64 << 20 if becomes else little)
     ends = []
     for n in range(12):
         (node,) = chain([n])
@@ -178,11 +180,50 @@ def test_what_has_no_room_in_ram_is_written(tmp_path: Path) -> None:
         ]
         talk.store.commit(Commit(ROOT, (node,), checkpoints=(ends[-1],)), new, loss_s=1.0)
         talk.settle()
+    if becomes:
+        assert checkpoint_files(tmp_path) == set()
+        talk.store.resize(little)
+        talk.settle()
     written = checkpoint_files(tmp_path)
     assert 0 < len(written) < 12 and written == names(*ends[: len(written)])
     assert talk.store.writer.n_postponed_bytes <= 1 << 18 <= 2 * talk.store.writer.n_postponed_bytes
     talk.store.close()
     assert checkpoint_files(tmp_path) == names(*ends)
+
+
+def test_a_turn_without_a_state_leaves_the_one_before_postponed(talk: Talk) -> None:
+    end = talk.turn()
+    talk.nodes = chain([0], [1])
+    leaf = Leaf("s", talk.nodes[-1].key, 2, tuple(node.key for node in talk.nodes))
+    new = [(talk.nodes[-1], arrays_of(talk.nodes[-1]))]
+    talk.store.commit(Commit(ROOT, tuple(talk.nodes), leaf), new, loss_s=1.0)
+    talk.settle()
+    assert talk.after(POSTPONE_S) == names(end)
+
+
+def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
+    """Another thread may evict a checkpoint after it was found."""
+    first, second = talk.turn(), talk.turn()
+    talk.store.pool.drop(first.key)
+    assert not talk.store.is_safe(first.key)
+    talk.after(POSTPONE_S)
+    talk.store.pool.drop(second.key)
+    assert talk.store.is_safe(second.key)
+
+
+def test_where_other_sessions_end_is_known_before_it_is_written(talk: Talk) -> None:
+    talk.turn()
+    release = Event()
+    talk.store.writer.submit(release.wait)
+    (first, second), keys = chain([0], [1]), tuple(node.key for node in chain([0], [1]))
+    leaf = Leaf("another", second.key, 2, keys)
+    new = [(second, arrays_of(second))]
+    talk.store.commit(Commit(ROOT, (first, second), leaf), new)
+    for _ in range(2):
+        ends = [talk.store.ends([first, second], name) for name in ("s", "another", None)]
+        assert ends == [{second.key}, {first.key}, {first.key, second.key}]
+        release.set()
+        talk.settle()
 
 
 def test_another_server_finds_what_rested(talk: Talk) -> None:

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.lock import Staging, StoreLock
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.store.writer import REST_FACTOR, Writer
+from mlx_lm_kvpersist.store.writer import REST_FACTOR, Task, Writer
 from tests.support import wait_until
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -46,7 +46,7 @@ def submit(
     key: bytes | None = None,
 ) -> None:
     sizes = {key or uuid.uuid4().bytes: n_bytes}
-    writer.submit_commit(Commit(ROOT, ()), save=save, abandon=abandon, sizes=sizes)
+    writer.submit_commit(Task(save, Commit(ROOT, ()), abandon, sizes))
 
 
 def resting(writer: Writer, worked_s: float = FOR_EVER_S) -> threading.Event:
@@ -407,7 +407,8 @@ def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
     for name, sizes in turns.items():
-        writer.submit_commit(Commit(ROOT, ()), lambda: None, partial(left_out.append, name), sizes)
+        let_go = partial(left_out.append, name)
+        writer.submit_commit(Task(lambda: None, Commit(ROOT, ()), let_go, sizes))
     may_go_on.set()
     writer.drain()
     assert left_out == ["first"]
