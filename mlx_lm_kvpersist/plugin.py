@@ -54,6 +54,7 @@ from .request.wired import wired_bytes
 from .request_log import RequestLog
 from .store.block_store import BlockStore
 from .store.stored_sessions import StoredSessions
+from .store.tier import RAM
 
 JOIN_SHARE = 0.2
 """The share of the longest stall that restoring takes between two steps of the replies."""
@@ -294,7 +295,10 @@ class KVPersistPlugin:
         state.outcome, state.id = outcome, record["id"]
         # Stock may reuse some of its own.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
-        self._metrics.count(outcome.kind.value, n_reused, n_restored, n_computed)
+        self._metrics.count(outcome.kind.value, n_computed)
+        if self._store is not None:
+            self._store.reused_tokens[RAM] += n_reused - n_restored
+            self._store.reused_tokens[outcome.tier] += n_restored
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)
 
     @hookimpl

@@ -48,8 +48,6 @@ class Metrics:
             return Histogram(name, about, labels, buckets=buckets, registry=self.registry)
 
         self._requests = counter("requests", "Requests, by what they reused.", "outcome")
-        self._reused = counter("reused_tokens", "Prompt tokens that were not computed again.")
-        self._restored = counter("restored_tokens", "Reused tokens that were not in RAM.")
         self._prefilled = counter("prefilled_tokens", "Prompt tokens that were computed.")
         self._first_token = histogram(
             "first_token_seconds", "From queueing a request to its first token.", _FIRST_TOKEN_S
@@ -59,11 +57,9 @@ class Metrics:
         )
         self.registry.register(self)
 
-    def count(self, outcome: str, n_reused: int, n_restored: int, n_prefilled: int) -> None:
-        """Count a request by its outcome, and its prompt's tokens."""
+    def count(self, outcome: str, n_prefilled: int) -> None:
+        """Count a request by its outcome, and its prompt's tokens that were computed."""
         self._requests.labels(outcome).inc()
-        self._reused.inc(n_reused)
-        self._restored.inc(n_restored)
         self._prefilled.inc(n_prefilled)
 
     def observe(self, outcome: str, times_s: Sequence[float]) -> None:
@@ -96,6 +92,7 @@ class Metrics:
             (GaugeMetricFamily, "bytes", "bytes", "Bytes of blocks and checkpoints."),
             (GaugeMetricFamily, "max_bytes", "max_bytes", "The budget."),
             (CounterMetricFamily, "evicted", "evictions", "Blocks and checkpoints evicted."),
+            (CounterMetricFamily, "reused_tokens", "reused_tokens", "Not computed again."),
             (CounterMetricFamily, "asked_again_tokens", "asked_again_tokens", "Evicted in vain."),
             (CounterMetricFamily, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):

@@ -49,10 +49,12 @@ def check_exists(folder: Path) -> None:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[Index]:
+def reading(folder: Path, *, whole: bool = False) -> Iterator[Index]:
     """Open a store's index to read it; no lock is taken and nothing is repaired.
 
-    SQLite writes beside an index even to read it. Raises PermissionError where it may not.
+    Damage is looked for in what is read, or in the `whole`: that takes half a minute where 10,000
+    sessions are. SQLite writes beside an index even to read it. Raises PermissionError where it may
+    not.
     """
     check_exists(folder)
     path = folder / "index.sqlite"
@@ -62,7 +64,7 @@ def reading(folder: Path) -> Iterator[Index]:
     if not (os.access(folder, os.W_OK) and os.access(path, os.W_OK)):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        with closing(Index(path)) as index:
+        with closing(Index(path, whole=whole)) as index:
             yield index
     except sqlite3.DatabaseError as error:
         if not is_damage(error):

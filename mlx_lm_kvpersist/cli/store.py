@@ -86,7 +86,7 @@ def verify(args: argparse.Namespace) -> int:
                 left = _problems(folder, disk.index)
             totals = disk.index.totals()
     else:
-        with reading(folder) as index:
+        with reading(folder, whole=True) as index:
             left = problems = _problems(folder, index)
             totals = index.totals()
     if not problems:

@@ -6,23 +6,29 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from ..api.admin import REQUESTS_PATH
+from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
+from ..units import show_bytes
 from .asking import ask
 from .opening import folder_of, reading
 from .output import local_time, shown, table, tell
 
 Record = dict[str, Any]
+_NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
+"""Of the statistics' `memory`: these are no parts of its total."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return the exit status. Raises KVPersistError when nobody can say."""
     records: list[Record]
+    stats: Record = {}
     if args.url is not None:
-        records = ask(args.url, REQUESTS_PATH)
+        records, stats = ask(args.url, REQUESTS_PATH), ask(args.url, STATS_PATH)
+        store = stats["store"]
     else:
         with reading(folder_of(args)) as index:
             records = index.state.requests()
+            store = {"written_last_hour_bytes": index.state.written_last_hour()}
     if args.request is not None:
         records = [record for record in records if record["id"].endswith(args.request)]
         if not records:
@@ -33,8 +39,33 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = [[local_time(each["received"]), each["id"], _sentence(each)] for each in records]
     listed = table(["received", "id", "what was reused"], rows)
-    tell(args, records, listed if rows else f"no request yet in {args.url or folder_of(args)}")
+    none = f"no request yet in {args.url or folder_of(args)}"
+    tell(args, records, listed if rows else none, "", *_sums(records, store, stats.get("memory")))
     return 0
+
+
+def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:
+    """Yield what all records say together, and the server or its store, a line each."""
+    known = [record for record in records if record["outcome"] != "STOCK"]
+    n_prompt, n_reused, n_restored = (
+        sum(record[f"{which}_tokens"] for record in known)
+        for which in ("prompt", "reused", "restored")
+    )
+    if n_prompt:
+        yield (
+            f"Of {n_prompt:,} tokens {(n_reused - n_restored) / n_prompt:.0%} came from RAM, "
+            f"{n_restored / n_prompt:.0%} from disk"
+        )
+    written = f"Written in the last hour: {show_bytes(store['written_last_hour_bytes'])}"
+    turn = store.get("written_turn_bytes")
+    yield written + (f"; {show_bytes(turn)} a turn since the server's start" if turn else "")
+    for name, tier in store.get("tiers", {}).items():
+        if n_tokens := tier["asked_again_tokens"]:
+            yield f"Evicted from {name} and asked for again: {n_tokens:,} tokens"
+    if memory:
+        used = {name: n for name, n in memory.items() if n and name not in _NO_PARTS}
+        parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in used.items())
+        yield f"Memory: {show_bytes(sum(used.values()))} of {show_bytes(memory['total'])}: {parts}"
 
 
 def _sentence(record: Record) -> str:

