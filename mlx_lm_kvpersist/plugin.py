@@ -26,6 +26,7 @@ from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Block, Root
 from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
+from .cache.measuring.guard import Verdict
 from .cache.steps import Steps
 from .errors import KVPersistError, ModelNotSupported, RequestRefused
 from .host import manager
@@ -46,7 +47,7 @@ from .request.idle import IdleWork
 from .request.loading import Asked, Preparation, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
-from .request.model import Speed
+from .request.model import LoadedModel, Speed
 from .request.outcome import Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
@@ -159,9 +160,10 @@ class KVPersistPlugin:
         step_s = asked.max_stall_s / 2
         self._work = IdleWork(
             self._prepare(provider, serving, preparation),
-            Guard(serving, asked.precision, preparation.fit, step_s).steps,
+            Guard(
+                serving, asked.precision, partial(self._fit, provider, preparation), step_s
+            ).steps(),
             step_s,
-            is_urgent=bool(serving.doing),
         )
         return ModelSupport(
             # The model may be replaced. Once it is refused, it makes the caches of its class.
@@ -174,10 +176,11 @@ class KVPersistPlugin:
 
     def _drop_model(self, *, saves: bool = True) -> None:
         """Forget the loaded model. What is being found out of it ends now, files closed."""
+        self._work = None
         if self._serving is not None:
             self._serving.end(saves=saves)
             self._serving.memory.close()
-        self._serving = self._work = None
+        self._serving = None
 
     def _refuse(self, provider: Any, why: str) -> None:
         """Let stock serve the loaded model."""
@@ -205,18 +208,32 @@ class KVPersistPlugin:
             logger.log(level, "kvpersist: the model could not be examined", exc_info=True)
             preparation.doing = refusal = str(error) or repr(error)
         if refusal or preparation.model.spec != serving.model.spec:
-            was_batchable = provider.is_batchable
-            while self._is_serving:
-                # New caches and those of the replies that run do not go into one batch: it ends.
-                preparation.doing = "the replies that run come to their end"
-                provider.is_batchable = False
-                yield
-            provider.is_batchable = was_batchable
+            preparation.doing = "the replies that run come to their end"
+            yield from self._between_batches(
+                provider, bool(refusal) or preparation.model.spec.batches
+            )
         if refusal:
             return self._refuse(provider, refusal)
-        if not preparation.model.spec.batches:
-            provider.is_batchable = False
         yield from serving.prepared()
+
+    def _fit(
+        self, provider: Any, preparation: Preparation, choice: PrecisionChoice, verdict: Verdict
+    ) -> Steps[LoadedModel]:
+        """Return the loaded model in another precision, at the end of a batch."""
+        model = yield from preparation.fit(choice, verdict)
+        yield from self._between_batches(provider, model.spec.batches)
+        return model
+
+    def _between_batches(self, provider: Any, batches: bool) -> Steps[None]:
+        """Let the replies that run end, and no request join them.
+
+        New caches and theirs do not go into one batch. `batches`: whether the new ones may.
+        """
+        was_batchable = provider.is_batchable
+        while self._is_serving:
+            provider.is_batchable = False
+            yield
+        provider.is_batchable = was_batchable and batches
 
     # A request.
 
@@ -241,8 +258,6 @@ class KVPersistPlugin:
         self._is_serving = serving
         if self._store is not None:
             self._store.writer.set_gentle(serving)
-        if serving and self._work is not None:
-            self._work.pause()
         if not serving and self._serving is not None:
             self._serving.memory.ended()
 

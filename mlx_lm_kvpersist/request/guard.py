@@ -1,4 +1,4 @@
-"""The guard: while nobody asks, it judges the loaded model's precision, and replaces a bad one.
+"""The guard judges the loaded model's precision, in steps, and replaces a bad one.
 
 Generation thread.
 """
@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 import mlx.core as mx
 
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
-from ..cache.measuring.guard import Loss, Verdict, is_guarded, judge, known_verdict, put_verdict
+from ..cache.measuring.guard import (
+    Loss,
+    Verdict,
+    is_guarded,
+    judge,
+    judging_bytes,
+    known_verdict,
+    put_verdict,
+)
 from ..cache.steps import Steps
 from .model import LoadedModel
 from .serving import Serving
@@ -23,9 +32,8 @@ logger = logging.getLogger(__name__)
 class Guard:
     """Judges the default precision of a model that was not judged before.
 
-    A step takes about `step_s`, those of `fit`, which returns the model in another precision, as
-    long as they do after it was loaded. No request runs during a step, so the next one has the new
-    caches and the new root.
+    A step takes about `step_s`, those of `fit` as long as they do after it was loaded. `fit`
+    returns the model in another precision, when no sequence has caches of the one before.
     """
 
     def __init__(
@@ -37,13 +45,9 @@ class Guard:
     ) -> None:
         self._serving, self._default, self._fit = serving, default, fit
         self._step_s = step_s
-        self._losses: list[Loss] = []
 
     def steps(self) -> Steps[None]:
-        """Judge it. If these steps end before they are done, others begin its precision anew.
-
-        Between steps they hold the text in two caches.
-        """
+        """Judge it, and have it served in the precision that it bears."""
         model = self._serving.model
         if self._serving.doing:
             return  # the model was refused
@@ -65,8 +69,7 @@ class Guard:
         # Another server of this folder may have been quicker.
         verdict = known_verdict(state, loaded.fingerprint, self._default)
         if verdict is None:
-            its = loaded.tokenizer, loaded.spec, self._default, self._step_s, self._losses
-            verdict = yield from judge(loaded.model, *its)
+            verdict = yield from self._judged(loaded)
         model = replace(loaded, verdict=verdict)
         if verdict.n_refused:
             yield
@@ -82,3 +85,23 @@ class Guard:
             logger.warning("kvpersist: %s gets %s from now on: %s", loaded.name, words, verdict)
         else:
             logger.info("kvpersist: %s: %s", loaded.name, verdict)
+
+    def _judged(self, loaded: LoadedModel) -> Steps[Verdict]:
+        """Judge it while there is memory for the text in two caches.
+
+        A request that lacks their memory gets it, and the precision is begun anew.
+        """
+        memory, n_bytes = self._serving.memory, judging_bytes(loaded.tokenizer, loaded.spec)
+        losses: list[Loss] = []
+        its = loaded.tokenizer, loaded.spec, self._default, self._step_s, losses
+        while True:
+            while memory.lacks(n_bytes):
+                yield
+            with memory.holding(n_bytes), closing(judge(loaded.model, *its)) as steps:
+                while not memory.lacks():
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        verdict: Verdict = end.value
+                        return verdict
+                    yield

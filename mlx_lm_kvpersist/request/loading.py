@@ -39,7 +39,7 @@ from ..cache.live.attention import Strategy
 from ..cache.measuring.calibration import device_key, planned, planning, read_plans
 from ..cache.measuring.guard import Verdict, is_guarded, known_verdict, own_caches
 from ..cache.measuring.prefill_memory import PrefillMemory, measuring_prefill
-from ..cache.steps import Result, Steps
+from ..cache.steps import Result, Steps, completed
 from ..errors import ModelNotSupported
 from ..match.text import TokenText
 from ..store.block_store import BlockStore
@@ -114,14 +114,13 @@ class Preparation:
         self._model = weakref.proxy(provider.model)
         self._fingerprint = self._files.fingerprint or ""
         verdict, choice = self._choice()
-        spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
-        known = self._known(choice, spec)
+        spec, known = self._known(choice)
         end_on_grid(self._model)
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._model, *about, speed, verdict)
         if known is not None:
-            self.model = self._fitted(*known, verdict)
+            self.model = self._fitted(spec, known, verdict)
         else:
             self._say(0)
 
@@ -171,21 +170,19 @@ class Preparation:
             self._state.put(self._key(_ROUND_TRIP_KEY, choice), True)
         yield
         with own_caches(self._model):
-            spec = ModelCacheSpec.probe(self._model, choice, evaluate=False)
-        known = self._known(choice, spec)  # another server of this store may have been quicker
-        if known is None:
+            spec, measured = self._known(choice)  # another server of this store may be quicker
+        if measured is None:
             spec = yield from self._tried(choice, say)
             say(5)
             yield
             measured = yield from measuring_prefill(self._model, spec)
-            known = spec, measured
             found = {
                 "spec": spec.describe(),
                 "plans": {name: plan.describe() for name, plan in spec.plans.items()},
                 "prefill": measured,
             }
             self._state.put(self._key(_MODEL_KEY, choice, self._fingerprint), found)
-        return self._fitted(*known, verdict)
+        return self._fitted(spec, measured, verdict)
 
     def _tried(self, choice: PrecisionChoice, say: Callable[[int], None]) -> Steps[ModelCacheSpec]:
         """Find how the model's caches are made, batched and read, and that they can be restored."""
@@ -207,21 +204,26 @@ class Preparation:
     def _is_proven(self, choice: PrecisionChoice) -> bool:
         return self._state.get(self._key(_ROUND_TRIP_KEY, choice)) is True
 
-    def _known(
-        self, choice: PrecisionChoice, spec: ModelCacheSpec
-    ) -> tuple[ModelCacheSpec, tuple[float, float]] | None:
-        """Return what was found out of a model with these shapes; None unless it was all of it."""
-        if not (self._fingerprint and self._is_proven(choice)):
-            return None
-        found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
+    def _known(self, choice: PrecisionChoice) -> tuple[ModelCacheSpec, tuple[float, float] | None]:
+        """Return a model's spec, and the memory of its chunks if all of it was found out before.
+
+        Else the spec is what its shapes tell.
+        """
+        found: Any = None
+        if self._fingerprint and self._is_proven(choice):
+            found = self._state.get(self._key(_MODEL_KEY, choice, self._fingerprint))
+        shaped = partial(probing, self._model, choice, evaluate=False)
         try:
-            spec = replace(spec, batches=found["spec"]["batching"] == "replies")
-            if found["spec"] != json.loads(json.dumps(spec.describe())):
-                return None  # its shapes do not tell all
-            token_bytes, score_bytes = map(float, found["prefill"])
-            return planned(spec, read_plans(found["plans"], spec)), (token_bytes, score_bytes)
+            its = found["spec"]
+            failed = [group for group in its["groups"] if group["bits"] is None]
+            refused = {tuple(group["slots"]): group["why_not_quantized"] for group in failed}
+            spec = replace(completed(shaped(refused=refused)), batches=its["batching"] == "replies")
+            if its == json.loads(json.dumps(spec.describe())):
+                token_bytes, score_bytes = map(float, found["prefill"])
+                return planned(spec, read_plans(found["plans"], spec)), (token_bytes, score_bytes)
         except (KeyError, TypeError, ValueError):
-            return None
+            pass  # nothing was found, or what was is damaged
+        return completed(shaped()), None
 
     def _say(self, stage: int, detail: str = "") -> None:
         """Say what is done next, in the log, too, if it is another stage: its step may be long."""

@@ -8,7 +8,8 @@ those of the arrays' shapes. Generation thread, but for `parts`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ class Memory(BatchMemory):
         self.live_bytes = 0
         """Of the caches in the batch and of prompts that are computed, when last weighed."""
         self.held_bytes = 0
-        """Of turns that wait until it is known how to store them."""
+        """Of turns that wait until it is known how to store them, and of what the guard reads."""
         self.stock_bytes = 0
         """Of the prompts with images that stock keeps."""
         self._replies: tuple[int, ...] = ()
@@ -214,6 +215,23 @@ class Memory(BatchMemory):
         self._settle()
 
     # What runs.
+
+    def lacks(self, n_bytes: int = 0) -> bool:
+        """Tell whether requests lack memory, or would if `n_bytes` more were held."""
+        is_full = self.held_bytes + self.stock_bytes + n_bytes > self._idle_bytes
+        runs = bool(self._replies or self._prompts or self._claims)
+        return (runs and is_full) or any(not one.is_over() for one in self.waiting)
+
+    @contextmanager
+    def holding(self, n_bytes: int) -> Iterator[None]:
+        """Count bytes that are of no request, and of no turn."""
+        self.held_bytes += n_bytes
+        self.changed()
+        try:
+            yield
+        finally:
+            self.held_bytes -= n_bytes
+            self.changed()
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         if n_bytes is None:

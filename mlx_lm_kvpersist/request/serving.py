@@ -296,8 +296,10 @@ class ServedRequest(TakenRequest):
     def enter(self) -> Prepared:
         """Restore what is stored of the prompt, and record the outcome. Raises ClientGone."""
         state, serving = self._state, self._serving
-        if state.root is None and self._sequence is None and not serving.doing:
-            self._look_up()  # the model became known while the request waited
+        if self._sequence is None and not serving.doing and state.root != serving.root_of(state):
+            if state.lookup is not None:
+                state.lookup.close()
+            self._look_up()  # the model became known, or got another precision, while it waited
         self._claim.lookup = state.lookup
         serving.memory.enters(self._claim)
         lookup, state.lookup = state.lookup, None

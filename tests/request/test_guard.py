@@ -28,7 +28,7 @@ from mlx_lm_kvpersist.request.guard import Guard
 from mlx_lm_kvpersist.request.idle import IdleWork
 from mlx_lm_kvpersist.request.loading import Asked, Preparation
 from mlx_lm_kvpersist.request.machine import Pressure
-from mlx_lm_kvpersist.request.memory import Memory
+from mlx_lm_kvpersist.request.memory import Claim, Memory
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.request.serving import Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore
@@ -80,7 +80,7 @@ def guard_of(its: Serving, step_s: float = 60.0, default: PrecisionChoice = DEFA
     """Return what does one step of the guard's whenever nothing is served."""
     assert its.preparation is not None
     guard = Guard(its, default, its.preparation.fit, step_s)
-    work = IdleWork(unproven(), guard.steps, 0.0)
+    work = IdleWork(unproven(), guard.steps(), 0.0)
     while not work._quiet_s:
         work.idle(0.0)
     return work
@@ -254,17 +254,22 @@ def test_a_model_that_the_server_drops_is_no_failure(
     assert not caplog.text and its.model is model
 
 
-def test_while_requests_are_served_the_guard_holds_no_cache(
+def test_a_request_that_lacks_memory_gets_that_of_the_guard(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins the precision anew, and finds the same."""
+    """It begins the precision anew when there is memory again, and finds the same."""
     its = serving(provider, store, monkeypatch)
+    memory = its.memory
     monkeypatch.setattr(judging, "LIMIT_NATS", 0.0)
     held: list[weakref.ref[Any]] = []
+    n_held_bytes = 0
 
     def seen(model: Any, ids: list[int], own: list[Any], caches: Any) -> Any:
+        nonlocal n_held_bytes
         held.extend(weakref.ref(cache) for cache in (*own, *caches[""]))
-        return compared(model, ids, own, caches)
+        found = compared(model, ids, own, caches)
+        n_held_bytes = max(n_held_bytes, sum(cache.nbytes for cache in (*own, *caches[""])))
+        return found
 
     monkeypatch.setattr(judging, "compared", seen)
     monkeypatch.setattr(guarding, "known_verdict", lambda *_: None)
@@ -275,28 +280,34 @@ def test_while_requests_are_served_the_guard_holds_no_cache(
         held.clear()
         for _ in range(n_steps):
             guard.idle(IDLE_S)
-        assert any(cache() is not None for cache in held) == (n_steps < STEPS)
-        guard.pause()
-        assert held and all(cache() is None for cache in held)
+        is_judging = n_steps < STEPS
+        assert any(cache() is not None for cache in held) == is_judging
+        assert (memory.held_bytes > 0) == is_judging
+        memory.weigh([10], [], 0)  # a reply that leaves room enough
+        guard.idle(IDLE_S)
+        assert any(cache() is not None for cache in held) == is_judging
+        memory.waiting.append(Claim(0, 10, lambda: False))
+        for _ in range(3):
+            guard.idle(IDLE_S)
+            assert held and all(cache() is None for cache in held) and not memory.held_bytes
+        memory.waiting.clear()
         work(guard)
         found.append(its.model.verdict)
+        memory.ended()
     assert found[0] and len(found[0].losses) == 3 and found[1:] == [found[0]] * 2
+    assert 0 < n_held_bytes <= judging.judging_bytes(None, before.spec) < 4 * n_held_bytes
 
 
-def test_less_and_less_is_done_in_vain(
+def test_where_there_is_little_memory_only_what_runs_hinders_the_guard(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where requests always come before the guard is done, it waits for a longer pause."""
     its = serving(provider, store, monkeypatch)
-    guard = guard_of(its, 1e-9)
-    n_begun = 0
-    for _ in range(20):
-        for idle_s in (0.5, 10.0, 10.1, 10.2):
-            guard.idle(idle_s)
-        n_begun += guard._is_begun
-        guard.pause()
-    assert n_begun == 3  # after 2, 4 and 8 seconds
-    assert its.model.verdict is None
+    its.memory.total_bytes = 1
+    its.memory.weigh([10], [], 0)
+    guard = guard_of(its)
+    work(guard)
+    assert its.model.verdict is None and not its.memory.held_bytes
+    its.memory.ended()
     work(guard)
     assert its.model.verdict is not None
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 
+from mlx_lm_kvpersist.cache.geometry import probe
 from mlx_lm_kvpersist.cache.geometry.fingerprint import content_hash
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.steps import Steps
@@ -106,6 +107,23 @@ def test_a_second_start_finds_out_nothing(
     assert again.model.speed.memory == found.speed.memory
     assert (again.model.root, again.model.verdict) == (found.root, found.verdict)
     assert starts.finish(again, store) == 0 and starts.proofs == 1
+
+
+def test_layers_that_fail_only_when_they_are_evaluated_are_remembered(
+    provider: Any, opened: Callable[[], BlockStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's shapes alone tell another spec."""
+    monkeypatch.setattr(
+        probe, "_why_not", lambda model, spec, evaluate: "no such kernel" if evaluate else None
+    )
+    starts, store = Starts(provider), opened()
+    first = starts.begin(store)
+    assert first.model.spec.quantized
+    starts.finish(first, store)
+    assert [group.why for group in first.model.spec.groups] == ["no such kernel"]
+    again = starts.begin(opened())
+    assert again.doing == "" and again.model.spec == first.model.spec
+    assert again.model.root == first.model.root
 
 
 @pytest.mark.parametrize(

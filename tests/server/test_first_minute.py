@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ AGAIN: list[Message] = 2 * [
     {"role": "user", "content": "Is it?"},
 ]
 QUESTION: list[Message] = [{"role": "user", "content": synthetic_text(300)}]
+TALKS: list[list[Message]] = [
+    [{"role": "user", "content": synthetic_text(2000, seed=seed)}] for seed in range(3)
+]
+SENT: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
 
 
 def told(server: ServerProcess, path: str) -> Any:
@@ -203,34 +209,15 @@ def test_a_server_that_is_never_idle_gets_to_know_its_model(
         launcher=launcher(tmp_path, "never idle", *({found} & CHANGES.keys())),
         examined=False,
     )
-    talks: list[list[Message]] = [
-        [{"role": "user", "content": synthetic_text(2000, seed=seed)}] for seed in range(3)
-    ]
-    sent: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0}
-    alone = [server.chat(talk, **sent) for talk in talks]
-    expected, outcomes = [r.text for r in alone], [r.headers["x-kvpersist"] for r in alone]
-    is_over, wrong = threading.Event(), []
-
-    def client(number: int) -> None:
-        while not is_over.is_set():
-            its = server.chat(talks[number], session=str(number), **sent)
-            outcomes.append(its.headers["x-kvpersist"])
-            if its.text != expected[number]:
-                wrong.append(its.text)
-
-    clients = [threading.Thread(target=client, args=(n,)) for n in range(len(talks))]
-    for one in clients:
-        one.start()
-    try:
+    first = server.chat(TALKS[0], **SENT).headers["x-kvpersist"]
+    expected = [server.chat(talk, **SENT).text for talk in TALKS]
+    with kept_busy(server) as replies:
         wait_until(lambda: not told(server, SPEC_PATH).get("examining"), "all of the model", 90)
-        n_before = len(outcomes)
-        wait_until(lambda: len(outcomes) > n_before + 9, "some replies", 60)
-    finally:
-        is_over.set()
-        for one in clients:
-            one.join()
-    assert not wrong
-    assert "not-ready" in outcomes[0] and "not-ready" not in outcomes[-1]
+        n_before = len(replies)
+        wait_until(lambda: len(replies) > n_before + 9, "some replies", 60)
+    outcomes = [reply.headers["x-kvpersist"] for _, reply in replies]
+    assert all(reply.text == expected[number] for number, reply in replies)
+    assert "not-ready" in first and "not-ready" not in outcomes[-1]
     if found == "canary":
         assert "outcome=STOCK" in outcomes[-1] and not told(server, SPEC_PATH)["kept"]
         return
@@ -240,7 +227,52 @@ def test_a_server_that_is_never_idle_gets_to_know_its_model(
     )
     wait_for_writer(server)
     server.restart(kill=True)
-    assert "outcome=EXACT" in server.chat(talks[0], session="0", **sent).headers["x-kvpersist"]
+    assert "outcome=EXACT" in server.chat(TALKS[0], session="0", **SENT).headers["x-kvpersist"]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_never_idle_gets_another_precision_where_the_default_is_not_borne(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each reply is wholly of the one precision or of the other, which is the model's own here."""
+    stock = start_server(tiny_model)
+    own = [stock.chat(talk, **SENT).text for talk in TALKS]
+    stock.terminate()
+    server = start_server(
+        tiny_model,
+        *("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store")),
+        launcher=launcher(tmp_path, "never idle", "a strict guard"),
+        examined=False,
+    )
+    default = [server.chat(talk, **SENT).text for talk in TALKS]
+    assert default != own
+    with kept_busy(server) as replies:
+        wait_until(lambda: "from now on: the default loses" in server.log, "the precision", 120)
+        n_before = len(replies) + len(TALKS)
+        wait_until(lambda: len(replies) > n_before + 9, "some replies", 60)
+    assert all(reply.text in (default[number], own[number]) for number, reply in replies)
+    assert all(reply.text == own[number] for number, reply in replies[n_before:])
+    assert "outcome=EXACT" in replies[-1][1].headers["x-kvpersist"]
+    assert "Traceback" not in server.log
+
+
+@contextmanager
+def kept_busy(server: ServerProcess) -> Iterator[list[tuple[int, Reply]]]:
+    """Ask for `TALKS` all the time, at the same time; yield the replies, with their numbers."""
+    is_over, replies = threading.Event(), list[tuple[int, Reply]]()
+
+    def client(number: int) -> None:
+        while not is_over.is_set():
+            replies.append((number, server.chat(TALKS[number], session=str(number), **SENT)))
+
+    with ThreadPoolExecutor(len(TALKS)) as pool:
+        clients = [pool.submit(client, number) for number in range(len(TALKS))]
+        try:
+            yield replies
+        finally:
+            is_over.set()
+        for one in clients:
+            one.result()
 
 
 def launcher(folder: Path, *changes: str) -> tuple[str]:
@@ -260,6 +292,8 @@ CHANGES = {
     "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",
     "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
     "probe._batching = lambda *_: (yield) or False",
+    "a strict guard": "from mlx_lm_kvpersist.cache.measuring import guard\n"
+    "guard.LIMIT_NATS, guard._FALLBACKS = 1e-12, guard._FALLBACKS[-1:]",
     "never idle": "from mlx_lm_kvpersist.request import idle\n"
     "idle.IdleWork.idle, idle.PATIENCE_S, idle._BUSY_SHARE = lambda *_: None, 1.0, 0.6",
 }

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support import Message, Reply, ServerProcess, StartServer, synthetic_text
+from mlx_lm_kvpersist.api.session_keys import KEEP_HEADER
+from tests.support import (
+    Message,
+    Reply,
+    ServerProcess,
+    StartServer,
+    synthetic_text,
+    wait_until,
+)
 from tests.support.host import REPOSITORY
 
 from .stored import wait_for_writer
@@ -53,10 +61,15 @@ def asked(server: ServerProcess, path: str) -> Any:
 
 @pytest.fixture(scope="module")
 def served(server: ServerProcess) -> list[Reply]:
-    """Conversations with every outcome that a prompt of text can have."""
+    """Conversations with every outcome that a prompt of text can have.
+
+    A reply ends before it is saved, and it is saved before the next one begins.
+    """
     texts = [synthetic_text(1500, seed=n) for n in range(32, 36)]
     first: list[Message] = [SYSTEM, {"role": "user", "content": texts[0]}]
+    last: list[Message] = [{"role": "user", "content": "Bye"}]
     replies = [server.chat(first, max_tokens=12)]
+    replies.append(server.chat(last, max_tokens=1, headers={KEEP_HEADER: "no"}))
     wait_for_writer(server)
     replies.append(server.chat(first, stream=True, max_tokens=7))
     first += [{"role": "assistant", "content": replies[0].text}, {"role": "user", "content": "So?"}]
@@ -64,7 +77,12 @@ def served(server: ServerProcess) -> list[Reply]:
     for text in texts[1:]:
         replies.append(server.chat([SYSTEM, {"role": "user", "content": text}], max_tokens=3))
     replies.append(server.complete("b", max_tokens=1))
+    replies.append(server.chat(last, max_tokens=1, headers={KEEP_HEADER: "no"}))
     wait_for_writer(server)
+    wait_until(
+        lambda: sum(of(scraped(server), "first_token_seconds_count").values()) == len(replies),
+        "all replies are counted",
+    )
     return replies
 
 

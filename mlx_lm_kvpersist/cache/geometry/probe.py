@@ -8,7 +8,7 @@ Last, the first and the last quantized layer get the bits that are asked for the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +40,19 @@ spread, or this many times the difference between two cuts of a prompt (some per
 """
 
 
-def probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[ModelCacheSpec]:
+def probing(
+    model: Any,
+    choice: PrecisionChoice,
+    *,
+    evaluate: bool,
+    refused: Mapping[tuple[int, ...], str] | None = None,
+) -> Steps[ModelCacheSpec]:
     """Find the spec of a model for the requested precision. In each step it makes its own caches.
 
     Full groups get the precision whose group size needs the least padding, if it saves memory and a
     forward pass works with it; the others stay in full precision. Without `evaluate` nothing is
-    computed but shapes, which takes no time and no weights; batching then is not tested.
+    computed but shapes, which takes no time and no weights; batching then is not tested. `refused`
+    has the slots of groups that were found to fail in that precision, and why.
 
     Raises:
         ModelNotSupported: a layer's cache is of a class that is not supported, or has another
@@ -54,7 +61,7 @@ def probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[Mod
     """
     choice.candidates()  # its ValueError is about the choice, not about the model
     try:
-        return (yield from _probing(model, choice, evaluate=evaluate))
+        return (yield from _probing(model, choice, evaluate, refused or {}))
     except ModelNotSupported:
         raise
     except Exception as error:
@@ -62,7 +69,9 @@ def probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[Mod
         raise ModelNotSupported(f"the model cannot be probed: {error!r}") from error
 
 
-def _probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[ModelCacheSpec]:
+def _probing(
+    model: Any, choice: PrecisionChoice, evaluate: bool, refused: Mapping[tuple[int, ...], str]
+) -> Steps[ModelCacheSpec]:
     caches = make_prompt_cache(model)
     _check_classes(caches)
     logits = _forward(model, caches)
@@ -77,7 +86,7 @@ def _probing(model: Any, choice: PrecisionChoice, *, evaluate: bool) -> Steps[Mo
         if group.precision is not None:
             trial = spec_with(model, [*working[:place], group])
             yield
-            why = _why_not(model, trial, evaluate=evaluate)
+            why = refused.get(group.slots) or _why_not(model, trial, evaluate=evaluate)
             working[place] = replace(working[place], why=why) if why else group
     layers = [layer for layer, cache in enumerate(caches) for _ in slots_of([cache])]
     spec = spec_with(model, _with_outer(working, layers, choice))

@@ -1,4 +1,4 @@
-"""Whether a model bears the default precision: judged once, in small steps, while nobody asks.
+"""Whether a model bears the default precision: judged once, in small steps.
 
 A text of many kinds is predicted in full precision and in the default, chunk by chunk. Where its
 worst part loses more than `LIMIT_NATS`, precisions with more bits are tried in turn. The verdict is
@@ -20,6 +20,7 @@ from ..geometry.fingerprint import Persisted
 from ..geometry.precision import FULL_BITS, PrecisionChoice, layout_in_words
 from ..geometry.probe import position_limit
 from ..geometry.spec import ModelCacheSpec
+from ..live.packed import GRID
 from .divergence import AT_ONCE, compared, part_means
 from .texts import placed
 
@@ -110,6 +111,12 @@ def put_verdict(
     """Persist a verdict, unless another server was quicker."""
     if known_verdict(persisted, fingerprint, default) is None:
         persisted.put(f"{_KEY}{fingerprint} {default}", verdict.losses)
+
+
+def judging_bytes(tokenizer: Any, spec: ModelCacheSpec) -> int:
+    """Return the most bytes that `judge` holds between two steps: the text in two caches."""
+    n_tokens = len(placed(tokenizer)[0]) + GRID
+    return 2 * sum(n_tokens * each.full_precision_bytes + each.state_bytes for each in spec.groups)
 
 
 def judge(
