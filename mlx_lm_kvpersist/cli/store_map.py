@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,15 +29,19 @@ _MOST_PARTS = 40
 """The largest ones are drawn."""
 _MOST_MODELS = 20
 _MOST_CHARS = 60
-_MOST_ENDS = 2
 _BAR = 20
+_IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
+"""A session's name that is made for programs."""
 _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_000}
 
 
 @dataclass(eq=False)
 class _Part:
-    """Blocks that `n_sessions` go through; `bytes_on` counts the parts that go on from it, too."""
+    """Blocks that `n_sessions` go through.
+
+    `bytes_on` and `used` count the parts that go on from it, too.
+    """
 
     number: int
     root: bytes
@@ -105,6 +110,7 @@ def _read(index: Index) -> tuple[list[_Part], dict[str, int]]:
         part.bytes_on += part.n_bytes
         if part.above is not None:
             part.above.bytes_on += part.bytes_on
+            part.above.used = max(part.above.used, part.used)
     return parts, ages
 
 
@@ -178,21 +184,24 @@ def _drawn(
 
 def _label(index: Index, part: _Part) -> str:
     """Return what people know a part by."""
-    ends = [_called(index, session) for session in part.sessions[:_MOST_ENDS]]
-    if part.n_sessions == 1:
-        return "".join(ends)
-    if (more := len(part.sessions) - len(ends)) > 0:
-        ends.append(f"{more:,} more")
-    shared = f"shared by {part.n_sessions:,}" if part.n_sessions else "of no session"
-    said = [shared, *([f"where {', '.join(ends)} end"] if ends else [])]
+    ended = ""
+    if part.sessions:
+        first, *others = part.sessions
+        ended = _called(index, first) + (f" and {len(others):,} more" if others else "")
+        if len(part.sessions) == part.n_sessions:
+            return ended
     words = shown(_words(index, part).strip(), _MOST_CHARS)
-    return ", ".join([*said, f"{part.n_tokens:,} tokens"]) + (f' "{words}"' if words else "")
+    shared = f"shared by {part.n_sessions:,}" if part.n_sessions else "of no session"
+    said = f"{shared}, {part.n_tokens:,} tokens" + (f' "{words}"' if words else "")
+    return said + (f"; end here: {ended}" if ended else "")
 
 
 def _called(index: Index, session: Session) -> str:
-    note = index.state.note(session.id)
-    name = note.get("title") or session.name or note.get("words") or ""
-    return f"{session.id} {shown(name)}".strip() + (" (pinned)" if session.pinned else "")
+    """Return a session's id, and what people call it, as the page does."""
+    note, name = index.state.note(session.id), session.name or ""
+    words = note.get("words", "")
+    called = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
+    return f"{session.id} {shown(called)}".strip() + (" (pinned)" if session.pinned else "")
 
 
 def _bar(n_bytes: int, most: int, glyph: str = "█") -> str:

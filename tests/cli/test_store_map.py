@@ -78,8 +78,8 @@ def test_sessions_within_others_and_none(run: CommandLine) -> None:
     assert by_names["short",]["shared_by"] == 4 and by_names["again", "first"]["shared_by"] == 2
     assert by_names["again", "first"]["goes_on_from"] == by_names["short",]["part"]
     assert by_names[()]["shared_by"] == 0 and by_names[()]["blocks"] == 3
-    assert lines_with(run, "of no session") and lines_with(run, "shared by 4, where", "short end")
-    assert lines_with(run, "first", "again", "1 d", "end")
+    assert lines_with(run, "of no session") and lines_with(run, "shared by 4", "end here", "short")
+    assert lines_with(run, "again and 1 more", "1 d", "▒")
 
 
 def test_many_sessions_are_summed_up(run: CommandLine) -> None:
@@ -95,6 +95,20 @@ def test_many_sessions_are_summed_up(run: CommandLine) -> None:
     n_named = sum("talk" in line for line in lines)
     assert f"{600 - n_named:,} more sessions" in more and n_named > 30
     assert len(run.json("store", "map")["parts"]) == 604
+
+
+def test_a_session_is_called_what_people_call_it(run: CommandLine) -> None:
+    """A name for programs gives way to the first words, and both to a title."""
+    session_id = "386d61b8-91d0-4b5c-a1ce-9f4f8ad9ce11"
+    fill(run.folder, {session_id: chain(HEAD, [50])})
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        for session in index.sessions():
+            index.state.add_note(session.id, words=f"words of {session.name}"[:20])
+            if session.name == "first":
+                index.state.add_note(session.id, title="Parser")
+    assert lines_with(run, "words of 386d61b8") and lines_with(run, "words of None")
+    assert lines_with(run, "Parser") and lines_with(run, " last ")
+    assert not lines_with(run, session_id) and not lines_with(run, "words of last")
 
 
 def test_names_are_no_markup(run: CommandLine) -> None:
