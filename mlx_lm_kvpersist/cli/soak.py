@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any, TextIO
 
 from ..api.admin import STATS_PATH
@@ -41,6 +42,11 @@ BUDGETS = ("--kvpersist-ram", "256M", "--kvpersist-disk", "8G", "--kvpersist-min
 _REPLY_TOKENS = (16, 256)
 _KEPT, _MOST_TURNS = 6, 4
 """How many conversations a stream may go on with, and how many turns each may have."""
+_KNOWN = ("caches", "pool", "held", "unused")
+_GREW = 1.1
+_SLACK = {"memory_bytes": 64 << 20, "n_files": 8, "n_threads": 8}
+"""A server grows whose typical figures rise by more than a tenth and this."""
+_LEAST_SAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,12 @@ class Sample:
     """Resident memory; on a Mac the footprint, which counts the GPU's memory."""
     n_files: int | None
     n_threads: int | None
+
+    @classmethod
+    def typical(cls, samples: Sequence[Sample]) -> Sample:
+        """Return the median of each figure, None where one is not known or there is no sample."""
+        figures = zip(*map(astuple, samples or [cls(None, None, None)]), strict=True)
+        return cls(*(None if None in each else median_low(each) for each in figures))
 
     @classmethod
     def of(cls, pid: int) -> Sample:
@@ -91,13 +103,15 @@ class Soak:
     n_tokens: int = MOST_TOKENS
     log: TextIO | None = None
     samples: list[Sample] = field(default_factory=list)
+    """Their memory is without the conversations, and without the freed buffers that MLX keeps."""
+    most_bytes: int = 0
     replies: list[Reply] = field(default_factory=list)
     n_evicted: int = 0
     _chars_per_token: float = 2.0
     _ends_s: float = 0.0
 
     def run(self, seconds: float, every_s: float = 1.0) -> None:
-        """Run both streams for so long. Raises KVPersistError where the server fails."""
+        """Run both streams for so long. Raises KVPersistError where the server fails or grows."""
         command = (self.model, "--plugin", "kvpersist", "--kvpersist-dir", f"{self.folder}/store")
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
             log_path = self.folder / "log"
@@ -114,6 +128,22 @@ class Soak:
                 stream.result()
         if not self.replies:
             raise KVPersistError(f"no request was served in {seconds:.0f} s; give it longer")
+        if self.grew:
+            raise KVPersistError("the server takes more and more")
+
+    @property
+    def grew(self) -> bool:
+        """Whether the server took more in the last quarter of the time than in the second."""
+        before, after = map(asdict, self._quarters())
+        return len(self.samples) >= _LEAST_SAMPLES and any(
+            (after[name] or 0) > _GREW * (before[name] or 0) + slack
+            for name, slack in _SLACK.items()
+        )
+
+    def _quarters(self) -> list[Sample]:
+        """Return typical samples of the second and of the last quarter of the time."""
+        n = -(-len(self.samples) // 4)
+        return [Sample.typical(self.samples[part]) for part in (slice(n, 2 * n), slice(-n, None))]
 
     @property
     def _left_s(self) -> float:
@@ -147,11 +177,16 @@ class Soak:
     def _sample(self, server: StartedServer) -> str:
         """Take a sample; return a line about the run so far."""
         try:
-            self.samples.append(sample := Sample.of(server.pid))
-            tiers = ask(server.url, STATS_PATH)["store"]["tiers"].values()
+            stats = ask(server.url, STATS_PATH)
+            sample = Sample.of(server.pid)
         except (OSError, KVPersistError) as error:
             raise server.failure(str(error)) from error
-        self.n_evicted = sum(tier["evicted"] for tier in tiers)
+        self.n_evicted = sum(tier["evicted"] for tier in stats["store"]["tiers"].values())
+        if sample.memory_bytes is not None:
+            self.most_bytes = max(self.most_bytes, sample.memory_bytes)
+            known = sum((stats["memory"] or {}).get(part, 0) for part in _KNOWN)
+            sample = replace(sample, memory_bytes=max(0, sample.memory_bytes - known))
+        self.samples.append(sample)
         left_s, n_requests = round(self._left_s), len(self.replies)
         if self.log is not None:
             seen = {"left_s": left_s, "requests": n_requests, "evicted": self.n_evicted}
@@ -161,14 +196,13 @@ class Soak:
 
     def seen(self) -> str:
         """Return what was seen, in one line."""
-        most = max((each.memory_bytes or 0 for each in self.samples), default=0)
         n_reused = sum(each.cached_tokens for each in self.replies)
         n_computed = sum(each.prompt_tokens for each in self.replies) - n_reused
-        ends = [str(self.samples[n]) for n in (len(self.samples) // 4, -1) if self.samples]
+        quarters = " and ".join(map(str, self._quarters()))
         return (
             f"{len(self.replies)} requests, {n_computed:,} tokens computed and {n_reused:,} "
-            f"reused, {self.n_evicted:,} evicted; memory {show_bytes(most)} at most; after a "
-            f"quarter and at the end {' and '.join(ends)}"
+            f"reused, {self.n_evicted:,} evicted; memory {show_bytes(self.most_bytes)} at most; in "
+            f"the second and the last quarter {quarters}"
         )
 
 
@@ -176,7 +210,7 @@ def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str,
     """Run `bench --soak`: print one line to send, also where the server fails; return 0.
 
     path: the model's folder. about: the conditions; see `bench_report.conditions`. Raises
-    KVPersistError where the server fails.
+    KVPersistError where the server fails or grows.
     """
     options, result = ("--kvpersist-wired", str(args.kvpersist_wired)), "stopped"
     room = max_context(str(path), None) or 2 * MOST_TOKENS
@@ -185,7 +219,9 @@ def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str,
         made = Soak(str(path), folder, (*BUDGETS, *options), n_tokens, log)
         try:
             made.run(60 * args.soak, every_s=1.0 if sys.stderr.isatty() else 10.0)
-            result = f"passed {args.soak:g} min"
+            result = f"passed {args.soak:g} min" + (
+                "" if made.n_evicted else ", too short to evict"
+            )
         except KVPersistError as error:
             result = f"failed: {str(error).partition(chr(10))[0]}"
             raise

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -16,6 +19,8 @@ from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.soak import Sample, Soak
 from mlx_lm_kvpersist.cli.started_server import StartedServer
 from mlx_lm_kvpersist.errors import KVPersistError
+
+GIB = 1 << 30
 
 
 def test_a_sample_follows_what_a_process_takes(tmp_path: Path) -> None:
@@ -40,6 +45,29 @@ def test_a_sample_follows_what_a_process_takes(tmp_path: Path) -> None:
 
 def test_what_a_system_does_not_tell_is_said_so() -> None:
     assert str(Sample(None, None, 7)) == "?, ? files, 7 threads"
+
+
+@pytest.mark.parametrize(
+    ("last", "grew"),
+    [
+        (Sample(GIB, 20, 30), False),
+        (Sample(GIB + GIB // 8, 27, 37), False),
+        (Sample(GIB + GIB // 4, 20, 30), True),
+        (Sample(GIB, 35, 30), True),
+        (Sample(GIB, 20, 45), True),
+        (Sample(None, None, None), False),
+    ],
+)
+def test_a_server_that_takes_more_and_more_is_noticed(
+    tmp_path: Path, last: Sample, grew: bool
+) -> None:
+    """Typical samples are compared: what takes much for a moment is none."""
+    first, moment = Sample(GIB // 2, 10, 20), Sample(4 * GIB, 200, 200)
+    made = Soak("model", tmp_path, ())
+    made.samples = [*[first] * 5, *[Sample(GIB, 20, 30)] * 10, moment, *[last] * 4, moment]
+    assert made.grew == grew
+    made.samples = made.samples[-6:]  # too short to tell
+    assert not made.grew
 
 
 class SoonEnough(Soak):
@@ -77,14 +105,16 @@ def test_two_streams_overflow_the_budget_and_are_reported(
     said = made.seen()
     assert said.startswith(f"{len(made.replies)} requests, ") and "\n" not in said
     assert f"{made.n_evicted:,} evicted; memory " in said
-    assert "after a quarter and at the end " in said and said.endswith(f" and {made.samples[-1]}")
+    assert "in the second and the last quarter " in said and said.endswith(" threads")
+    assert not made.grew
 
 
 def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(soak: Soak, seconds: float, every_s: float) -> None:
-        soak.samples.append(Sample(1 << 30, 20, 10))
+        soak.samples.append(Sample(GIB, 20, 10))
+        soak.most_bytes = GIB
         raise KVPersistError("the server failed: no answer\n--- mlx_lm.server\nits log")
 
     monkeypatch.setattr(Soak, "run", failing)
@@ -97,6 +127,68 @@ def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
     assert "memory 1.0 GiB at most" in line and "; --kvpersist-wired off; mlx-lm-kvpersist " in line
     assert line.endswith(f"{tmp_path} (llama, 0 B)")
     assert "its log" in said.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_after_2000_turns_a_server_takes_no_more_than_after_1000(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory, open files, threads and MLX's arrays, while blocks are evicted from RAM and disk."""
+    monkeypatch.setattr(soak, "_REPLY_TOKENS", (2, 24))
+    monkeypatch.setattr(soak, "StartedServer", CountedServer)
+    (tmp_path / "counted.py").write_text(COUNTED.format(path=str(tmp_path / "arrays")))
+    budgets = ("--kvpersist-ram", "4M", "--kvpersist-disk", "32M", "--kvpersist-min-free", "64M")
+    n_arrays: dict[int, int] = {}
+
+    class Turns(Soak):
+        def _sample(self, server: StartedServer) -> str:
+            n_turns, arrays = len(self.replies), tmp_path / "arrays"
+            if n_turns >= 2000:
+                self._ends_s = 0.0
+            if n_turns >= 1000:
+                n_arrays[n_turns] = int(arrays.read_text())
+                return super()._sample(server)
+            return ""
+
+    made = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 900)
+    made.run(3500.0, every_s=1.0)
+    n = len(made.samples) // 8
+    first, last = (asdict(Sample.typical(part)) for part in (made.samples[:n], made.samples[-n:]))
+    print(made.seen(), first, last)
+    assert len(made.replies) >= 2000 and made.n_evicted > 5000
+    assert last["memory_bytes"] < 1.05 * first["memory_bytes"]
+    assert last["n_files"] <= first["n_files"] + 3 and last["n_threads"] <= first["n_threads"]
+    counts = list(n_arrays.values())
+    assert median(counts[-n:]) < 1.2 * median(counts[:n])
+
+
+COUNTED = """
+import gc, os, sys, threading, time
+import mlx.core as mx
+
+def count():
+    while True:
+        n_arrays = sum(type(one) is mx.array for one in gc.get_objects())
+        with open({path!r} + ".new", "w") as file:
+            file.write(str(n_arrays))
+        os.replace({path!r} + ".new", {path!r})
+        time.sleep(1)
+
+threading.Thread(target=count, daemon=True).start()
+from mlx_lm_kvpersist._startup import serve
+
+serve(sys.argv[1:])
+"""
+
+
+class CountedServer(StartedServer):
+    """Runs `counted.py` beside its log: it counts MLX's arrays all the time."""
+
+    def start(self) -> None:
+        options = self._command[self._command.index("--model") :]
+        self._command = [sys.executable, str(self._log_path.with_name("counted.py")), *options]
+        super().start()
 
 
 def test_a_soak_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

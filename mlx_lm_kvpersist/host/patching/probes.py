@@ -359,10 +359,10 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
             asked.append(limit.asked_bytes)
         asked.append(limit.asked_bytes)
         expect("limits that MLX gets before one is chosen", passed_on, [])
-        for chosen in (3, None):
+        for chosen in (1, None):
             limit.choose(chosen)
     expect("limits by start, batch, its end, stream, its end", asked, [8, 8, 1, 8, 2])
-    expect("limits that MLX gets afterwards", passed_on, [3, 2])
+    expect("limits that MLX gets afterwards", passed_on, [1, 2])
 
 
 def http_reaches_plugins(server: ModuleType) -> None:

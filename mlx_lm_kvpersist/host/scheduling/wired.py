@@ -34,12 +34,14 @@ class WiredLimit:
         return before
 
     def choose(self, limit: int | None) -> None:
-        """Let so many bytes be wired from now on; None: as many as the host asks for."""
+        """Let at most so many bytes be wired from now on; None: as many as the host asks for."""
         self._chosen_bytes = limit
         self._pass_on()
 
     def _pass_on(self) -> None:
-        limit = self.asked_bytes if self._chosen_bytes is None else self._chosen_bytes
+        limit = self.asked_bytes
+        if self._chosen_bytes is not None:
+            limit = min(limit, self._chosen_bytes)
         if limit != self._set_bytes:
             self._stock(limit)
             self._set_bytes = limit
