@@ -95,7 +95,8 @@ class Memory(BatchMemory):
         """Of requests that have begun and were not weighed yet."""
         self.waiting: list[Claim] = []
         """The oldest first."""
-        self._n_changes = 0
+        self._n_changes = self._n_refused = 0
+        """No prompt of so many tokens or more begins until the account has changed."""
         self._pressure, self._level = pressure, NORMAL
         self._most_blocks = 1 << 62
         self._idle_bytes = 0
@@ -166,16 +167,19 @@ class Memory(BatchMemory):
         """
         if claim in self._claims:
             return True
+        if claim.seen == self._n_changes:
+            return False
+        claim.seen = self._n_changes
         if claim not in self.waiting:
             self.waiting = [one for one in self.waiting if not one.is_over()]
             self.waiting = sorted([*self.waiting, claim], key=lambda one: one.order)
-        state = self._n_changes
-        if claim.seen == state:
+        if claim.n_tokens >= self._n_refused:
             return False
         ahead = [one for one in self.waiting[: self.waiting.index(claim)] if not one.is_over()]
         is_late = any(one.n_passed >= MOST_PASSED for one in ahead)
+        if is_late:
+            self._n_refused = 0
         if is_late or not self._makes_room(claim):
-            claim.seen = state
             return False
         for one in ahead:
             one.n_passed += 1
@@ -185,6 +189,7 @@ class Memory(BatchMemory):
     def _makes_room(self, claim: Claim) -> bool:
         left = self._usable_bytes - self._needed([claim.n_tokens], ROOM + GROWTH)
         if left < self.pool_bytes:
+            self._n_refused = claim.n_tokens
             return False
         if claim.lookup is not None:
             claim.lookup.hold()
@@ -212,6 +217,7 @@ class Memory(BatchMemory):
     def changed(self) -> None:
         """Give out anew what is left, and let those that wait try again."""
         self._n_changes += 1
+        self._n_refused = 1 << 62
         self._settle()
 
     # What runs.

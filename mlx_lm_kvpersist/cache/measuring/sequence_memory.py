@@ -71,7 +71,8 @@ class SequenceMemory:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
-        # A batch that a sequence joins is copied, a layer after the other.
-        layer = self.caches_bytes(replies, prompts, room) // self.n_layers
+        # When rows come or go the batch is copied, a layer after the other: the old one goes when
+        # the next is made.
+        layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
         dequantized = int(n_rows * longest * self.prefill.key_bytes)
-        return max(self.chunk_bytes, shortest, dequantized, layer)
+        return max(self.chunk_bytes, shortest, dequantized, layers)

@@ -124,6 +124,10 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._n_steps = 0
         self._ended: list[Any] = []
         """What the step that runs has to say of prompts."""
+        self._told: list[Any] = []
+        """What the last step had to say of replies."""
+        self._copied: list[int] = []
+        """The replies whose rows make up the caches as they are evaluated."""
 
     def _make_batch(self, n: int) -> Any:
         if self._caches is not None:
@@ -144,8 +148,11 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if self._limits is None:
             stock: tuple[list[Any], list[Any]] = super()._next()
             return stock
+        for told in self._told:
+            told.prompt_cache = None  # it is saved; stock keeps the list for another step
         self._ended = []
-        generated, step_s = self._decode()
+        self._copy_rows()
+        self._told, step_s = self._decode()
         self._drop_stopped()
         self._weigh()
         self._return_parked()
@@ -154,7 +161,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._guarded(prefill, self._begin_reply)
         if self._prefills:
             self._guarded(self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)))
-        return self._ended, generated
+        return self._ended, self._told
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
@@ -190,6 +197,23 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 self._end(parked.uid, parked.tokens, ClientGone())
 
     # Memory.
+
+    def _copy_rows(self) -> None:
+        """Make the caches of the rows that came or stayed, some layers at a time.
+
+        MLX would make those of all layers before it frees the old ones: twice the memory.
+        """
+        batch = self._generation_batch
+        if self._limits is None or batch.uids == self._copied:
+            return
+        self._copied = list(batch.uids)
+        n_bytes, layers = 0, list[Any]()
+        for cache in batch.prompt_cache:
+            n_bytes += cache.nbytes
+            layers.append(cache.state)
+            if n_bytes > self._limits.max_unused_bytes // 2:
+                mx.eval(layers)
+                n_bytes, layers = 0, []
 
     def _weigh(self) -> None:
         """Tell the plugin what runs, where that has changed; park replies that it has no room for.
@@ -228,7 +252,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         parked = Parked(batch.uids[place], row, ids)
         tokens.taken.insert(tokens, batch.extract_cache(place), PARKED)
         batch.filter([i for i in range(len(batch)) if i != place])
-        mx.eval([cache.state for cache in batch.prompt_cache])  # what it took is free now
+        self._copy_rows()
         tokens.taken.resume(Prompt(ids, [ids], ["assistant"]))
         self._parked.append(parked)
         self._parked.sort(key=lambda one: one.uid)
