@@ -75,7 +75,8 @@ class BlockPool:
         self._by_use = evict == LRU
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """The blocks that continue a block, by its key: sorted by text, and by packed ids."""
+        """The blocks that continue a block, by its key: sorted by text, and by packed ids; of equal
+        ones by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._unneeded: list[_Item] = []
         self._spare: list[_Item] = []
@@ -172,7 +173,7 @@ class BlockPool:
                     self.asked_again_tokens += block.n_tokens
                 siblings = self._children.setdefault(block.parent, {"text": [], "packed_ids": []})
                 for name, nodes in siblings.items():
-                    insort(nodes, block, key=attrgetter(name))
+                    insort(nodes, block, key=attrgetter(name, "key"))
                 if len(nodes) == 1:
                     self._requeue(block.parent)
             self._use(entry)
@@ -239,11 +240,12 @@ class BlockPool:
         return 1.0 if entry is None else entry.habit.share
 
     def set_worth(self, key: bytes, worth: float) -> None:
-        """Multiply what an entry is worth."""
+        """Multiply what an entry is worth. This is no use of it."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
+                if not self._by_use:
+                    entry.rank += (worth - entry.worth) * entry.habit.expected_hits
                 entry.worth = worth
-                self._use(entry)
                 self._requeue(key)
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
@@ -349,10 +351,8 @@ class BlockPool:
         else:
             siblings = self._children[block.parent]
             for name, nodes in siblings.items():
-                place = bisect_left(nodes, getattr(block, name), key=attrgetter(name))
-                while nodes[place].key != key:
-                    place += 1
-                del nodes[place]
+                order = attrgetter(name, "key")
+                del nodes[bisect_left(nodes, order(block), key=order)]
             if not siblings["text"]:
                 del self._children[block.parent]
                 self._requeue(block.parent)

@@ -277,7 +277,9 @@ def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
         pool.put(KVBlock(node, None, 1))
     assert len(pool.children(ROOT.key, "alike, and more")) == MAX_ALIKE
     pool.drop(nodes[1].key)
-    assert pool.children(ROOT.key) == [nodes[0], *nodes[2:]]
+    assert {node.key for node in pool.children(ROOT.key)} == {
+        node.key for node in (nodes[0], *nodes[2:])
+    }
 
 
 def test_a_pool_gives_back_what_it_is_asked_for() -> None:

@@ -261,3 +261,38 @@ def test_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
     match = match_prompt(pool, ROOT.key, pack_ids([*head.ids, *new]))
     assert match.n_tokens == N_BLOCK_TOKENS + 100
     assert len(pool.children(head.key, limit=2)) == 2
+
+
+class Key(bytes):
+    """Counts how often keys are compared."""
+
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Key.n_compared += 1
+        return bytes.__eq__(self, other)
+
+    def __lt__(self, other: bytes) -> bool:
+        Key.n_compared += 1
+        return bytes.__lt__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = bytes.__hash__
+
+
+@pytest.mark.parametrize("text", ["alike", None])
+def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) -> None:
+    """Without stored text they all read alike."""
+    counts = []
+    for n in (100, 4000):
+        pool, rng = BlockPool(1 << 40), random.Random(7)
+        for _ in range(n):
+            node = block(None, rng)
+            node = replace(node, key=Key(node.key), text=text or node.text)
+            pool.put(KVBlock(node, None, 1))
+        Key.n_compared = 0
+        assert pool.release(50) == 50
+        counts.append(Key.n_compared)
+    assert counts[1] < 3 * counts[0] + 100, counts
