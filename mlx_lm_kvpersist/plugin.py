@@ -101,7 +101,7 @@ class KVPersistPlugin:
         self._config = config.from_args(args)
         self._log = RequestLog(with_text=self._config.store_text)
         self._store = BlockStore(self._config.folder, self._config.limits)
-        self._store.cost_s = self._cost_s
+        self._store.token_s = self._token_s
         if manager.is_implemented("eviction_score"):
             self._store.score = _score
         self._sessions = StoredSessions(self._store)
@@ -109,9 +109,9 @@ class KVPersistPlugin:
         if self._warm_model is None:
             logger.info("kvpersist: %s", places(self._store))
 
-    def _cost_s(self, start: int, n_tokens: int) -> float | None:
+    def _token_s(self) -> float | None:
         serving = self._serving
-        return serving.model.speed.pace.seconds(start, n_tokens) if serving else None
+        return serving.model.speed.token_s() if serving else None
 
     @hookimpl
     def shutdown(self) -> None:

@@ -25,7 +25,6 @@ from .pool import BlockPool, KVBlock
 from .reading import Prefetch, Reader
 from .records import Commit, StoreLimits
 from .tier import DISK, LowerTier, Tier
-from .worth import guessed_s
 from .writer import Task, Writer
 
 __all__ = ["BlockStore", "Commit", "KVBlock", "Prefetch", "StoreLimits"]
@@ -67,9 +66,8 @@ class DiskTier:
         could not be read for another reason is not among them."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
-        self._used: dict[bytes, tuple[float, dict[bytes, Checkpoint]]] = {}
-        """Ends of chains, with their share (see `Commit`) and checkpoints by key, whose use the
-        index does not know of yet."""
+        self._used: dict[bytes, dict[bytes, Checkpoint]] = {}
+        """Ends of chains, with their checkpoints by key, whose use the index does not know of."""
         self._using = Lock()
         self._writer = writer
         self._failed = failed
@@ -120,12 +118,12 @@ class DiskTier:
                 return  # it stays damaged
         self._lost.discard(key)
 
-    def use(self, end: bytes, checkpoints: Sequence[Checkpoint], share: float) -> None:
+    def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         """Note that a chain, given by its end, and these checkpoints are used now. Any thread."""
         with self._using:
             n_before = len(self._used)
-            _, known = self._used.pop(end, (share, {}))
-            self._used[end] = share, {**known, **{one.key: one for one in checkpoints}}
+            known = self._used.pop(end, {})
+            self._used[end] = {**known, **{one.key: one for one in checkpoints}}
             is_full = n_before < len(self._used) == _MAX_USED
         if is_full:
             self.mark_used()
@@ -143,8 +141,8 @@ class DiskTier:
             with self.disk.lock.held():
                 self.disk.follow_folder()
                 with self.disk.index.database.transaction():
-                    for end, (share, checkpoints) in used.items():
-                        self.disk.index.touch(end, checkpoints.values(), share)
+                    for end, checkpoints in used.items():
+                        self.disk.index.touch(end, checkpoints.values())
         except (OSError, StoreError, sqlite3.Error) as error:
             self._failed("mark what was used", error)
 
@@ -188,9 +186,9 @@ class BlockStore:
         """Tokens of prompts that were not computed again, by the tier that had them."""
         self.blocks_quarantined = 0
         """Blocks and checkpoints that were found damaged since the store was opened."""
-        self.cost_s: Callable[[int, int], float | None] = lambda start, n_tokens: None
-        """How long so many tokens take to compute after `start` others; None where it is not known.
-        Asked by the thread that commits."""
+        self.token_s: Callable[[], float | None] = lambda: None
+        """The seconds that a token takes to compute; None where it is not known. Asked once for
+        each commit, by the thread that commits."""
         self.score: Callable[[Root, Block], float] | None = None
         """By how much more than others a block is worth keeping. Asked by the writer thread."""
         self._failures: set[str] = set()
@@ -306,7 +304,7 @@ class BlockStore:
         pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
         self.pool.touch(chain)
         share = self.pool.share_of(chain[-1]) if chain else 1.0
-        commit = replace(commit, cost_s=self._costs(entries.values()), share=share)
+        commit = replace(commit, token_s=self.token_s(), share=share)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))
@@ -321,15 +319,6 @@ class BlockStore:
             partial(self.pool.unpin, pinned),
             {entry.block.key: entry.n_bytes for entry in pinned if not entry.is_stored},
         )
-
-    def _costs(self, new: Iterable[KVBlock]) -> dict[bytes, float]:
-        """Return how long new blocks took to compute, in seconds, by key."""
-        blocks = [entry.block for entry in new if isinstance(entry.block, Block)]
-        return {
-            block.key: self.cost_s(block.start, block.n_tokens)
-            or guessed_s(block.start, block.n_tokens)
-            for block in blocks
-        }
 
     def _pinned(self, records: Iterable[Record], new: Mapping[bytes, KVBlock]) -> list[KVBlock]:
         """Pin records in RAM, those that are new put there; return them."""
@@ -403,7 +392,7 @@ class BlockStore:
         are of no use without it.
         """
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
-        self.disk_tier.use(chain[-1], checkpoints, self.pool.share_of(chain[-1]))
+        self.disk_tier.use(chain[-1], checkpoints)
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
@@ -467,7 +456,7 @@ class BlockStore:
 
     def _save(self, commit: Commit, pinned: list[KVBlock]) -> None:
         try:
-            commit = self._scored(commit)
+            commit = self._scored(commit, pinned)
             written = [tier.write(commit, self._arrays_of) for tier in self.below]
         except Exception as error:  # whatever it is, the commit's pins are let go of
             self._failed("save a turn", error)
@@ -488,16 +477,15 @@ class BlockStore:
             for block in set(one.superseded).difference(one.checkpoints):
                 self.pool.drop_unpinned(block.key)
 
-    def _scored(self, commit: Commit) -> Commit:
-        """Return a commit whose new blocks cost as much more as `score` says."""
+    def _scored(self, commit: Commit, pinned: Iterable[KVBlock]) -> Commit:
+        """Return a commit whose new blocks are worth as much more as `score` says."""
         if self.score is None:
             return commit
-        cost_s = dict(commit.cost_s)
-        for block in commit.blocks:
-            if block.key in cost_s and (score := self.score(commit.root, block)) != 1.0:
-                cost_s[block.key] *= score
-                self.pool.set_worth(block.key, score)
-        return replace(commit, cost_s=cost_s)
+        new = [one.block for one in pinned if not one.is_stored and isinstance(one.block, Block)]
+        scores = {block.key: self.score(commit.root, block) for block in new}
+        for key, score in scores.items():
+            self.pool.set_worth(key, score)
+        return replace(commit, scores=scores)
 
     def _arrays_of(self, key: bytes) -> Arrays | None:
         entry = self.pool.get(key)

@@ -6,12 +6,12 @@ says of blocks can be rebuilt from their files.
 
 from __future__ import annotations
 
-import json
+import heapq
 import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import astuple
 from pathlib import Path
@@ -34,14 +34,14 @@ from .records import (
     sidecar,
 )
 from .small_state import SmallState
-from .worth import LRU, VALUE, going_on, guessed_s
+from .worth import LRU, VALUE, going_on, mib_s
 
 __all__ = ["Forgotten", "Index", "Leaf", "Session"]
 
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
 _ORDERED = {">": "> ? ORDER BY {0}", "<=": "<= ? ORDER BY {0} DESC", "=": "= ?"}
-_PLACE = {LRU: "used", VALUE: RANK}
+_RANK = {LRU: "used", VALUE: RANK}
 _ORDER = {LRU: "used", VALUE: f"{RANK}, used"}
 _CLOCK = "eviction clock"
 _END = float(1 << 33)
@@ -231,27 +231,41 @@ class Index:
         """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
-    def unused_leaves(self, evict: str = LRU, model: str = "") -> Iterator[tuple[float, bytes]]:
-        """Yield place and key of leaf blocks that no pinned session ends in, the first to go first.
+    def unused_leaves(
+        self, evict: str = LRU, root: bytes | None = None
+    ) -> Iterator[tuple[float, float, bytes]]:
+        """Yield rank, time of use and key of leaf blocks, of a root or all, the first to go first.
 
-        The place is the time of use, or the rank. With a `model`, a fingerprint, only its own.
+        Those that pinned sessions end in are left out. With LRU the rank is the time of use.
         """
-        yield from self._in_order(
-            f"SELECT CAST({_PLACE[evict]} AS REAL), key FROM blocks AS b WHERE n_children = 0 "
+        query = (
+            f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key FROM blocks AS b "
+            "WHERE root = ? AND n_children = 0 "
             # Once more, because a damaged index may lie.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
-            "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned)",
-            model,
-            f"{_ORDER[evict]}, start DESC",
+            "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
+            f"ORDER BY {_ORDER[evict]}, start DESC"
         )
+        yield from self._in_order(query, root)
 
-    def _in_order(self, query: str, model: str, order: str) -> Iterator[Any]:
-        if model:
-            # The planner is kept from searching by root: then it would sort.
-            query += " AND +root IN (SELECT key FROM roots WHERE instr(about, ?))"
-        values = [json.dumps({"fingerprint": model})[1:-1]] if model else []
-        with closing(self.database.connection.execute(f"{query} ORDER BY {order}", values)) as rows:
-            yield from rows
+    def unused_checkpoints(
+        self, evict: str = LRU, root: bytes | None = None
+    ) -> Iterator[tuple[float, float, bytes, bytes]]:
+        """Yield rank, time of use, key and block of all checkpoints; see `unused_leaves`."""
+        query = (
+            f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key, block "
+            f"FROM checkpoints WHERE root = ? ORDER BY {_ORDER[evict]}, key"
+        )
+        yield from self._in_order(query, root)
+
+    def _in_order(self, query: str, root: bytes | None) -> Iterator[Any]:
+        """Yield the rows of a query of one root's, of a root or all: there is no order over all."""
+        with ExitStack() as stack:
+            rows = [
+                stack.enter_context(closing(self.database.connection.execute(query, (one,))))
+                for one in (self.root_keys() if root is None else [root])
+            ]
+            yield from heapq.merge(*rows)
 
     def unreachable(self) -> list[bytes]:
         """Return the keys of what is never reached.
@@ -283,13 +297,6 @@ class Index:
         rows = self.ask(query, *values, types=(bytes, bytes, str, int, int))
         found = [(Checkpoint(*row), n) for *row, n in rows]
         return [one for one in found if abs(one[0].n_tokens) < 1 << 31 and one[0].is_genuine]
-
-    def unused_checkpoints(
-        self, evict: str = LRU, model: str = ""
-    ) -> Iterator[tuple[float, bytes, bytes]]:
-        """Yield place, key and block of all checkpoints; see `unused_leaves`."""
-        query = f"SELECT CAST({_PLACE[evict]} AS REAL), key, block FROM checkpoints WHERE 1"
-        yield from self._in_order(query, model, f"{_ORDER[evict]}, key")
 
     # Sessions.
 
@@ -344,6 +351,10 @@ class Index:
         read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
         return [(root, totals) for root, totals in read if root is not None]
 
+    def root_keys(self) -> list[bytes]:
+        """Return the keys of the roots of all blocks and checkpoints."""
+        return [key for (key,) in self.ask("SELECT root FROM totals WHERE root != x''")]
+
     def root(self, key: bytes) -> Root | None:
         rows = self.ask("SELECT about FROM roots WHERE key = ?", key)
         return read_root(key, rows[0][0]) if rows else None
@@ -372,25 +383,21 @@ class Index:
         self.state.put(_CLOCK, rank)
 
     def add_blocks(
-        self,
-        root: Root,
-        blocks: Collection[tuple[Record, int]],
-        used: float | None = None,
-        cost_s: Mapping[bytes, float] | None = None,
-        share: float = 1.0,
+        self, root: Root, blocks: Collection[tuple[Record, int]], used: float | None = None
     ) -> None:
-        """Add blocks and checkpoints whose files are in place, with their sizes.
+        """Add blocks and checkpoints whose files are in place, with their sizes."""
+        self._add(Commit(root, ()), blocks, self.now() if used is None else used)
 
-        See `Commit` for `cost_s` and `share`.
-        """
+    def _add(self, commit: Commit, blocks: Collection[tuple[Record, int]], used: float) -> None:
+        """Add a commit's new blocks and checkpoints."""
+        root = commit.root
         with self.database.transaction() as db:
-            if blocks:
-                db.execute("INSERT OR IGNORE INTO roots VALUES (?, ?)", (root.key, root.to_json()))
-            used = self.now() if used is None else used
-            clock, hits, costs = self.clock, going_on(share), cost_s or {}
+            clock, hits = self.clock, going_on(commit.share)
+            sizes = [(b.n_tokens, n) for b, n in blocks if isinstance(b, Block)]
+            worth_of_all = self._worth(commit, *map(sum, zip(*sizes, strict=True))) if sizes else 0
 
             def row(b: Block, n: int) -> tuple[Any, ...]:
-                worth = costs.get(b.key, guessed_s(b.start, b.n_tokens)) / max(n, 1) * (1 << 20)
+                worth = worth_of_all * commit.scores.get(b.key, 1.0)
                 about = b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending
                 return *about, n, used, worth, clock + worth * hits
 
@@ -417,6 +424,25 @@ class Index:
                 checkpoints,
             )
 
+    def _worth(self, commit: Commit, n_tokens: int, n_bytes: int) -> float:
+        """Return what a MiB of a root's blocks is worth, in seconds to compute it.
+
+        It is a power of two, and stays until new blocks are found to be worth half or twice as
+        much: where all are worth the same, what was used last stays.
+        """
+        root, found = commit.root, mib_s(commit.token_s, n_tokens, n_bytes)
+        query = "SELECT worth FROM roots WHERE key = ?"
+        for (worth,) in self.ask(query, root.key, types=(float,)):
+            if commit.token_s is None or not n_tokens or worth / 2 < found < worth * 2:
+                return float(worth)
+        worth = 2.0 ** round(math.log2(found))
+        with self.database.transaction() as db:
+            db.execute(
+                "INSERT INTO roots VALUES (?1, ?2, ?3) ON CONFLICT (key) DO UPDATE SET worth = ?3",
+                (root.key, root.to_json(), worth),
+            )
+        return worth
+
     def commit(
         self,
         commit: Commit,
@@ -432,7 +458,7 @@ class Index:
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
             now = self.now()
-            self.add_blocks(root, new, now, commit.cost_s, commit.share)
+            self._add(commit, new, now)
             self._use_checkpoints(db, commit.checkpoints, now)
             replaced = [old for old, _ in leaf.replaced] if leaf is not None else []
             superseded = {block.key for block in commit.superseded} - commit.keys()
@@ -452,7 +478,7 @@ class Index:
                 )
                 # Now, not after the commit: a crash in between would leave them for good.
                 db.executemany("DELETE FROM blocks WHERE key = ?", [(old,) for old in replaced])
-                self._use_block(db, leaf.key, now, commit.share)
+                self._use_block(db, leaf.key, now, going_on(commit.share))
         return [key for key, _ in removed]
 
     def put_session(self, session: Session) -> None:
@@ -468,17 +494,17 @@ class Index:
             db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
             self.state.forget_note(session_id)
 
-    def touch(self, key: bytes, checkpoints: Iterable[Checkpoint] = (), share: float = 1.0) -> None:
-        """Mark a block and checkpoints as used now; see `Commit` for `share`."""
+    def touch(self, key: bytes, checkpoints: Iterable[Checkpoint] = ()) -> None:
+        """Mark a block and checkpoints as used now."""
         with self.database.transaction() as db:
             now = self.now()
-            self._use_block(db, key, now, share)
+            self._use_block(db, key, now)
             self._use_checkpoints(db, checkpoints, now, n_uses=1)
 
-    def _use_block(self, db: sqlite3.Connection, key: bytes, now: float, share: float) -> None:
+    def _use_block(self, db: sqlite3.Connection, key: bytes, now: float, hits: float = 1.0) -> None:
         db.execute(
             "UPDATE blocks SET used = ?, base = max(base, ? + worth * ?) WHERE key = ?",
-            (now, self.clock, going_on(share), key),
+            (now, self.clock, hits, key),
         )
 
     def forget(self, key: bytes) -> Forgotten:
@@ -517,10 +543,11 @@ class Index:
         n_uses: int = 0,
     ) -> None:
         """Mark checkpoints as used, and put right what their rows say of them."""
+        clock = self.clock
         db.executemany(
             "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ?, "
             "base = max(base, ? + worth), n_branches = n_branches + ? WHERE key = ?",
-            [(p.block, p.kind, p.n_tokens, now, self.clock, n_uses, p.key) for p in checkpoints],
+            [(p.block, p.kind, p.n_tokens, now, clock, n_uses, p.key) for p in checkpoints],
         )
 
     def _remove_checkpoints(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
-from .worth import BRANCHED
+from .worth import MOST_BRANCHES
 
 INDEX_FORMAT = 5
 """The format of the store as a whole. A store of another format is refused."""
@@ -18,12 +18,13 @@ APPLICATION_ID = 0x6B767000
 _NOT_DAMAGE = ("locked", "unable to open", "readonly", "I/O error", "is full", "interrupted")
 """Words of errors that a full disk or another process causes (Python 3.10 has no error codes)."""
 
-RANK = f"base + worth * {BRANCHED}"
+RANK = f"base + worth * min({MOST_BRANCHES}, n_branches)"
 """The order of eviction by value; see `worth`."""
 SCHEMA = f"""
 CREATE TABLE roots (
     key BLOB PRIMARY KEY,
-    about TEXT NOT NULL
+    about TEXT NOT NULL,
+    worth REAL NOT NULL -- seconds to compute a MiB of its blocks
 ) WITHOUT ROWID;
 CREATE TABLE blocks (
     key BLOB PRIMARY KEY,
@@ -35,7 +36,7 @@ CREATE TABLE blocks (
     pending BLOB NOT NULL,
     n_bytes INTEGER NOT NULL,
     used REAL NOT NULL,
-    worth REAL NOT NULL, -- seconds to compute it, by MiB
+    worth REAL NOT NULL, -- its root's, times what plugins say
     base REAL NOT NULL, -- its rank without branches
     n_branches INTEGER NOT NULL,
     n_children INTEGER NOT NULL DEFAULT 0
@@ -43,8 +44,8 @@ CREATE TABLE blocks (
 CREATE INDEX blocks_by_text ON blocks (parent, text);
 CREATE INDEX blocks_by_ids ON blocks (parent, ids);
 CREATE INDEX blocks_by_use ON blocks (used);
-CREATE INDEX leaves_by_use ON blocks (used, start DESC, key) WHERE n_children = 0;
-CREATE INDEX leaves_by_rank ON blocks ({RANK}, used, start DESC, key) WHERE n_children = 0;
+CREATE INDEX leaves_by_use ON blocks (root, used, start DESC, key) WHERE n_children = 0;
+CREATE INDEX leaves_by_rank ON blocks (root, {RANK}, used, start DESC, key) WHERE n_children = 0;
 CREATE TABLE checkpoints (
     key BLOB PRIMARY KEY,
     block BLOB NOT NULL,
@@ -58,8 +59,9 @@ CREATE TABLE checkpoints (
     root BLOB NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
-CREATE INDEX checkpoints_by_use ON checkpoints (used, key, block);
-CREATE INDEX checkpoints_by_rank ON checkpoints ({RANK}, used, key, block);
+CREATE INDEX checkpoints_by_use ON checkpoints (used);
+CREATE INDEX checkpoints_of_root_by_use ON checkpoints (root, used, key, block);
+CREATE INDEX checkpoints_of_root_by_rank ON checkpoints (root, {RANK}, used, key, block);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,

@@ -61,8 +61,9 @@ class Commit:
     in the pool, too. `superseded` checkpoints are removed once it is on disk. `replies` has the
     packed ids of those whose text, as the client saw it, is not what they decode to, by digest.
 
-    `cost_s` are the seconds to compute new blocks, by key, and `share` is the chance that these are
-    used again; see `worth`.
+    Of its new blocks, `token_s` are the seconds to compute a token, if that is known, `share` is
+    the chance that they are used again, and `scores` says of some how much more they are worth, by
+    key; see `worth`.
     """
 
     root: Root
@@ -71,8 +72,9 @@ class Commit:
     replies: Mapping[bytes, bytes] = field(default_factory=dict)
     checkpoints: tuple[Checkpoint, ...] = ()
     superseded: tuple[Checkpoint, ...] = ()
-    cost_s: Mapping[bytes, float] = field(default_factory=dict)
+    token_s: float | None = None
     share: float = 1.0
+    scores: Mapping[bytes, float] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:

@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -151,17 +151,21 @@ class StoredFiles:
             if too_much <= 0:
                 return True
             pinned, by_value = self.index.pinned_blocks(), self.limits.evict == VALUE
-            model, over_share = self._over_share(n_bytes, root)
+            own, over_share = self._over_share(n_bytes, root, too_much)
+            first = {one: self._first(one, keep, pinned) for one in self.index.root_keys()}
             clock = self.index.clock
             while too_much > 0:
-                victim = over_share > 0 and self._victim(keep, pinned, model)
-                if not (victim := victim or self._victim(keep, pinned)):
+                victims = {one: victim for one, victim in first.items() if victim is not None}
+                if not victims:
                     self.index.database.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
-                rank, key = victim
+                of_own = own.intersection(victims) if over_share > 0 else ()
+                of = min(of_own or victims, key=victims.__getitem__)
+                rank, *_, key = victims[of]
                 if by_value and rank > clock:
                     self.index.clock = clock = rank
                 went = self.forget(key, Gone.EVICTED)
+                first[of] = self._first(of, keep, pinned)
                 self.n_evicted += len({key, *went.checkpoints})
                 too_much -= went.n_bytes
                 over_share -= went.n_bytes
@@ -171,35 +175,44 @@ class StoredFiles:
                     too_much = self._excess(n_bytes)
         return True
 
-    def _over_share(self, n_bytes: int, root: Root | None) -> tuple[str, float]:
-        """Return the model that has most, and how many bytes more than its share beside others."""
+    def _over_share(
+        self, n_bytes: int, root: Root | None, too_much: int
+    ) -> tuple[set[bytes], float]:
+        """Return the roots of the model that has most, and what it has above its share, in bytes.
+
+        The share is one of what the store can have: other files may have filled the volume.
+        """
         sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
+        roots: dict[str, set[bytes]] = defaultdict(set)
         for one, totals in self.index.roots():
             sizes[one.fingerprint] += totals.n_bytes
+            roots[one.fingerprint].add(one.key)
         if len(sizes) < 2:
-            return "", 0
+            return set(), 0
         ((model, most),) = sizes.most_common(1)
-        return model, most - self.limits.model_share * self.limits.max_disk_bytes
+        room = self.used_bytes() + n_bytes - too_much
+        return roots[model], most - self.limits.model_share * room
 
-    def _victim(
-        self, keep: Collection[bytes], pinned: Collection[bytes], model: str = ""
-    ) -> tuple[float, bytes] | None:
-        """Return rank (or time of use) and key of the leaf or checkpoint that goes first.
+    def _first(
+        self, root: bytes, keep: Collection[bytes], pinned: Collection[bytes]
+    ) -> tuple[float, bool, float, bytes] | None:
+        """Return the leaf or checkpoint of a root that goes first: rank, kind, use, key.
 
         One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
         of its rank, which were kept for blocks before it.
         """
-        index, order = self.index, (self.limits.evict, model)
+        order = self.limits.evict, root
         leaves = (
-            (rank, False, key) for rank, key in index.unused_leaves(*order) if key not in keep
+            (rank, False, used, key)
+            for rank, used, key in self.index.unused_leaves(*order)
+            if key not in keep
         )
         checkpoints = (
-            (rank, True, key)
-            for rank, key, block in index.unused_checkpoints(*order)
+            (rank, True, used, key)
+            for rank, used, key, block in self.index.unused_checkpoints(*order)
             if key not in keep and block not in pinned
         )
-        first = next(heapq.merge(leaves, checkpoints), None)
-        return first and (first[0], first[-1])
+        return next(heapq.merge(leaves, checkpoints), None)
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""

@@ -1,6 +1,6 @@
 """What a block is worth keeping: Greedy-Dual-Size-Frequency (GDSF) on a tree of blocks.
 
-    rank = clock + worth * expected hits        worth = cost to have it again / bytes
+    rank = clock + worth * expected hits        worth = seconds to have it again / bytes
 
 A tier evicts the leaf or checkpoint of the lowest rank, of equal ones the least recently used, and
 sets its clock to that rank: what is not used ages by what goes meanwhile. Each rank stays as it is
@@ -15,8 +15,10 @@ that are over stay for as long as they were long (benchmarks/eviction.py). They 
   same parent that were. So what follows a prompt that is asked once at a time goes first;
 - how many conversations branched off at the block or behind it. The turns of one count as nothing.
 
-On disk the worth is seconds to compute a block, by the model's measured pace at its position, by
-MiB. What leaves RAM is read from disk again, at a price by the byte: there all are worth the same.
+On disk the worth is one for all blocks of a model, from its measured pace. Later tokens take longer
+to compute, but with a worth by position fewer tokens were found again, and fewer seconds saved:
+long conversations that are over outlive others (`benchmarks/eviction.py --disk`). What leaves RAM
+is read from disk again, at a price by the byte: there all are worth the same.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from dataclasses import dataclass
 
 VALUE, LRU = "value", "lru"
 """The orders of eviction: as above, or the least recently used first."""
-BRANCHED = "3.5 * n_branches / (n_branches + 6)"
-"""Expected hits of so many branches, in SQL and here: 0.5 of one, 2.2 of ten, at most 3.5."""
+MOST_BRANCHES = 3
+"""Each branch is a hit to be expected, up to so many."""
 _REMEMBERED = 32
 _TOKEN_S = 1e-3
-_TWICE_AT = 32_768
+"""Of a model whose pace is not known."""
+_LEAST_S = 1e-12
 
 
 def going_on(share: float) -> float:
@@ -40,9 +43,10 @@ def going_on(share: float) -> float:
     return min(1.0, 3 * share) ** 2
 
 
-def guessed_s(start: int, n_tokens: int) -> float:
-    """Return the seconds to compute tokens at a position, for a model whose pace is not known."""
-    return n_tokens * _TOKEN_S * (1 + start / _TWICE_AT)
+def mib_s(token_s: float | None, n_tokens: int, n_bytes: int) -> float:
+    """Return the seconds to compute a MiB of blocks, of these tokens and bytes."""
+    token_s = _TOKEN_S if token_s is None else token_s
+    return max(_LEAST_S, token_s * n_tokens / max(n_bytes, 1) * (1 << 20))
 
 
 @dataclass
@@ -76,4 +80,4 @@ class Habit:
 
     @property
     def expected_hits(self) -> float:
-        return going_on(self.share) + 3.5 * self.n_branches / (self.n_branches + 6)
+        return going_on(self.share) + min(MOST_BRANCHES, self.n_branches)

@@ -228,7 +228,7 @@ def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
         db.execute("UPDATE checkpoints SET used = 4e9")
     with StoreLock(store.folder / "lock").held():
         assert rebuild_index(store.folder) == 1
-    assert [used for used, _, _ in store.index.unused_checkpoints()] == [4e9]
+    assert [used for used, *_ in store.index.unused_checkpoints()] == [4e9]
 
 
 # Formats.

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_lm_kvpersist.block import Block, block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.block import Block, Root, block_key, pack_ids, unpack_ids
 from mlx_lm_kvpersist.match.text import TokenText
 from mlx_lm_kvpersist.match.tree import common_prefix, match_prompt
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
@@ -26,6 +26,7 @@ from mlx_lm_kvpersist.store.index import Index, Leaf, Session
 from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import fill
 from mlx_lm_kvpersist.store.verify import find_problems
+from mlx_lm_kvpersist.store.worth import LRU, VALUE
 
 from .conftest import ROOT, chain, save_turn
 
@@ -112,6 +113,7 @@ def test_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
 # Many conversations below one system prompt.
 
 N_BLOCK_TOKENS = 256
+OTHER = Root("another", "4b64")
 WORDS = [f"{n} " for n in range(500)]
 TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
 
@@ -133,6 +135,8 @@ class Many:
         self.head = block(None, rng)
         self.siblings = [block(self.head, rng) for _ in range(n)]
         self.index.add_blocks(ROOT, [(node, 7) for node in (self.head, *self.siblings)])
+        self.other = chain([1], parent=OTHER.key)[0]
+        self.index.add_blocks(OTHER, [(self.other, 7)])
         self.session = Session("id", ROOT.key, "s", b"", 512, False, 1.0, 1.0)
         with self.index.database.transaction():
             for number, node in enumerate(self.siblings):
@@ -178,11 +182,17 @@ def find_the_session_of_a_leaf(one: Many) -> None:
 
 def count_everything(one: Many) -> None:
     one.index.totals()
-    assert [root for root, _ in one.index.roots(64)] == [ROOT]
+    assert [root for root, _ in one.index.roots(64)] == [ROOT, OTHER]
 
 
 def find_the_first_to_go(one: Many) -> None:
-    assert next(one.index.unused_leaves())[1] in {node.key for node in one.siblings}
+    assert next(one.index.unused_leaves())[-1] in {node.key for node in one.siblings}
+
+
+def find_the_first_of_a_model_to_go(one: Many) -> None:
+    """All others would go before it."""
+    assert [place[-1] for place in one.index.unused_leaves(VALUE, OTHER.key)] == [one.other.key]
+    assert [place[-1] for place in one.index.unused_leaves(LRU, OTHER.key)] == [one.other.key]
 
 
 def add_one_and_remove_it(one: Many) -> None:

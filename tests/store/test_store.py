@@ -121,12 +121,12 @@ def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: Bloc
         store.touch([used.key], [state(used)])
     store.touch([used.key])
     store.writer.drain()
-    assert [key for _, key in store.index.unused_leaves()] == [used.key, other.key]
+    assert [key for *_, key in store.index.unused_leaves()] == [used.key, other.key]
     for n in range(100):
         store.touch([chain([100 + n])[0].key])
     store.writer.drain()
-    assert [key for _, key in store.index.unused_leaves()] == [other.key, used.key]
-    checkpoints = [block for _, _, block in store.index.unused_checkpoints()]
+    assert [key for *_, key in store.index.unused_leaves()] == [other.key, used.key]
+    checkpoints = [block for *_, block in store.index.unused_checkpoints()]
     assert checkpoints == [other.key, used.key]
 
 

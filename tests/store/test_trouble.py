@@ -278,7 +278,7 @@ def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> Non
         for node, used in ((old[0], 50), (recent[0], 1), (recent[1], 100)):
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (used, node.key))
     store.disk.files.forget(recent[1].key)
-    assert [key for _, key in store.index.unused_leaves()] == [old[0].key, recent[0].key]
+    assert [key for *_, key in store.index.unused_leaves()] == [old[0].key, recent[0].key]
 
 
 def test_a_folder_removed_under_a_server_is_a_store_again(

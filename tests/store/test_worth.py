@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from mlx_lm_kvpersist.store.worth import LRU, VALUE
 
 from .conftest import ROOT, arrays_of, chain, save_turn, state
 
+EMPTY: tuple[set[bytes], set[bytes]] = set(), set()
 OTHER = Root("another", "4b64")
 
 
@@ -123,15 +125,15 @@ def index(tmp_path: Path) -> Iterator[Index]:
 MIB = 1 << 20
 
 
-def save(index: Index, *nodes: Block, share: float = 1.0, **more: object) -> None:
+def save(index: Index, *nodes: Block, root: Root = ROOT, **more: Any) -> None:
     new = [(node, MIB) for node in nodes if node.key not in index]
-    index.add_blocks(ROOT, new, share=share, **more)  # type: ignore[arg-type]
+    index.commit(Commit(root, (), **more), new)
 
 
 def evict(index: Index, n: int = 1) -> list[bytes]:
     gone = []
     for _ in range(n):
-        rank, key = next(index.unused_leaves(VALUE))
+        rank, _, key = next(index.unused_leaves(VALUE))
         index.clock = max(index.clock, rank)
         index.forget(key)
         gone.append(key)
@@ -142,7 +144,6 @@ def test_a_block_inherits_the_branches_of_those_after_it(index: Index) -> None:
     head = chain([1], [2])
     for n in range(9):
         save(index, *chain([1], [2], [10 + n]), share=0.1)
-        index.touch(chain([1], [2], [10 + n])[-1].key, share=0.1)
     save(index, *(one for n in range(20) for one in chain([50 + n])))
     # The nine ends, then what was asked for once; the head outlives a whole turnover.
     assert set(evict(index, 9)).isdisjoint({node.key for node in head})
@@ -153,19 +154,27 @@ def test_a_block_inherits_the_branches_of_those_after_it(index: Index) -> None:
     assert head[0].key in index
 
 
-def test_later_tokens_are_dearer_and_measured_seconds_count(index: Index) -> None:
-    early, late = chain(list(range(256)))[0], chain(list(range(300, 556)))[0]
-    late = replace(late, start=200_000)
-    save(index, early)
-    save(index, late)
-    assert [key for _, key in index.unused_leaves(VALUE)] == [early.key, late.key]
-    assert [key for _, key in index.unused_leaves(LRU)] == [early.key, late.key]
-    dear = chain([1])[0]
-    save(index, dear, cost_s={dear.key: 60.0})
-    cheap = chain([2])[0]
-    save(index, cheap, cost_s={cheap.key: 0.01})
-    order = [key for _, key in index.unused_leaves(VALUE)]
-    assert order == [cheap.key, early.key, late.key, dear.key]
+def worths(index: Index) -> list[float]:
+    return [worth for (worth,) in index.ask("SELECT worth FROM blocks ORDER BY used")]
+
+
+def test_the_seconds_of_a_slower_model_count(index: Index) -> None:
+    quick, slow = chain([1])[0], chain([1], parent=OTHER.key)[0]
+    save(index, slow, root=OTHER, token_s=0.5)
+    save(index, quick, token_s=0.01)
+    assert [key for *_, key in index.unused_leaves(VALUE)] == [quick.key, slow.key]
+    assert [key for *_, key in index.unused_leaves(LRU)] == [slow.key, quick.key]
+
+
+def test_what_a_model_is_measured_to_need_changes_little_of_its_order(index: Index) -> None:
+    """Pace and sizes vary: of blocks that are worth almost the same, the last used stays."""
+    for n, token_s in enumerate((1.0, 1.3, 0.6, 0.9, None)):
+        save(index, chain([n])[0], token_s=token_s)
+    assert worths(index) == [1.0] * 5
+    assert [key for *_, key in index.unused_leaves(VALUE)] == [chain([n])[0].key for n in range(5)]
+    save(index, chain([5])[0], token_s=2.3)  # it is another machine
+    save(index, chain([6])[0], token_s=1.6)
+    assert worths(index) == [1.0] * 5 + [2.0] * 2
 
 
 def test_ranks_survive_a_restart_and_a_rebuild(store: BlockStore) -> None:
@@ -195,6 +204,36 @@ def test_pinned_sessions_are_never_evicted(store: BlockStore) -> None:
     with closing(DiskStore(store.folder, StoreLimits(0, 1))) as disk:
         assert not disk.files.make_room(0)
         assert disk.index.keys() == {node.key for node in chain([1], [2])}
+
+
+def ask(store: BlockStore, nodes: list[Block]) -> list[str]:
+    """Serve a prompt as a server does; return the tiers that what is stored of it is in."""
+    tiers = [store.tier_of(node.key) for node in nodes if node.key in store]
+    if tiers:
+        store.touch([node.key for node in nodes[: len(tiers)]])
+    save_turn(store, nodes)
+    return tiers
+
+
+@pytest.mark.parametrize("evict", [VALUE, LRU])
+def test_in_a_store_the_shared_system_prompt_survives_a_hundred_chats(
+    tmp_path: Path, limits: StoreLimits, evict: str
+) -> None:
+    limits = replace(limits, max_ram_bytes=2 << 20, evict=evict)
+    system = [[n] for n in range(6)]
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(4):  # agents over one system prompt
+            ask(store, chain(*system, [100 + n], [200 + n]))
+        for n in range(100):
+            ask(store, chain([1000 + n], [2000 + n], [3000 + n]))
+        assert store.disk.files.n_evicted > 200 and store.pool.n_evicted > 200
+        found = {node.key for node in chain(*system)}
+        in_ram = {key for key in found if key in store.pool}
+        assert (in_ram, found & store.index.keys()) == ((found, found) if evict == VALUE else EMPTY)
+    with closing(BlockStore(tmp_path / "store", limits)) as store:
+        for n in range(20):
+            ask(store, chain([5000 + n], [6000 + n]))
+        assert found & store.index.keys() == (found if evict == VALUE else set())
 
 
 # A share for each model.
@@ -231,12 +270,28 @@ def test_a_model_that_has_more_than_its_share_makes_room_itself(
         assert evict == VALUE or not {node.key for node in first} & disk.index.keys()
 
 
+@pytest.mark.parametrize("evict", [VALUE, LRU])
+def test_a_share_is_one_of_what_a_full_volume_leaves(
+    tmp_path: Path, limits: StoreLimits, evict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of the store is far away, and the least free space is not."""
+    limits = replace(limits, max_disk_bytes=1 << 40, min_free_bytes=1 << 20, evict=evict)
+    with closing(BlockStore(tmp_path / "store", replace(limits, model_share=0.5))) as store:
+        files = store.disk.files
+        monkeypatch.setattr(files, "free_bytes", lambda: (5 << 20) - files.used_bytes())
+        first = save_for(store, ROOT, *range(8))
+        for n in range(20):
+            save_for(store, OTHER, *range(100 * n, 100 * n + 4))
+        assert {node.key for node in first} <= store.index.keys()
+        assert files.n_evicted > 20 and not store.turns_not_saved
+
+
 def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, model_share=0.01))
     save_for(store, ROOT, *range(8))
     with closing(store):
         assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
-        assert store.disk.files._over_share(0, ROOT) == ("", 0)
+        assert store.disk.files._over_share(0, ROOT, 0) == (set(), 0)
 
 
 # What plugins and the model's pace say.
@@ -244,11 +299,21 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
 
 def test_new_blocks_are_scored_and_timed(tmp_path: Path, limits: StoreLimits) -> None:
     with closing(BlockStore(tmp_path / "store", limits)) as store:
-        store.cost_s = lambda start, n_tokens: 2.0 * n_tokens
-        store.score = lambda root, block: 3.0 if block.start else 1.0
+        store.token_s = lambda: 2.0
+        asked: list[int] = []
+
+        def score(root: Root, block: Block) -> float:
+            asked.append(block.start)
+            return 3.0 if block.start else 1.0
+
+        store.score = score
         save_turn(store, chain([1], [2, 3]))
-        sizes = "SELECT worth * n_bytes FROM blocks ORDER BY start"
-        assert [cost for (cost,) in store.index.ask(sizes)] == pytest.approx([2 * MIB, 12 * MIB])
+        save_turn(store, chain([1], [2, 3]))
+        assert asked == [0, 1]
+        n_bytes = store.index.totals().block_bytes
+        ((worth,),) = store.index.ask("SELECT worth FROM roots")
+        assert worth / 2 < 2.0 * 3 * MIB / n_bytes < worth * 2
+        assert worths(store.index) == [worth, 3 * worth]
         found = [store.pool.get(node.key) for node in chain([1], [2, 3])]
         assert [entry.worth for entry in found if entry] == [1.0, 3.0]
 
