@@ -311,7 +311,7 @@ class KVPersistPlugin:
         # Stock may reuse some of its own.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_computed)
-        if self._store is not None:
+        if self._store is not None and n_reused:  # so, on the generation thread
             self._store.reused_tokens[RAM] += n_reused - n_restored
             self._store.reused_tokens[outcome.tier] += n_restored
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)

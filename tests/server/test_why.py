@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def test_why_needs_no_running_server(
     assert main(["why", *store]) == 0
     out = capsys.readouterr().out
     assert all(record["id"] in out and record["sentence"] in out for record in told)
+    assert f"Of {sum(one['prompt_tokens'] for one in told):,} tokens" in out
+    assert re.search(r"^Written in the last hour: [1-9][\d.]* KiB$", out, re.MULTILINE)
     assert main(["why", *store, told[0]["id"]]) == 0
     out = capsys.readouterr().out
     assert told[0]["sentence"] in out and "asked:  gate see?" in out
@@ -177,7 +180,9 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
 
 
-def test_what_was_evicted(start_server: StartServer, tiny_model: Path) -> None:
+def test_what_was_evicted(
+    start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = start_server.with_plugin(
         tiny_model, "--kvpersist-disk", "1000K", "--kvpersist-ram", "0"
     )
@@ -188,6 +193,18 @@ def test_what_was_evicted(start_server: StartServer, tiny_model: Path) -> None:
     again = server.chat(talks[0], max_tokens=8)
     assert again.cached_tokens == 0
     assert records(server)[0]["reason"] == "evicted to keep to the budget"
+    # It is written anew, and so it was evicted in vain.
+    wait_until(lambda: evicted_in_vain(server) > 256, "tokens that were asked for again")
+    assert main(["why", "--url", f"http://127.0.0.1:{server.port}"]) == 0
+    out = capsys.readouterr().out
+    assert "\nOf " in out and " a turn since the server's start\n" in out
+    assert f"Evicted from disk and asked for again: {evicted_in_vain(server):,} tokens\n" in out
+    assert re.search(r"^Memory: .* of .*records 32\.\d MiB", out, re.MULTILINE)
+
+
+def evicted_in_vain(server: ServerProcess) -> int:
+    stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    return int(stats["store"]["tiers"]["disk"]["asked_again_tokens"])
 
 
 def settled(server: ServerProcess) -> bool:
