@@ -144,7 +144,7 @@ def measured(
 def verdict(model: Any, tokenizer: Any) -> dict[str, str]:
     """Return what the server's guard finds of the default."""
     choice = rotated(DEFAULT_BITS)
-    steps = judge(model, tokenizer, served(model, choice, "dequantize"), choice, 1.0, [])
+    steps = judge(model, tokenizer, served(model, choice, "dequantize"), choice, 1.0)
     while True:
         try:
             next(steps)

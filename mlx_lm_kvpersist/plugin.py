@@ -157,12 +157,10 @@ class KVPersistPlugin:
             store, model, self._record, isolated, step_s, memory, preparation
         )
         logger.info("kvpersist: %s", memory)
-        step_s = asked.max_stall_s / 2
+        fit, step_s = partial(self._fit, provider, preparation), asked.max_stall_s / 2
         self._work = IdleWork(
             self._prepare(provider, serving, preparation),
-            Guard(
-                serving, asked.precision, partial(self._fit, provider, preparation), step_s
-            ).steps(),
+            Guard(serving, asked.precision, fit, step_s).steps(),
             step_s,
         )
         return ModelSupport(
@@ -209,9 +207,8 @@ class KVPersistPlugin:
             preparation.doing = refusal = str(error) or repr(error)
         if refusal or preparation.model.spec != serving.model.spec:
             preparation.doing = "the replies that run come to their end"
-            yield from self._between_batches(
-                provider, bool(refusal) or preparation.model.spec.batches
-            )
+            batches = bool(refusal) or preparation.model.spec.batches
+            yield from self._between_batches(provider, batches)
         if refusal:
             return self._refuse(provider, refusal)
         yield from serving.prepared()

@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.measuring.guard import (
-    Loss,
     Verdict,
     is_guarded,
     judge,
@@ -89,15 +88,14 @@ class Guard:
     def _judged(self, loaded: LoadedModel) -> Steps[Verdict]:
         """Judge it while there is memory for the text in two caches.
 
-        A request that lacks their memory gets it, and the precision is begun anew.
+        A request that lacks their memory gets it, and the judging begins anew.
         """
         memory, n_bytes = self._serving.memory, judging_bytes(loaded.tokenizer, loaded.spec)
-        losses: list[Loss] = []
-        its = loaded.tokenizer, loaded.spec, self._default, self._step_s, losses
+        its = loaded.model, loaded.tokenizer, loaded.spec, self._default, self._step_s
         while True:
             while memory.lacks(n_bytes):
                 yield
-            with memory.holding(n_bytes), closing(judge(loaded.model, *its)) as steps:
+            with memory.holding(n_bytes), closing(judge(*its)) as steps:
                 while not memory.lacks():
                     try:
                         next(steps)

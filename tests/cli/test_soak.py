@@ -151,12 +151,12 @@ def test_after_2000_turns_a_server_takes_no_more_than_after_1000(
                 return super()._sample(server)
             return ""
 
-    made = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 900)
+    made = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 400)
     made.run(3500.0, every_s=1.0)
     n = len(made.samples) // 8
     first, last = (asdict(Sample.typical(part)) for part in (made.samples[:n], made.samples[-n:]))
     print(made.seen(), first, last)
-    assert len(made.replies) >= 2000 and made.n_evicted > 5000
+    assert len(made.replies) >= 2000 and made.n_evicted > 2000
     assert last["memory_bytes"] < 1.05 * first["memory_bytes"]
     assert last["n_files"] <= first["n_files"] + 3 and last["n_threads"] <= first["n_threads"]
     counts = list(n_arrays.values())

@@ -257,7 +257,7 @@ def test_a_model_that_the_server_drops_is_no_failure(
 def test_a_request_that_lacks_memory_gets_that_of_the_guard(
     provider: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins the precision anew when there is memory again, and finds the same."""
+    """The guard begins anew when there is memory again, and finds the same."""
     its = serving(provider, store, monkeypatch)
     memory = its.memory
     monkeypatch.setattr(judging, "LIMIT_NATS", 0.0)

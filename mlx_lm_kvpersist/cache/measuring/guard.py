@@ -125,15 +125,14 @@ def judge(
     spec: ModelCacheSpec,
     default: PrecisionChoice,
     step_s: float,
-    losses: list[Loss],
 ) -> Generator[None, None, Verdict]:
     """Find the precision that a model bears, in steps that end at the yields.
 
     A step takes about `step_s`: as many tokens as the one before took, or half as many, or twice.
-    `spec` is the model's in the precision `default`. `losses` are those of the precisions that were
-    judged before; those that are found are appended. Raises ValueError where a divergence is no
+    `spec` is the model's in the precision `default`. Raises ValueError where a divergence is no
     number: then the model's predictions are none either.
     """
+    losses: list[Loss] = []
     ids, places = placed(tokenizer)
     ids = ids[: position_limit(model)]
     *tried, _ = _chain(default)

@@ -68,7 +68,7 @@ def made(output: float, layers: Sequence[int] = (), factor: float = 1.0) -> Any:
 
 def judged(model: Any, spec: ModelCacheSpec, step_s: float = 60.0) -> tuple[Verdict, int]:
     """Return the verdict and the number of steps to it."""
-    steps, n_steps = judge(model, None, spec, DEFAULT, step_s, []), 0
+    steps, n_steps = judge(model, None, spec, DEFAULT, step_s), 0
     try:
         while True:
             next(steps)
@@ -163,18 +163,6 @@ def test_no_work_is_done_twice_for_precisions_that_are_the_same(
     assert default == next_one != eight
     assert len({id(caches) for caches in read}) == 2
     assert verdict.choice(DEFAULT).is_full_precision
-
-
-def test_what_was_judged_before_is_not_judged_again() -> None:
-    model = made(1.0)
-    spec = ModelCacheSpec.probe(model, DEFAULT)
-    *_, expected = judged(model, spec)[0].losses
-    losses = [("first", 1.0), ("second", 0.9)]
-    assert len(list(judge(model, None, spec, DEFAULT, 60.0, losses))) > 3
-    assert losses[:2] == [("first", 1.0), ("second", 0.9)]
-    assert losses[2][0] == expected[0] and losses[2][1] == pytest.approx(expected[1], rel=0.02)
-    assert not list(judge(model, None, spec, DEFAULT, 60.0, losses))
-    assert not list(judge(model, None, spec, DEFAULT, 60.0, [("first", LIMIT / 2)]))
 
 
 def test_no_position_beyond_the_models_context_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
