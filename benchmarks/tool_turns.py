@@ -40,7 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Real shapes, and tiny models with a layer of each of their kinds; some hold the quickest one."""
 
-N_SYSTEM, N_TOOL, N_REPLY = 2000, 460, 40
+LONG = "Qwen3-Next 80B-A3B"
+"""The model of the longest conversation. What a turn writes does not depend on those before it."""
+N_LONG, N_TURNS = 200, 24
+N_SYSTEM, N_TOOL, N_REPLY = 2000, 490, 10
 """Tokens of the system prompt, of a tool's result and of a reply."""
 MAX_LOSS_S = 2.0
 
@@ -135,6 +138,7 @@ def rows(name: str, n_turns: int, speeds: Sequence[int], folder: Path) -> list[d
         made.append(
             {
                 "model": name,
+                "turns": n_turns,
                 "tokens/s": tokens_per_s,
                 "MiB a turn, all written": round(n_before / (1 << 20), 1),
                 "MiB a turn": round(n_after / (1 << 20), 1),
@@ -149,22 +153,23 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--turns", type=int, default=200, help="turns in a row (%(default)s)")
+    options.add_argument("--turns", type=int, help=f"turns in a row ({N_LONG} or {N_TURNS})")
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options.add_argument(
-        "--speeds", nargs="+", type=int, default=[500, 1000, 2000], help="prompt tokens a second"
+        "--speeds", nargs="+", type=int, default=[1000, 2000], help="prompt tokens a second"
     )
     options.add_argument("--out", type=Path, help="folder of the result")
     args = options.parse_args()
     result = Result(
         "tool-turns",
         "Bytes that each turn of a tool loop writes, by model and assumed speed of prompts.",
-        {"turns": args.turns, "tokens a turn": N_TOOL + N_REPLY, "max_loss_s": MAX_LOSS_S},
+        {"tokens a turn": N_TOOL + N_REPLY, "max_loss_s": MAX_LOSS_S},
         folder=args.out,
     )
     for name in args.models:
+        n_turns = args.turns or (N_LONG if name == LONG else N_TURNS)
         with tempfile.TemporaryDirectory() as folder:
-            result.add(*rows(name, args.turns, args.speeds, Path(folder)))
+            result.add(*rows(name, n_turns, args.speeds, Path(folder)))
     result.show()
 
 
