@@ -116,10 +116,11 @@ class CheckpointSaver(Saver):
         chain = sequence.chain = self._extended(before, tokens, sequence)
         blocks = self._cut_new(chain, caches, store)
         stored = store.checkpoints([block.key for block in chain])
-        checkpoints = self._new(chain, caches, stored)
+        loss_s = self._loss_s(chain, stored, store, cache_type)
+        at_once = loss_s > store.limits.max_loss_s
+        checkpoints = self._new(chain, caches, stored, store, at_once=at_once)
         for new, _ in checkpoints:
             stored.setdefault(new.block, []).append(new)
-        loss_s = self._loss_s(chain, stored, store, cache_type)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
         # All that the checkpoint needs, windows that were stored before included: while it waits to
@@ -152,19 +153,35 @@ class CheckpointSaver(Saver):
         return math.inf if seconds is None else seconds
 
     def _new(
-        self, chain: Sequence[Block], caches: list[Any], stored: Stored
+        self,
+        chain: Sequence[Block],
+        caches: list[Any],
+        stored: Stored,
+        store: BlockStore,
+        *,
+        at_once: bool,
     ) -> list[tuple[Checkpoint, Arrays]]:
-        """Return the windows and the state at the end of the chain that are not stored yet."""
+        """Return the windows and the state at the end of the chain that are not stored yet.
+
+        If they are written `at_once`, a window in RAM that has more tokens of a block than are
+        needed is as good as none: it would be more to write.
+        """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
+
+        def has(block: Block, window: int, n_needed: int) -> bool:
+            found = _stored_window(stored.get(block.key, ()), window, n_needed)
+            if found is None or found.n_tokens == n_needed:
+                return found is not None
+            return not at_once or store.is_safe(found.key)
+
         for window in self.spec.sliding:
             first = first_cached(self.spec, window, caches)
             starts = ((block, max(block.start, n_tokens - window)) for block in chain)
             missing = [
                 (block, start)
                 for block, start in starts
-                if first <= start < block.stop
-                and _stored_window(stored.get(block.key, ()), window, block.stop - start) is None
+                if first <= start < block.stop and not has(block, window, block.stop - start)
             ]
             ranges = [(start, block.stop) for block, start in missing]
             arrays = split(self.spec.sliding[window], caches, ranges)

@@ -376,7 +376,8 @@ SYSTEM = random_ids(1, 40)
 @pytest.fixture
 def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
     """A model whose states are written when 100 tokens or more would be lost."""
-    model = build(request.param)
+    name, _, window = request.param.partition("/")
+    model = build(name, config={"sliding_window": int(window)} if window else {})
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
     stored = StoredModel(model, ModelCacheSpec.probe(model), tmp_path, limits)
     for n_tokens in (512, 1024, 512, 1024):
@@ -429,6 +430,17 @@ def left_of(postponing: StoredModel, ids: list[int]) -> int:
     """Return how many of these tokens a kill leaves."""
     with killed(postponing) as left:
         return left.row([[*ids, *random_ids(7, 9)]], 1, None).n_cached
+
+
+@pytest.mark.parametrize("postponing", ["gemma3_text/30"], indirect=True)
+def test_of_windows_no_more_is_written_than_is_needed(postponing: StoredModel) -> None:
+    """In RAM there are whole turns, of which a later window has only the end."""
+    postponing.store.writer.now = lambda: 0.0
+    whole = hold(postponing, 9)[-1]
+    with killed(postponing) as left:
+        parts = parts_of(left, whole)
+    n_points = sum(part.kind == STATE for part in parts)
+    assert n_points >= 3 and sum(part.n_tokens for part in parts) == 30 * n_points
 
 
 def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int) -> list[int]:
