@@ -164,6 +164,7 @@ class Writer:
         with self._changed:
             self._postponed[end] = task
             self.resize(self.max_bytes)
+            self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
         """Let so many bytes wait, and write the oldest of what is postponed beyond half of that."""

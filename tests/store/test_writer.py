@@ -414,6 +414,17 @@ def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
     assert left_out == ["first"]
 
 
+def test_an_idle_writer_writes_what_is_postponed_when_it_is_due(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "POSTPONE_S", 0.05)
+    writer.drain()
+    time.sleep(0.1)  # it waits without an end
+    is_run = threading.Event()
+    writer.postpone(b"end", Task(is_run.set, Commit(ROOT, ())), has_ended=True)
+    assert is_run.wait(10)
+
+
 def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:
     """Its blocks may leave RAM before anything else is written."""
     held = threading.Event()
