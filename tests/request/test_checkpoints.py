@@ -247,7 +247,7 @@ def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]
     return wholes
 
 
-def parts_of(stored: StoredModel, ids: list[int]) -> list[Block]:
+def parts_of(stored: StoredModel, ids: list[int]) -> list[Checkpoint]:
     keys, parent = [], stored.loaded.root.key
     while parent is not None:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
