@@ -177,8 +177,6 @@ class Memory(BatchMemory):
             return False
         ahead = [one for one in self.waiting[: self.waiting.index(claim)] if not one.is_over()]
         is_late = any(one.n_passed >= MOST_PASSED for one in ahead)
-        if is_late:
-            self._n_refused = 0
         if is_late or not self._makes_room(claim):
             return False
         for one in ahead:
