@@ -1,6 +1,6 @@
 """How many tokens are found again, by what is evicted first: three traces, and a mix of them.
 
-    python -m benchmarks.eviction [--seeds 3] [--disk]
+    python -m benchmarks.eviction [--seeds 3] [--budgets 0.01 0.1] [--disk]
     python -m benchmarks.eviction --scale 1000 10000 100000 1000000
 
 A trace is five days of requests, each the blocks of its prompt and reply in order. Sessions of
@@ -11,7 +11,7 @@ optimum is Belady's: of blocks of one size, what is used last in the future goes
 used whenever its child is, so this never takes a parent before its child, and no other order finds
 more. `gdsf` is the policy as it was published, where every use is a hit to be expected again.
 
-`--disk` replays over the index, too, which a pool of a quarter of its size tells what to expect. It
+`--disk` replays over the index instead, which a pool of a quarter of its size tells what to expect. It
 says of what part of all seconds prompts were relieved, where a block of 256 tokens takes twice as
 long after 32K tokens. `by position` is the same with such blocks worth as much more.
 `--scale` says how long it takes to store a conversation of eight blocks and to evict as many, by
@@ -26,9 +26,10 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_lm_kvpersist.block import Block, Root
 from mlx_lm_kvpersist.store.index import Index
@@ -253,33 +254,43 @@ def on_disk(folder: Path, n_blocks: int, evict: str, *, by_position: bool = Fals
     return OnDisk(index, n_blocks, evict, by_position)
 
 
-def measure(result: Result, seeds: Sequence[int], *, disk: bool) -> None:
+def cases(
+    seeds: Sequence[int], budgets: Sequence[float]
+) -> Iterator[tuple[dict[str, Any], Trace, int]]:
+    """Yield rows to be filled in, their traces, and how many blocks the optimum finds."""
     for seed in seeds:
         for name, trace in traces(seed).items():
-            n_asked = sum(map(len, trace))
             n_all = len({block.key for chain in trace for block in chain})
-            for part in BUDGETS:
+            for part in budgets:
                 n_blocks = int(n_all * part)
-                best = optimum(trace, n_blocks)
-                row = {
-                    "trace": name,
-                    "seed": seed,
-                    "budget, blocks": n_blocks,
-                    "of all": part,
-                    "optimum, of prompts": best / n_asked,
-                    "lru": in_pool(trace, BlockPool(n_blocks, LRU)) / best,
-                    "gdsf": in_pool(trace, Gdsf(n_blocks)) / best,
-                    "value": in_pool(trace, BlockPool(n_blocks)) / best,
-                }
-                for name_of, by in _ON_DISK.items() if disk else ():
-                    evict = LRU if name_of == LRU else VALUE
-                    with tempfile.TemporaryDirectory() as folder:
-                        store = on_disk(Path(folder), n_blocks, evict, by_position=by)
-                        n_found, seconds = store.replay(trace)
-                        store.index.close()
-                    row[f"{name_of}, index"] = n_found / best
-                    row[f"{name_of}, index, seconds"] = seconds
-                result.add(row)
+                row = {"trace": name, "seed": seed, "budget, blocks": n_blocks, "of all": part}
+                yield row, trace, optimum(trace, n_blocks)
+
+
+def measure(result: Result, seeds: Sequence[int], budgets: Sequence[float]) -> None:
+    for row, trace, best in cases(seeds, budgets):
+        n_blocks = row["budget, blocks"]
+        result.add(
+            {
+                **row,
+                "optimum, of prompts": best / sum(map(len, trace)),
+                "lru": in_pool(trace, BlockPool(n_blocks, LRU)) / best,
+                "gdsf": in_pool(trace, Gdsf(n_blocks)) / best,
+                "value": in_pool(trace, BlockPool(n_blocks)) / best,
+            }
+        )
+
+
+def measure_disk(result: Result, seeds: Sequence[int], budgets: Sequence[float]) -> None:
+    for row, trace, best in cases(seeds, budgets):
+        for name, by_position in _ON_DISK.items():
+            evict = LRU if name == LRU else VALUE
+            with tempfile.TemporaryDirectory() as folder:
+                store = on_disk(Path(folder), row["budget, blocks"], evict, by_position=by_position)
+                n_found, row[f"{name}, of seconds"] = store.replay(trace)
+                store.index.close()
+            row[name] = n_found / best
+        result.add(row)
 
 
 def scale(result: Result, sizes: Sequence[int]) -> None:
@@ -320,7 +331,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=1, help="so many traces of each kind")
-    parser.add_argument("--disk", action="store_true", help="replay over the index, too")
+    parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="parts of all")
+    parser.add_argument("--disk", action="store_true", help="replay over the index")
     parser.add_argument("--scale", type=int, nargs="+", help="blocks held")
     parser.add_argument("--out", type=Path, help="folder of the result")
     args = parser.parse_args()
@@ -329,12 +341,16 @@ def main() -> None:
         result = Result("eviction-scale", about, {"chain": _N_CHAIN}, folder=args.out)
         scale(result, args.scale)
     else:
-        about = (
-            "Tokens found again, by what is evicted first: the optimum as a part of all tokens of "
-            "prompts and replies, the others as a part of the optimum."
+        about = "Tokens found again, by what is evicted first, as a part of the optimum's"
+        about += (
+            ", and of all seconds those that they save, on disk."
+            if args.disk
+            else "; the optimum as a part of all tokens of prompts and replies."
         )
-        result = Result("eviction", about, {"seeds": args.seeds}, folder=args.out)
-        measure(result, range(1, args.seeds + 1), disk=args.disk)
+        name = "eviction-disk" if args.disk else "eviction"
+        result = Result(name, about, {"seeds": args.seeds}, folder=args.out)
+        fill = measure_disk if args.disk else measure
+        fill(result, range(1, args.seeds + 1), args.budgets)
     result.show()
 
 
