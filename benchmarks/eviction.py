@@ -11,9 +11,9 @@ optimum is Belady's: of blocks of one size, what is used last in the future goes
 used whenever its child is, so this never takes a parent before its child, and no other order finds
 more. `gdsf` is the policy as it was published, where every use is a hit to be expected again.
 
-`--disk` replays over the index instead, which a pool of a quarter of its size tells what to expect. It
-says of what part of all seconds prompts were relieved, where a block of 256 tokens takes twice as
-long after 32K tokens. `by position` is the same with such blocks worth as much more.
+`--disk` replays over the index instead, which a pool of a quarter of its size tells what to expect.
+It says which part of all seconds is saved, where a block of 256 tokens takes twice as long after
+32K tokens. `by position` is `value` with such a block worth twice as much.
 `--scale` says how long it takes to store a conversation of eight blocks and to evict as many, by
 blocks held; the index is on this machine's temporary disk.
 """

@@ -232,38 +232,39 @@ class Index:
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
     def unused_leaves(
-        self, evict: str = LRU, root: bytes | None = None
+        self, evict: str = LRU, model: str | None = None
     ) -> Iterator[tuple[float, float, bytes]]:
-        """Yield rank, time of use and key of leaf blocks, of a root or all, the first to go first.
+        """Yield rank, time of use and key of leaf blocks, of a model or all, the first to go first.
 
-        Those that pinned sessions end in are left out. With LRU the rank is the time of use.
+        A model is given by its fingerprint. Those that pinned sessions end in are left out. With
+        LRU the rank is the time of use.
         """
         query = (
             f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key FROM blocks AS b "
-            "WHERE root = ? AND n_children = 0 "
+            "WHERE model = ? AND n_children = 0 "
             # Once more, because a damaged index may lie.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
             "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
             f"ORDER BY {_ORDER[evict]}, start DESC"
         )
-        yield from self._in_order(query, root)
+        yield from self._in_order(query, model)
 
     def unused_checkpoints(
-        self, evict: str = LRU, root: bytes | None = None
+        self, evict: str = LRU, model: str | None = None
     ) -> Iterator[tuple[float, float, bytes, bytes]]:
         """Yield rank, time of use, key and block of all checkpoints; see `unused_leaves`."""
         query = (
             f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key, block "
-            f"FROM checkpoints WHERE root = ? ORDER BY {_ORDER[evict]}, key"
+            f"FROM checkpoints WHERE model = ? ORDER BY {_ORDER[evict]}, key"
         )
-        yield from self._in_order(query, root)
+        yield from self._in_order(query, model)
 
-    def _in_order(self, query: str, root: bytes | None) -> Iterator[Any]:
-        """Yield the rows of a query of one root's, of a root or all: there is no order over all."""
+    def _in_order(self, query: str, model: str | None) -> Iterator[Any]:
+        """Yield the rows of a query, of a model or all: an index has those of one in order."""
         with ExitStack() as stack:
             rows = [
                 stack.enter_context(closing(self.database.connection.execute(query, (one,))))
-                for one in (self.root_keys() if root is None else [root])
+                for one in (self.models() if model is None else [model])
             ]
             yield from heapq.merge(*rows)
 
@@ -351,9 +352,13 @@ class Index:
         read = ((read_root(key, about), Totals(*numbers)) for key, about, *numbers in rows)
         return [(root, totals) for root, totals in read if root is not None]
 
-    def root_keys(self) -> list[bytes]:
-        """Return the keys of the roots of all blocks and checkpoints."""
-        return [key for (key,) in self.ask("SELECT root FROM totals WHERE root != x''")]
+    def models(self) -> list[str]:
+        """Return the fingerprints of the models that have blocks, one look-up for each."""
+        found: list[str] = []
+        query = "SELECT min(model) FROM blocks WHERE n_children = 0 AND model > ?"
+        while rows := self.ask(query, found[-1] if found else "", types=(str,)):
+            found.append(rows[0][0])
+        return found
 
     def root(self, key: bytes) -> Root | None:
         rows = self.ask("SELECT about FROM roots WHERE key = ?", key)
@@ -399,16 +404,17 @@ class Index:
             def row(b: Block, n: int) -> tuple[Any, ...]:
                 worth = worth_of_all * commit.scores.get(b.key, 1.0)
                 about = b.key, b.parent, root.key, b.start, b.packed_ids, b.text, b.pending
-                return *about, n, used, worth, clock + worth * hits
+                return *about, n, used, worth, clock + worth * hits, root.fingerprint
 
             db.executemany(
-                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0) "
+                "INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, ?) "
                 # The row is there when a damaged or missing file has been written anew.
                 "ON CONFLICT (key) DO UPDATE SET n_bytes = excluded.n_bytes",
                 [row(b, n) for b, n in blocks if isinstance(b, Block)],
             )
+            same = used, root.key, clock, hits, root.fingerprint
             checkpoints = [
-                (c.key, c.block, c.kind, c.n_tokens, n, used, root.key, clock, hits)
+                (c.key, c.block, c.kind, c.n_tokens, n, *same)
                 for c, n in blocks
                 if isinstance(c, Checkpoint)
             ]
@@ -419,7 +425,7 @@ class Index:
             db.executemany(
                 "INSERT INTO checkpoints SELECT ?1, ?2, ?3, ?4, ?5, ?6, worth, ?8 + worth * ?9, 0, "
                 # Without it all blocks before it are of less use, not one.
-                "?7 FROM (SELECT coalesce(2 * max(worth), 0.0) AS worth "
+                "?7, ?10 FROM (SELECT coalesce(2 * max(worth), 0.0) AS worth "
                 "FROM blocks WHERE key = ?2)",
                 checkpoints,
             )

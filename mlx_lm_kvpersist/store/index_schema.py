@@ -39,13 +39,14 @@ CREATE TABLE blocks (
     worth REAL NOT NULL, -- its root's, times what plugins say
     base REAL NOT NULL, -- its rank without branches
     n_branches INTEGER NOT NULL,
-    n_children INTEGER NOT NULL DEFAULT 0
+    n_children INTEGER NOT NULL DEFAULT 0,
+    model TEXT NOT NULL -- its fingerprint
 );
 CREATE INDEX blocks_by_text ON blocks (parent, text);
 CREATE INDEX blocks_by_ids ON blocks (parent, ids);
 CREATE INDEX blocks_by_use ON blocks (used);
-CREATE INDEX leaves_by_use ON blocks (root, used, start DESC, key) WHERE n_children = 0;
-CREATE INDEX leaves_by_rank ON blocks (root, {RANK}, used, start DESC, key) WHERE n_children = 0;
+CREATE INDEX leaves_by_use ON blocks (model, used, start DESC, key) WHERE n_children = 0;
+CREATE INDEX leaves_by_rank ON blocks (model, {RANK}, used, start DESC, key) WHERE n_children = 0;
 CREATE TABLE checkpoints (
     key BLOB PRIMARY KEY,
     block BLOB NOT NULL,
@@ -56,12 +57,13 @@ CREATE TABLE checkpoints (
     worth REAL NOT NULL, -- twice its block's
     base REAL NOT NULL,
     n_branches INTEGER NOT NULL, -- uses
-    root BLOB NOT NULL
+    root BLOB NOT NULL,
+    model TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX checkpoints_by_block ON checkpoints (block, kind, n_tokens, n_bytes);
 CREATE INDEX checkpoints_by_use ON checkpoints (used);
-CREATE INDEX checkpoints_of_root_by_use ON checkpoints (root, used, key, block);
-CREATE INDEX checkpoints_of_root_by_rank ON checkpoints (root, {RANK}, used, key, block);
+CREATE INDEX checkpoints_of_model_by_use ON checkpoints (model, used, key, block);
+CREATE INDEX checkpoints_of_model_by_rank ON checkpoints (model, {RANK}, used, key, block);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY,
     root BLOB NOT NULL,

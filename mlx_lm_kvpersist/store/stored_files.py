@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -151,16 +151,16 @@ class StoredFiles:
             if too_much <= 0:
                 return True
             pinned, by_value = self.index.pinned_blocks(), self.limits.evict == VALUE
-            own, over_share = self._over_share(n_bytes, root, too_much)
-            first = {one: self._first(one, keep, pinned) for one in self.index.root_keys()}
+            model, over_share = self._over_share(n_bytes, root, too_much)
+            first = {one: self._first(one, keep, pinned) for one in self.index.models()}
             clock = self.index.clock
             while too_much > 0:
                 victims = {one: victim for one, victim in first.items() if victim is not None}
                 if not victims:
                     self.index.database.empty_log()  # the rows of what went take room no longer
                     return self._excess(n_bytes) <= 0
-                of_own = own.intersection(victims) if over_share > 0 else ()
-                of = min(of_own or victims, key=victims.__getitem__)
+                has_own = over_share > 0 and model in victims
+                of = model if has_own else min(victims, key=victims.__getitem__)
                 rank, *_, key = victims[of]
                 if by_value and rank > clock:
                     self.index.clock = clock = rank
@@ -175,33 +175,29 @@ class StoredFiles:
                     too_much = self._excess(n_bytes)
         return True
 
-    def _over_share(
-        self, n_bytes: int, root: Root | None, too_much: int
-    ) -> tuple[set[bytes], float]:
-        """Return the roots of the model that has most, and what it has above its share, in bytes.
+    def _over_share(self, n_bytes: int, root: Root | None, too_much: int) -> tuple[str, float]:
+        """Return the model that has most, and what it has above its share, in bytes.
 
         The share is one of what the store can have: other files may have filled the volume.
         """
         sizes = Counter({root.fingerprint: n_bytes} if root is not None else {})
-        roots: dict[str, set[bytes]] = defaultdict(set)
         for one, totals in self.index.roots():
             sizes[one.fingerprint] += totals.n_bytes
-            roots[one.fingerprint].add(one.key)
         if len(sizes) < 2:
-            return set(), 0
+            return "", 0
         ((model, most),) = sizes.most_common(1)
         room = self.used_bytes() + n_bytes - too_much
-        return roots[model], most - self.limits.model_share * room
+        return model, most - self.limits.model_share * room
 
     def _first(
-        self, root: bytes, keep: Collection[bytes], pinned: Collection[bytes]
+        self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
     ) -> tuple[float, bool, float, bytes] | None:
-        """Return the leaf or checkpoint of a root that goes first: rank, kind, use, key.
+        """Return the leaf or checkpoint of a model that goes first: rank, kind, use, key.
 
         One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
         of its rank, which were kept for blocks before it.
         """
-        order = self.limits.evict, root
+        order = self.limits.evict, model
         leaves = (
             (rank, False, used, key)
             for rank, used, key in self.index.unused_leaves(*order)

@@ -191,8 +191,9 @@ def find_the_first_to_go(one: Many) -> None:
 
 def find_the_first_of_a_model_to_go(one: Many) -> None:
     """All others would go before it."""
-    assert [place[-1] for place in one.index.unused_leaves(VALUE, OTHER.key)] == [one.other.key]
-    assert [place[-1] for place in one.index.unused_leaves(LRU, OTHER.key)] == [one.other.key]
+    for evict in (VALUE, LRU):
+        ((*_, key),) = one.index.unused_leaves(evict, OTHER.fingerprint)
+        assert key == one.other.key
 
 
 def add_one_and_remove_it(one: Many) -> None:

@@ -291,7 +291,7 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
     save_for(store, ROOT, *range(8))
     with closing(store):
         assert store.turns_saved == 1 and store.index.totals().n_blocks == 8
-        assert store.disk.files._over_share(0, ROOT, 0) == (set(), 0)
+        assert store.disk.files._over_share(0, ROOT, 0) == ("", 0)
 
 
 # What plugins and the model's pace say.
