@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
 from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 from mlx_lm_kvpersist.store.block_store import StoreLimits
 from models_check.build import build
@@ -31,6 +32,7 @@ TURN_S = (N_TOOL + N_REPLY) / TOKENS_PER_S
 def model(folder: Path, max_loss_s: float = MAX_LOSS_S) -> StoredModel:
     """Return a tiny model that counts as computing `TOKENS_PER_S`."""
     made = build("qwen3_next")
+    end_on_grid(made)
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=max_loss_s)
     stored = StoredModel(made, ModelCacheSpec.probe(made), folder, limits)
     for n_tokens in (512, 1024, 512, 1024):
