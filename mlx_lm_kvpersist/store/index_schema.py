@@ -10,7 +10,7 @@ from ..errors import StoreFormatError
 from .records import SESSION_COLUMNS, read_root, read_sessions
 from .worth import MOST_BRANCHES
 
-INDEX_FORMAT = 5
+INDEX_FORMAT = 6
 """The format of the store as a whole. A store of another format is refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
