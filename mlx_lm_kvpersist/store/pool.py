@@ -1,7 +1,8 @@
 """The first tier: blocks in RAM under a byte budget; those of least worth are evicted first.
 
 Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
-are shared and never changed. No step looks at all entries: evicting takes O(log n).
+are shared and never changed. Evicting takes O(log n). A heap is made anew, in O(n), when most of it
+is out of date: after at least as many steps as it has entries.
 """
 
 from __future__ import annotations
