@@ -48,8 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "24 to 32 times": {"factors": (24.0, 32.0)},
     "64 to 128 times, first and last layer": {"factors": (64.0, 128.0), "layers": (0, -1)},
 }
-BEFORE = "before"
-LAYOUTS = (DEFAULT_BITS, "8", "k8v4", "k5v4", "4", BEFORE)
+LAYOUTS = (DEFAULT_BITS, "8", "k8v4", "k5v4", "4")
 QUESTIONS = Path(__file__).with_name("questions.txt")
 
 
@@ -124,15 +123,11 @@ def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the bits of each layout, then what it costs on each text."""
-    makers: dict[str, Any] = {}
-    bits = {}
-    for name in layouts:
-        if name == BEFORE:
-            makers[name], bits[name] = lambda: [Rounded() for _ in model.layers], "5.50"
-        else:
-            spec = served(model, rotated(name), "dequantize")
-            makers[name], bits[name] = spec.make_cache, f"{spec.bits_per_number:.2f}"
-    yield {"text": "bits a number", **bits}
+    specs = {name: served(model, rotated(name), "dequantize") for name in layouts}
+    makers: dict[str, Any] = {name: spec.make_cache for name, spec in specs.items()}
+    makers["before"] = lambda: [Rounded() for _ in model.layers]
+    bits = {name: f"{spec.bits_per_number:.2f}" for name, spec in specs.items()}
+    yield {"text": "bits a number", **bits, "before": "5.50"}
     for path in texts:
         begin, ids = encode(tokenizer, path.read_text(encoding="utf-8"))
         if len(ids) < n_tokens:

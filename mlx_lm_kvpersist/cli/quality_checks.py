@@ -16,7 +16,6 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache.geometry.evening import even_out
 from ..cache.geometry.precision import PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
 from ..cache.live.attention import Strategy
@@ -84,7 +83,6 @@ def served(
     They are measured unless `attention` names a strategy. Raises ModelNotSupported where nothing of
     the model is kept.
     """
-    even_out(model)
     spec = ModelCacheSpec.probe(model, choice)
     return completed(planning(model, spec, attention))
 

@@ -11,7 +11,6 @@ from typing import Any
 from mlx_lm.utils import load
 from rich.table import Table
 
-from ..cache.geometry.evening import even_out
 from ..cache.geometry.fingerprint import hash_once, local_path, model_fingerprint
 from ..cache.geometry.precision import FULL_BITS, PrecisionChoice
 from ..cache.geometry.spec import ModelCacheSpec
@@ -49,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
     model, _ = load_named(args.model, args.adapter_path)
     choice = precision_of(args)
     verdict = verdict_of(args, choice)
-    even_out(model)
     try:
         spec = ModelCacheSpec.probe(model, verdict.choice(choice) if verdict else choice)
     except ModelNotSupported as error:

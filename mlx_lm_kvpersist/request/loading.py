@@ -24,7 +24,6 @@ import mlx.core as mx
 
 from .. import __version__
 from ..cache.blocks.canary import warming_up
-from ..cache.geometry.evening import even_out
 from ..cache.geometry.fingerprint import (
     content_hash,
     hash_once,
@@ -115,7 +114,6 @@ class Preparation:
         self._model = weakref.proxy(provider.model)
         self._fingerprint = self._files.fingerprint or ""
         verdict, choice = self._choice()
-        even_out(self._model)
         spec, known = self._known(choice)
         end_on_grid(self._model)
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))

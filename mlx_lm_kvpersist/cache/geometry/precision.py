@@ -169,7 +169,7 @@ class PrecisionChoice:
 def layout_in_words(layout: str) -> str:
     """Return a layout for people: "keys 4 to 6 bits, values 4, rotated"; as it is if unknown."""
     parts = [part.partition("*")[0] for part in layout.split(",")]
-    names = [part for part in parts if not re.fullmatch(r"state|[cw]\d+|e[0-9a-f]+", part)]
+    names = [part for part in parts if part != "state" and not re.fullmatch(r"[cw]\d+", part)]
     try:
         precisions = [parse_precision(name) for name in names]
     except ValueError:

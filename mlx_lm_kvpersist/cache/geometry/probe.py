@@ -18,7 +18,6 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from ...errors import ModelNotSupported
 from ..live.quantized import SequenceQuantizedKVCache
 from ..steps import Steps
-from .evening import evened_name
 from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
 from .spec import LayerGroup, ModelCacheSpec, TensorShape, dtype_name
@@ -106,7 +105,7 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
             for number in group.slots:
                 assert type(slots[number]) is KVCache
                 slots[number] = SequenceQuantizedKVCache(group.precision)
-    return ModelCacheSpec(tuple(groups), replaced(caches, slots), evened=evened_name(model))
+    return ModelCacheSpec(tuple(groups), replaced(caches, slots))
 
 
 def position_limit(model: Any) -> int | None:

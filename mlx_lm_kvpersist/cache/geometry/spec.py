@@ -118,15 +118,13 @@ class ModelCacheSpec:
 
     `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
     sequences of unequal length can be decoded together with correct results; else the model mixes
-    rows up, fails, or its caches cannot be merged. `evened` is the `evened_name` of the model.
-    `plans` has, by the name of a quantized group, its attention plan; layers without a plan
-    dequantize.
+    rows up, fails, or its caches cannot be merged. `plans` has, by the name of a quantized
+    group, its attention plan; layers without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
     template: Sequence[Any] = field(repr=False, compare=False)
     batches: bool = True
-    evened: str = ""
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -203,15 +201,14 @@ class ModelCacheSpec:
         It lists the precisions of layers in order, with their number if they differ:
         "k8rv4rb64*1,k6rv4rb64*12,k8rv4rb64*1,c256". "c256" says that queries see their own block of
         the grid as it was computed, that an unfinished one is stored so, and that scales and biases
-        have 16 bits. "e" and a hash says by what key channels are divided (`even_out`).
+        have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
         parts = [form if len(runs) == 1 else f"{form}*{length}" for form, length in runs]
         windows = [f"w{window}" for window in self.sliding]
         grid = [f"c{GRID}"] * bool(self.quantized)
-        state = ["state"] * bool(self.recurrent)
-        return ",".join([*parts, *grid, *windows, *state, *[self.evened] * bool(self.evened)])
+        return ",".join([*parts, *grid, *windows, *["state"] * bool(self.recurrent)])
 
     @cached_property
     def bytes_per_token(self) -> int:

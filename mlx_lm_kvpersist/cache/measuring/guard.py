@@ -29,8 +29,8 @@ LIMIT_NATS = 0.01
 _FALLBACKS = ((8, 4), (8, 8), (FULL_BITS, FULL_BITS))
 """Bits of keys and of values that are taken in turn where the default is not borne."""
 
-_KEY = "guard/2/"
-"""The number grows when texts, limits or evening change: then models are judged anew."""
+_KEY = "guard/1/"
+"""The number grows when texts or limits change: then models are judged anew."""
 _LEAST_TOKENS = 8
 """Of a step, however slow the device: a request waits as if its prompt had 16 tokens more."""
 

@@ -205,7 +205,6 @@ def test_what_is_asked_for_names_what_to_try() -> None:
         ("full*1,4b64*3", "keys 4 bits, values 4, some layers in full precision"),
         ("full", "full precision"),
         ("full,w128,state", "full precision"),
-        ("k6rv4rb64,c256,state,e1a2b3c4d", "keys 6 bits, values 4, rotated"),
         ("8b64,w128", "keys 8 bits, values 8"),
         ("w128", "windows and states alone"),
         ("state", "windows and states alone"),
