@@ -66,6 +66,10 @@ def unpack_ids(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
+BLOCK_TOKENS = 256
+"""Of a whole block."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A block of up to 256 tokens.

@@ -86,13 +86,18 @@ def _read(index: Index) -> tuple[list[_Part], dict[str, int]]:
     for session in index.sessions():
         ends[session.leaf].append(session)
     n_through = {key: len(found) for key, found in ends.items()}
-    for key, parent, *_ in reversed(rows):
+    last_used: dict[bytes, float] = {}
+    """Of a block, or of those behind it: a use marks the end of a chain only."""
+    for key, parent, *_, used in reversed(rows):
         if n := n_through.get(key):
             n_through[parent] = n_through.get(parent, 0) + n
+        last_used[key] = max(used, last_used.get(key, used))
+        last_used[parent] = max(last_used[key], last_used.get(parent, 0.0))
     parts: list[_Part] = []
     part_of: dict[bytes, _Part] = {}
     now, ages = time.time(), dict.fromkeys([*_AGES_S, "longer ago"], 0)
-    for key, parent, root, _, n_tokens, n_bytes, used in rows:
+    for key, parent, root, _, n_tokens, n_bytes, _ in rows:
+        used = last_used[key]
         above, n_sessions = part_of.get(parent), n_through.get(key, 0)
         part = above
         # Either all sessions of the block before go on here, or another part begins.

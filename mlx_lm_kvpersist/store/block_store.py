@@ -332,9 +332,9 @@ class BlockStore:
     def is_safe(self, key: bytes) -> bool:
         """Say whether a block or checkpoint is below RAM, or on its way there."""
         entry = self.pool.get(key)
-        if entry is None:
+        if entry is None or entry.is_stored:  # another process may have evicted it since
             return any(key in tier for tier in self.below)
-        return entry.is_stored or self.writer.will_write(key)
+        return self.writer.will_write(key)
 
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which sessions of other names end.

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ..block import Block, Checkpoint, Record, Root
+from ..block import BLOCK_TOKENS, Block, Checkpoint, Record, Root
 from ..match.tree import FEW, MAX_ALIKE, nearest
 from .database import Database
 from .index_schema import RANK, faults, prepare
@@ -399,7 +399,7 @@ class Index:
         with self.database.transaction() as db:
             clock, hits = self.clock, going_on(commit.share)
             sizes = [(b.n_tokens, n) for b, n in blocks if isinstance(b, Block)]
-            worth_of_all = self._worth(commit, *map(sum, zip(*sizes, strict=True))) if sizes else 0
+            worth_of_all = self._worth(commit, sizes) if sizes else 0
 
             def row(b: Block, n: int) -> tuple[Any, ...]:
                 worth = worth_of_all * commit.scores.get(b.key, 1.0)
@@ -430,16 +430,19 @@ class Index:
                 checkpoints,
             )
 
-    def _worth(self, commit: Commit, n_tokens: int, n_bytes: int) -> float:
+    def _worth(self, commit: Commit, sizes: Sequence[tuple[int, int]]) -> float:
         """Return what a MiB of a root's blocks is worth, in seconds to compute it.
 
-        It is a power of two, and stays until new blocks are found to be worth half or twice as
-        much: where all are worth the same, what was used last stays.
+        It is a power of two, and stays until whole new blocks are found to be worth half or twice
+        as much: where all are worth the same, what was used last stays. `sizes` are the tokens and
+        bytes of the new blocks; an unfinished one is stored as computed, and takes more.
         """
+        whole = [size for size in sizes if size[0] == BLOCK_TOKENS]
+        n_tokens, n_bytes = map(sum, zip(*(whole or sizes), strict=True))
         root, found = commit.root, mib_s(commit.token_s, n_tokens, n_bytes)
         query = "SELECT worth FROM roots WHERE key = ?"
         for (worth,) in self.ask(query, root.key, types=(float,)):
-            if commit.token_s is None or not n_tokens or worth / 2 < found < worth * 2:
+            if commit.token_s is None or not whole or worth / 2 < found < worth * 2:
                 return float(worth)
         worth = 2.0 ** round(math.log2(found))
         with self.database.transaction() as db:

@@ -269,11 +269,12 @@ class BlockPool:
     def drop_unpinned(self, key: bytes, *, written: bool = True) -> None:
         """Do what `drop` does, unless a commit waits to be written with this block or checkpoint.
 
-        `written` says whether one that a tier below has is dropped, too.
+        `written` says whether one that a tier below has is dropped, too. Of a block that is not
+        here the checkpoints may be.
         """
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and not entry.pins and (written or not entry.is_stored):
+            if entry is None or (not entry.pins and (written or not entry.is_stored)):
                 self.drop(key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:

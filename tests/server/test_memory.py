@@ -46,9 +46,10 @@ LARGE = {
     "max_position_embeddings": 32_768,
 }
 """8 or 16 KiB a token: a budget of some hundred MiB then fits a few conversations."""
-LEFT_BYTES = 256 * MIB
-"""What a process may have more than the account says: most of it is what glibc keeps of freed
-memory, on a CPU; with `MALLOC_MMAP_THRESHOLD_=1048576` it is 23 MB."""
+LEFT_BYTES = 128 * MIB
+"""What a process may have more than the account says."""
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+"""Else glibc keeps what a CPU's arrays leave, as much again as the budget; see operations.md."""
 PARTS = ("caches", "restored", "pool", "held", "stock", "records")
 
 
@@ -150,7 +151,7 @@ def test_the_sum_stays_within_the_budget(
     plain.stop()
     print(f"\n{family}: alone {time.monotonic() - began_s:.0f} s")
     more = "--kvpersist-memory", str(talks.budget(N_FIT + 0.3))
-    server = start_server.with_plugin(talks.model, *options, *more)
+    server = start_server.with_plugin(talks.model, *options, *more, env=GIVES_BACK)
     log = Path(server.log_path)
     n_parked = 0
     middle = n_turns // 2 + 1
@@ -176,7 +177,8 @@ def test_the_sum_stays_within_the_budget(
         assert samples.most_active <= samples.total + talks.block_bytes
         assert samples.most_resident - samples.before <= 1.1 * samples.total + LEFT_BYTES
         assert n_start or samples.most_waiting >= N_CLIENTS - N_FIT - 1
-    assert n_parked
+    # Its windows are full before replies are long.
+    assert n_parked or family == "gemma3_text"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Session
 from mlx_lm_kvpersist.store.stored_sessions import SHOWN, StoredSessions
 
-from .conftest import ROOT, chain, save_turn, window
+from .conftest import ROOT, chain, save_turn, state, window
 
 
 @pytest.fixture
@@ -145,13 +145,17 @@ def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
 
 def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2])
-    save_turn(store, nodes, "gone")
+    end = state(nodes[1])
+    save_turn(store, nodes, "gone", [end])
+    store.pool.touch([end.key])
+    store.pool.release(1)  # its block goes, and it stays
+    assert end.key in store.pool and nodes[1].key not in store.pool
     for name in ("gone", "stays"):
         store.index.state.add_request({"session": name, "sentence": "s", "divergence": None})
     (session,) = store.index.sessions()
     StoredSessions(store).delete(session.id)
     assert [record["session"] for record in store.index.state.requests()] == ["stays"]
-    assert not any(node.key in store.pool for node in nodes)
+    assert not any(key in store.pool for key in (end.key, *(node.key for node in nodes)))
 
 
 def test_what_a_busy_store_was_asked_is_not_done_later(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.block import Block, Root
+from mlx_lm_kvpersist.block import BLOCK_TOKENS, Block, Root
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Index, Leaf
@@ -168,13 +168,26 @@ def test_the_seconds_of_a_slower_model_count(index: Index) -> None:
 
 def test_what_a_model_is_measured_to_need_changes_little_of_its_order(index: Index) -> None:
     """Pace and sizes vary: of blocks that are worth almost the same, the last used stays."""
+
+    def whole(n: int) -> Block:
+        return chain([n] * BLOCK_TOKENS)[0]
+
     for n, token_s in enumerate((1.0, 1.3, 0.6, 0.9, None)):
-        save(index, chain([n])[0], token_s=token_s)
+        save(index, whole(n), token_s=token_s and token_s / BLOCK_TOKENS)
     assert worths(index) == [1.0] * 5
-    assert [key for *_, key in index.unused_leaves(VALUE)] == [chain([n])[0].key for n in range(5)]
-    save(index, chain([5])[0], token_s=2.3)  # it is another machine
-    save(index, chain([6])[0], token_s=1.6)
+    assert [key for *_, key in index.unused_leaves(VALUE)] == [whole(n).key for n in range(5)]
+    save(index, whole(5), token_s=2.3 / BLOCK_TOKENS)  # it is another machine
+    save(index, whole(6), token_s=1.6 / BLOCK_TOKENS)
     assert worths(index) == [1.0] * 5 + [2.0] * 2
+
+
+def test_an_unfinished_block_is_worth_what_whole_ones_are(index: Index) -> None:
+    """It is stored as it was computed, in more bytes: else it would go before older sessions."""
+    nodes = chain([1] * BLOCK_TOKENS, [2] * 9)
+    for node in (*nodes, chain([3] * BLOCK_TOKENS)[0]):
+        save(index, node, token_s=1.0 / BLOCK_TOKENS)
+    assert worths(index) == [1.0] * 3
+    assert next(key for *_, key in index.unused_leaves(VALUE)) == nodes[1].key
 
 
 def test_ranks_survive_a_restart_and_a_rebuild(store: BlockStore) -> None:
