@@ -40,7 +40,7 @@ _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_
 class _Part:
     """Blocks that `n_sessions` go through.
 
-    `bytes_on` and `used` count the parts that go on from it, too.
+    `bytes_on` and `used` count the parts that go on from it, too. Seconds are since 1970.
     """
 
     number: int
@@ -115,7 +115,6 @@ def _read(index: Index) -> tuple[list[_Part], dict[str, int]]:
         part.bytes_on += part.n_bytes
         if part.above is not None:
             part.above.bytes_on += part.bytes_on
-            part.above.used = max(part.above.used, part.used)
     return parts, ages
 
 
