@@ -12,15 +12,13 @@ import ctypes
 import json
 import os
 import random
-import re
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Any, TextIO
@@ -44,49 +42,23 @@ _KEPT, _MOST_TURNS = 6, 4
 """How many conversations a stream may go on with, and how many turns each may have."""
 _KNOWN = ("caches", "pool", "held", "unused")
 _GREW = 1.1
-_SLACK = {"memory_bytes": 64 << 20, "n_files": 8, "n_threads": 8}
-"""A server grows whose typical figures rise by more than a tenth and this."""
+_SLACK_BYTES = 64 << 20
+"""A server grows whose typical memory rises by more than a tenth and this."""
 _LEAST_SAMPLES = 12
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a process takes at one moment; None where the system does not say."""
+def memory_of(pid: int) -> int:
+    """Return the bytes of resident memory of a process of this user; 0 where it is not known.
 
-    memory_bytes: int | None
-    """Resident memory; on a Mac the footprint, which counts the GPU's memory."""
-    n_files: int | None
-    n_threads: int | None
-
-    @classmethod
-    def typical(cls, samples: Sequence[Sample]) -> Sample:
-        """Return the median of each figure, None where one is not known or there is no sample."""
-        figures = zip(*map(astuple, samples or [cls(None, None, None)]), strict=True)
-        return cls(*(None if None in each else median_low(each) for each in figures))
-
-    @classmethod
-    def of(cls, pid: int) -> Sample:
-        """Return what a process of this user takes. Raises OSError where it has ended."""
-        if sys.platform == "darwin":
-            # struct rusage_info_v0 of sys/resource.h: a UUID, then ri_phys_footprint is the eighth.
-            usage = (ctypes.c_uint64 * 12)()
-            failed = ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
-            files = _output("lsof", "-a", "-d", "0-99999", "-F", "f", "-p", str(pid))
-            threads = _output("ps", "-M", "-p", str(pid)).splitlines()
-            n_files = len(re.findall("^f", files, re.MULTILINE))
-            return cls(None if failed else usage[9], n_files or None, len(threads) - 1 or None)
-        process = Path("/proc") / str(pid)
-        status = dict(re.findall(r"(\w+):\s+(\d+)", (process / "status").read_text()))
-        n_files = len(os.listdir(process / "fd"))
-        return cls(1024 * int(status["VmRSS"]), n_files, int(status["Threads"]))
-
-    def __str__(self) -> str:
-        memory = "?" if self.memory_bytes is None else show_bytes(self.memory_bytes)
-        return f"{memory}, {self.n_files or '?'} files, {self.n_threads or '?'} threads"
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    On a Mac it is the footprint, which counts the GPU's memory. Raises OSError for one that ended.
+    """
+    if sys.platform == "darwin":
+        # struct rusage_info_v0 of sys/resource.h: a UUID, then ri_phys_footprint is the eighth.
+        usage = (ctypes.c_uint64 * 12)()
+        ctypes.CDLL(None).proc_pid_rusage(pid, 0, ctypes.byref(usage))
+        return usage[9]
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
 
 
 @dataclass
@@ -102,8 +74,8 @@ class Soak:
     options: Sequence[str]
     n_tokens: int = MOST_TOKENS
     log: TextIO | None = None
-    samples: list[Sample] = field(default_factory=list)
-    """Their memory is without the conversations, and without the freed buffers that MLX keeps."""
+    samples: list[int] = field(default_factory=list)
+    """Bytes of memory without the conversations and the freed buffers that MLX keeps."""
     most_bytes: int = 0
     replies: list[Reply] = field(default_factory=list)
     n_evicted: int = 0
@@ -134,16 +106,14 @@ class Soak:
     @property
     def grew(self) -> bool:
         """Whether the server took more in the last quarter of the time than in the second."""
-        before, after = map(asdict, self._quarters())
-        return len(self.samples) >= _LEAST_SAMPLES and any(
-            (after[name] or 0) > _GREW * (before[name] or 0) + slack
-            for name, slack in _SLACK.items()
-        )
+        before, after = self._quarters()
+        return len(self.samples) >= _LEAST_SAMPLES and after > _GREW * before + _SLACK_BYTES
 
-    def _quarters(self) -> list[Sample]:
-        """Return typical samples of the second and of the last quarter of the time."""
+    def _quarters(self) -> tuple[int, int]:
+        """Return the median of the second and of the last quarter of the samples."""
         n = -(-len(self.samples) // 4)
-        return [Sample.typical(self.samples[part]) for part in (slice(n, 2 * n), slice(-n, None))]
+        second, last = self.samples[n : 2 * n] or [0], self.samples[-n:] or [0]
+        return median_low(second), median_low(last)
 
     @property
     def _left_s(self) -> float:
@@ -178,27 +148,25 @@ class Soak:
         """Take a sample; return a line about the run so far."""
         try:
             stats = ask(server.url, STATS_PATH)
-            sample = Sample.of(server.pid)
+            n_bytes = memory_of(server.pid)
         except (OSError, KVPersistError) as error:
             raise server.failure(str(error)) from error
         self.n_evicted = sum(tier["evicted"] for tier in stats["store"]["tiers"].values())
-        if sample.memory_bytes is not None:
-            self.most_bytes = max(self.most_bytes, sample.memory_bytes)
-            known = sum((stats["memory"] or {}).get(part, 0) for part in _KNOWN)
-            sample = replace(sample, memory_bytes=max(0, sample.memory_bytes - known))
-        self.samples.append(sample)
+        self.most_bytes = max(self.most_bytes, n_bytes)
+        known = sum((stats["memory"] or {}).get(part, 0) for part in _KNOWN)
+        self.samples.append(max(0, n_bytes - known))
         left_s, n_requests = round(self._left_s), len(self.replies)
         if self.log is not None:
             seen = {"left_s": left_s, "requests": n_requests, "evicted": self.n_evicted}
-            print(json.dumps(seen | asdict(sample)), file=self.log, flush=True)
+            print(json.dumps({**seen, "memory_bytes": self.samples[-1]}), file=self.log, flush=True)
             os.fsync(self.log.fileno())
-        return f"soak: {left_s} s left, {n_requests} requests, {sample}"
+        return f"soak: {left_s} s left, {n_requests} requests, {show_bytes(self.samples[-1])}"
 
     def seen(self) -> str:
         """Return what was seen, in one line."""
         n_reused = sum(each.cached_tokens for each in self.replies)
         n_computed = sum(each.prompt_tokens for each in self.replies) - n_reused
-        quarters = " and ".join(map(str, self._quarters()))
+        quarters = " and ".join(map(show_bytes, self._quarters()))
         return (
             f"{len(self.replies)} requests, {n_computed:,} tokens computed and {n_reused:,} "
             f"reused, {self.n_evicted:,} evicted; memory {show_bytes(self.most_bytes)} at most; in "

@@ -1,19 +1,19 @@
 """The first tier: blocks in RAM under a byte budget; those of least worth are evicted first.
 
 Of blocks of tokens only leaves are evicted, unless all are pinned. Any thread may call it. Arrays
-are shared and never changed. Evicting takes O(log n). A heap is made anew, in O(n), when most of it
-is out of date: after at least as many steps as it has entries.
+are shared and never changed. Every change takes O(log n).
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import RLock
 from typing import Any
+
+from sortedcontainers import SortedList
 
 from ..block import Block, Checkpoint, Record
 from ..errors import PoolFull
@@ -34,8 +34,8 @@ class KVBlock:
     it, `prefetched` the prompts that it was prefetched for. `tier` is where it was read from, and
     `read_s` how long that took, until a restore with it has been completed: only then is it as
     good as one that was computed here. Entries with a low `rank` are evicted first, those with a
-    low `used` first of equal ones; `place` is the number of its item in the pool's order. `worth`
-    is what plugins say.
+    low `used` first of equal ones; `order` and `item` say where it waits for that. `worth` is what
+    plugins say.
     """
 
     block: Record
@@ -48,7 +48,8 @@ class KVBlock:
     read_s: float = 0.0
     rank: float = 0.0
     used: int = 0
-    place: int = 0
+    order: SortedList | None = None
+    item: tuple[float, int, bytes] = (0.0, 0, b"")
     worth: float = 1.0
     habit: Habit = field(default_factory=Habit)
 
@@ -79,12 +80,10 @@ class BlockPool:
         """The blocks that continue a block, by its key: sorted by text, and by packed ids; of equal
         ones by key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
-        self._unneeded: list[_Item] = []
-        self._spare: list[_Item] = []
-        """Two heaps: what may be evicted, and what may be when that is not enough, because a tier
-        below has it, too. An item counts while its number is its entry's place, and its rank may
-        be older than its entry's."""
-        self._n_items = self._n_uses = 0
+        self._unneeded, self._spare = SortedList(), SortedList()
+        """What may be evicted, and what may be when that is not enough, because a tier below has
+        it, too: rank, last use and key of each, as they were when it came here."""
+        self._n_uses = 0
         self._clock = 0.0
         self._roots: dict[bytes, Habit] = {}
         self._gone: dict[bytes, None] = {}
@@ -247,7 +246,7 @@ class BlockPool:
                 if not self._by_use:
                     entry.rank += (worth - entry.worth) * entry.habit.expected_hits
                 entry.worth = worth
-                self._requeue(key)
+                self._requeue(key, anew=True)
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
         """Say of entries whether a tier below has them; without, they stay for waiting commits."""
@@ -315,7 +314,8 @@ class BlockPool:
         with self._lock:
             for by_key in (self._entries, self._children, self._checkpoints):
                 by_key.clear()
-            self._unneeded, self._spare = [], []
+            self._unneeded.clear()
+            self._spare.clear()
             self._gone.clear()
             self._roots.clear()
             self.n_bytes = self.held_bytes = self.checkpoint_bytes = self.n_checkpoints = 0
@@ -343,6 +343,7 @@ class BlockPool:
 
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
+        self._unqueue(entry)
         block = entry.block
         self._count(entry, -1)
         if isinstance(block, Checkpoint):
@@ -362,7 +363,7 @@ class BlockPool:
     # The order in which entries go.
 
     def _use(self, entry: KVBlock) -> None:
-        """Raise the rank of an entry that is used. Its item in a heap follows when it is met."""
+        """Raise the rank of an entry that is used. Its item follows when it is the first."""
         self._n_uses += 1
         entry.used = self._n_uses
         if not self._by_use:
@@ -379,8 +380,8 @@ class BlockPool:
         parent = self._entries.get(block.parent)
         return parent.habit if parent else None
 
-    def _heap_of(self, entry: KVBlock) -> list[_Item] | None:
-        """Return the heap that an entry belongs to now; None if it must stay."""
+    def _order_of(self, entry: KVBlock) -> SortedList | None:
+        """Return the order in which an entry waits to go; None if it must stay."""
         # Without its parent a block is of no use, so parents stay as long as they have any. Nothing
         # needs a checkpoint, and its key is no parent's.
         if not entry.pins and not entry.prefetched and entry.block.key not in self._children:
@@ -388,41 +389,38 @@ class BlockPool:
         # Turns that wait may need whole conversations. What is on disk can be read again.
         return self._spare if entry.is_stored and not entry.prefetched else None
 
-    def _requeue(self, key: bytes) -> None:
-        """Put an entry, if it is here, into the heap that it belongs to now."""
+    def _requeue(self, key: bytes, *, anew: bool = False) -> None:
+        """Let an entry, if it is here, wait in the order that it belongs to now; by its rank now.
+
+        With `anew` also if it waits there already.
+        """
         if (entry := self._entries.get(key)) is None:
             return
-        if (heap := self._heap_of(entry)) is None:
-            entry.place = 0
-            return
-        if len(heap) > 2 * len(self._entries) + 64:
-            heap[:] = [item for item in heap if self._is_current(item, heap)]
-            heapq.heapify(heap)
-        self._n_items += 1
-        entry.place = self._n_items
-        heapq.heappush(heap, (entry.rank, entry.used, self._n_items, key))
+        if (order := self._order_of(entry)) is not entry.order or anew:
+            self._unqueue(entry)
+            entry.order, entry.item = order, (entry.rank, entry.used, key)
+            if order is not None:
+                order.add(entry.item)
 
-    def _is_current(self, item: _Item, heap: list[_Item]) -> bool:
-        entry = self._entries.get(item[-1])
-        return entry is not None and entry.place == item[-2] and self._heap_of(entry) is heap
+    def _unqueue(self, entry: KVBlock) -> None:
+        if entry.order is not None:
+            entry.order.remove(entry.item)
+            entry.order = None
 
-    def _next(self, heap: list[_Item]) -> bytes | None:
-        """Return the key of the lowest rank in a heap."""
-        while heap:
-            _, used, _, key = item = heap[0]
-            if not self._is_current(item, heap):
-                heapq.heappop(heap)
-            elif (entry := self._entries[key]).used != used:  # its rank is another by now
-                heapq.heapreplace(heap, (entry.rank, entry.used, entry.place, key))
-            else:
+    def _next(self, order: SortedList) -> bytes | None:
+        """Return the key of the lowest rank."""
+        while order:
+            key: bytes = order[0][-1]
+            if self._entries[key].used == order[0][1]:
                 return key
+            self._requeue(key, anew=True)  # its rank is another by now
         return None
 
-    def _evict(self, *heaps: list[_Item], down_to: int | None = None) -> int:
+    def _evict(self, *orders: SortedList, down_to: int | None = None) -> int:
         """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
-        heaps, before = heaps or (self._unneeded, self._spare), self.n_bytes
+        orders, before = orders or (self._unneeded, self._spare), self.n_bytes
         while self.n_bytes > (self.max_bytes if down_to is None else down_to):
-            key = next((key for heap in heaps if (key := self._next(heap)) is not None), None)
+            key = next((key for order in orders if (key := self._next(order)) is not None), None)
             if key is None:
                 break
             is_gone = not self._entries[key].is_stored
@@ -440,7 +438,3 @@ class BlockPool:
         self._gone[key] = None
         if len(self._gone) > _MAX_GONE:
             del self._gone[next(iter(self._gone))]
-
-
-_Item = tuple[float, int, int, bytes]
-"""Rank, last use, number and key of an entry."""

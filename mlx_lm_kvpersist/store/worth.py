@@ -4,7 +4,7 @@
 
 A tier evicts the leaf or checkpoint of the lowest rank, of equal ones the least recently used, and
 sets its clock to that rank: what is not used ages by what goes meanwhile. Each rank stays as it is
-until the block is used again, so an ordered index or a heap finds the lowest.
+until the block is used again, so an ordered index or a sorted list finds the lowest.
 
 GDSF is Cherkasova's (Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching
 Policy, HP Labs, HPL-98-69, 1998). Only leaves go, as in RAGCache's prefix-aware GDSF (Jin et al.,

@@ -319,14 +319,14 @@ def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
 def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, pinned or not."""
     n_looks = 0
-    heap_of = BlockPool._heap_of
+    order_of = BlockPool._order_of
 
     def counted(pool: BlockPool, entry: KVBlock) -> object:
         nonlocal n_looks
         n_looks += 1
-        return heap_of(pool, entry)
+        return order_of(pool, entry)
 
-    monkeypatch.setattr(BlockPool, "_heap_of", counted)
+    monkeypatch.setattr(BlockPool, "_order_of", counted)
     looks = []
     for n in (100, 3000):
         pool = BlockPool(max_bytes=20 * n)

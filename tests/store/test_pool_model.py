@@ -341,5 +341,7 @@ def check_sums(pool: BlockPool) -> None:
     assert pool.checkpoint_bytes == sum(e.n_bytes for e in points)
     assert pool.n_checkpoints == len(points) == sum(map(len, found))
     assert len(pool) - len(points) == sum(len(c["text"]) for c in pool._children.values())
-    queued = {item[-1] for heap in (pool._unneeded, pool._spare) for item in heap}
-    assert {e.block.key for e in entries if pool._heap_of(e) is not None} <= queued
+    for order in (pool._unneeded, pool._spare):
+        assert {item[-1] for item in order} == {
+            e.block.key for e in entries if pool._order_of(e) is order
+        }
