@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..cache.geometry.probe import position_limit
 from ..cache.geometry.spec import ModelCacheSpec
-from ..cache.measuring.divergence import Estimate, Predictions, part_means
+from ..cache.measuring.divergence import Predictions, part_means
 from ..cache.measuring.guard import Verdict, precision_in_words
 from ..cache.measuring.texts import encode, placed
 from ..config import DEFAULT_BITS, KV_BITS, precision_of
@@ -38,47 +38,9 @@ _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
 """Of the text before a chain of tool calls, so that it is longer than a block."""
 
+_ESTIMATES = ("perplexity", "perplexity_rise", "agreement", "divergence_nats")
 _Said = tuple[list[list[int]], list[list[int]]]
 """The ids of the replies to questions, and to prompts for tool calls."""
-
-
-@dataclass(frozen=True)
-class Replies:
-    """Of `tried` replies: how many begin as in the model's own precision, or make the same call.
-
-    `found` counts those that have what was asked for, a hidden number or the next tool call. None
-    where nothing is right or wrong.
-    """
-
-    tried: int
-    found: int | None
-    same: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """The results of one precision. None where something was not tried.
-
-    `perplexity_rise` is a share of the perplexity in the model's own precision, `agreement` the
-    share of next tokens chosen as there, `divergence_nats` the mean Kullback-Leibler divergence
-    from there, and `divergence_p99_nats` what 99 of 100 tokens stay below. `texts` has the mean of
-    each text, and `worst_text` names the highest. `bits_per_number` counts scales and biases.
-    """
-
-    precision: str
-    layout: str
-    bits_per_number: float
-    kv_bytes_per_token: float
-    perplexity: Estimate
-    perplexity_rise: Estimate
-    agreement: Estimate
-    divergence_nats: Estimate
-    divergence_p99_nats: float
-    texts: Mapping[str, float]
-    worst_text: str
-    replies: Replies | None
-    needles: Replies | None
-    tool_calls: Replies | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "needle_context": context,
         "template_takes_tools": bool(calls),
         "guard": str(verdict) if verdict else None,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
         "left_out": left_out,
     }
     about = (
@@ -148,24 +110,32 @@ def _questions(tokenizer: Any, text: str, n_context: int) -> list[list[int]]:
 
 def _judged(
     tokenizer: Any, expected_calls: Sequence[Any], said: _Said, own: _Said
-) -> dict[str, Replies | None]:
-    """Return what a row says of replies; `own` are those of the model's own precision."""
-    begun, own_begun = ([reply[: checks.FIRST_TOKENS] for reply in each[0]] for each in (said, own))
-    same = [its == mine for its, mine in zip(begun, own_begun, strict=True)]
+) -> dict[str, dict[str, int | None] | None]:
+    """Return what a row says of replies, and of tool calls; None where none was tried.
+
+    `same` counts those that begin, or call, as `own` do, those of the model's own precision, and
+    `found` those that have what was asked for: a hidden number, or the next tool call.
+    """
+    n_same, n_facts = [0, 0], len(checks.THINGS)
+    for number, (its, mine) in enumerate(zip(said[0], own[0], strict=True)):
+        is_same = its[: checks.FIRST_TOKENS] == mine[: checks.FIRST_TOKENS]
+        n_same[number < n_facts] += is_same
     facts = zip(checks.THINGS.values(), said[0], strict=False)
-    found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
+    n_found = sum(number in tokenizer.decode(reply).replace(",", "") for number, reply in facts)
     calls, own_calls = (
         [checks.tool_call_in(tokenizer, tokenizer.decode(reply)) or reply for reply in each[1]]
         for each in (said, own)
     )
-    right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
-    as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
+    n_right = sum(call == wanted for call, wanted in zip(calls, expected_calls, strict=True))
+    n_as_own = sum(its == mine for its, mine in zip(calls, own_calls, strict=True))
+
+    def counts(n_tried: int, n_found: int | None, n_same: int) -> dict[str, int | None] | None:
+        return {"tried": n_tried, "found": n_found, "same": n_same} if n_tried else None
+
     return {
-        "replies": Replies(len(same), None, sum(same)) if same else None,
-        "needles": Replies(len(checks.THINGS), found, sum(same[: len(checks.THINGS)]))
-        if same
-        else None,
-        "tool_calls": Replies(len(calls), right, as_own) if calls else None,
+        "replies": counts(len(said[0]), None, sum(n_same)),
+        "needles": counts(n_facts if said[0] else 0, n_found, n_same[True]),
+        "tool_calls": counts(len(calls), n_right, n_as_own),
     }
 
 
@@ -178,8 +148,14 @@ def _measured(
     questions: Sequence[list[int]],
     calls: Sequence[tuple[list[int], Any]],
     on_progress: Callable[[int, int], None],
-) -> list[Row]:
-    """Return the row of the model's own precision, then those of `specs`."""
+) -> list[dict[str, Any]]:
+    """Return the row of the model's own precision, then those of `specs`, as JSON has them.
+
+    `perplexity_rise` is a share of the perplexity in the model's own precision, `agreement` the
+    share of next tokens chosen as there, `divergence_nats` the mean Kullback-Leibler divergence
+    from there, and `divergence_p99_nats` what 99 of 100 tokens stay below. `texts` has the mean of
+    each text, and `worst_text` names the highest. `bits_per_number` counts scales and biases.
+    """
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]
     makers: dict[str, checks.MakeCache] = {name: spec.make_cache for name, spec in specs.items()}
@@ -213,21 +189,19 @@ def _measured(
         n_bytes = specs[name].bytes_per_token if name in specs else own_bytes
         texts = {text_name: whole[name].divergence_nats.value}
         texts |= part_means(parts[name].divergence, places)
-        row = Row(
-            precision=name,
-            layout=specs[name].layout if name in specs else "full",
-            bits_per_number=first.bits_per_number * n_bytes / first.bytes_per_token,
-            kv_bytes_per_token=float(n_bytes),
-            perplexity=whole[name].perplexity,
-            perplexity_rise=whole[name].perplexity_rise,
-            agreement=whole[name].agreement,
-            divergence_nats=whole[name].divergence_nats,
-            divergence_p99_nats=whole[name].divergence_p99_nats,
-            texts=texts,
-            worst_text=max(texts, key=lambda each: texts[each]),
-            **_judged(tokenizer, expected_calls, said[name], said[REFERENCE]),
+        rows.append(
+            {
+                "precision": name,
+                "layout": specs[name].layout if name in specs else "full",
+                "bits_per_number": first.bits_per_number * n_bytes / first.bytes_per_token,
+                "kv_bytes_per_token": float(n_bytes),
+                **{one: asdict(getattr(whole[name], one)) for one in _ESTIMATES},
+                "divergence_p99_nats": whole[name].divergence_p99_nats,
+                "texts": texts,
+                "worst_text": max(texts, key=lambda each: texts[each]),
+                **_judged(tokenizer, expected_calls, said[name], said[REFERENCE]),
+            }
         )
-        rows.append(row)
     return rows
 
 
@@ -276,22 +250,29 @@ def read_text(path: Path | None) -> tuple[str, str]:
     return str(path), content
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    def estimate(row: Mapping[str, Any], name: str, form: str) -> str:
+        return f"{row[name]['value']:{form}} ± {row[name]['error']:{form.lstrip('+')}}"
+
+    def share(row: Mapping[str, Any], name: str, counted: str) -> str:
+        counts = row[name]
+        return f"{counts[counted]} of {counts['tried']}" if counts else "-"
+
     cells = [
         [
-            row.precision,
-            f"{row.bits_per_number:.2f}",
-            show_bytes(row.kv_bytes_per_token),
-            f"{row.perplexity.value:.3f} ± {row.perplexity.error:.3f}",
-            f"{row.perplexity_rise.value:+.2%} ± {row.perplexity_rise.error:.2%}",
-            f"{row.agreement.value:.1%} ± {row.agreement.error:.1%}",
-            f"{row.divergence_nats.value:.4f} ± {row.divergence_nats.error:.4f}",
-            f"{row.divergence_p99_nats:.3f}",
-            f"{row.texts[row.worst_text]:.4f}, {row.worst_text}",
-            f"{row.replies.same} of {row.replies.tried}" if row.replies else "-",
-            f"{row.needles.found} of {row.needles.tried}" if row.needles else "-",
-            f"{row.tool_calls.found} of {row.tool_calls.tried}" if row.tool_calls else "-",
-            f"{row.tool_calls.same} of {row.tool_calls.tried}" if row.tool_calls else "-",
+            row["precision"],
+            f"{row['bits_per_number']:.2f}",
+            show_bytes(row["kv_bytes_per_token"]),
+            estimate(row, "perplexity", ".3f"),
+            estimate(row, "perplexity_rise", "+.2%"),
+            estimate(row, "agreement", ".1%"),
+            estimate(row, "divergence_nats", ".4f"),
+            f"{row['divergence_p99_nats']:.3f}",
+            f"{row['texts'][row['worst_text']]:.4f}, {row['worst_text']}",
+            share(row, "replies", "same"),
+            share(row, "needles", "found"),
+            share(row, "tool_calls", "found"),
+            share(row, "tool_calls", "same"),
         ]
         for row in rows
     ]
