@@ -10,7 +10,7 @@ import argparse
 import heapq
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -27,7 +27,6 @@ from .output import counted, shown, table, tell
 
 _MOST_PARTS = 40
 """The largest ones are drawn."""
-_MOST_MODELS = 20
 _MOST_CHARS = 60
 _BAR = 20
 _IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
@@ -38,16 +37,16 @@ _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_
 
 @dataclass(eq=False)
 class _Part:
-    """Blocks that `n_sessions` go through.
+    """Blocks that `n_sessions` go through; `first` is the key of the first one.
 
-    `bytes_on` and `used` count the parts that go on from it, too. Seconds are since 1970.
+    `bytes_on` and `used` count the parts that go on from it, too: a use marks the end of a chain
+    only. Seconds are since 1970.
     """
 
     number: int
     root: bytes
     above: _Part | None
     first: bytes
-    """The key of its first block."""
     n_sessions: int
     n_blocks: int = 0
     n_tokens: int = 0
@@ -63,14 +62,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Nothing is locked or changed, so a server may use the folder meanwhile."""
     folder = folder_of(args)
     with reading(folder) as index:
-        parts, ages = _read(index)
-        roots = {root.key: root for root, _ in index.roots()}
+        parts = _read(index)
+        now, ages = time.time(), dict.fromkeys([*_AGES_S, "longer ago"], 0)
+        for part in parts:
+            older = (age for age, seconds in _AGES_S.items() if now - part.used < seconds)
+            ages[next(older, "longer ago")] += part.n_bytes
+        roots, whole = {root.key: root for root, _ in index.roots()}, sum(ages.values())
         if args.json:
             described = [_described(index, part, roots.get(part.root)) for part in parts]
-            facts = {"bytes": sum(ages.values()), "bytes_by_age": ages, "parts": described}
+            facts = {"bytes": whole, "bytes_by_age": ages, "parts": described}
             tell(args, {"folder": str(folder), **facts})
             return 0
-        whole = sum(ages.values())
         n_sessions = sum(len(part.sessions) for part in parts)
         tell(args, None, f"{folder}: {show_bytes(whole)} in {counted(n_sessions, 'session')}")
         if parts:
@@ -79,30 +81,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(index: Index) -> tuple[list[_Part], dict[str, int]]:
-    """Return all parts, those above first, and the bytes of blocks by their last use."""
+def _read(index: Index) -> list[_Part]:
+    """Return all parts, those above first."""
     rows = sorted(index.sizes(), key=lambda row: row[3])
     ends: dict[bytes, list[Session]] = defaultdict(list)
     for session in index.sessions():
         ends[session.leaf].append(session)
-    n_through = {key: len(found) for key, found in ends.items()}
-    last_used: dict[bytes, float] = {}
-    """Of a block, or of those behind it: a use marks the end of a chain only."""
-    for key, parent, *_, used in reversed(rows):
-        if n := n_through.get(key):
-            n_through[parent] = n_through.get(parent, 0) + n
-        last_used[key] = max(used, last_used.get(key, used))
-        last_used[parent] = max(last_used[key], last_used.get(parent, 0.0))
+    n_through = Counter({key: len(found) for key, found in ends.items()})
+    for key, parent, *_ in reversed(rows):
+        n_through[parent] += n_through[key]
     parts: list[_Part] = []
     part_of: dict[bytes, _Part] = {}
-    now, ages = time.time(), dict.fromkeys([*_AGES_S, "longer ago"], 0)
-    for key, parent, root, _, n_tokens, n_bytes, _ in rows:
-        used = last_used[key]
-        above, n_sessions = part_of.get(parent), n_through.get(key, 0)
-        part = above
+    for key, parent, root, _, n_tokens, n_bytes, used in rows:
+        part = above = part_of.get(parent)
         # Either all sessions of the block before go on here, or another part begins.
-        if part is None or part.n_sessions != n_sessions:
-            part = _Part(len(parts), root, above, key, n_sessions)
+        if part is None or part.n_sessions != n_through[key]:
+            part = _Part(len(parts), root, above, key, n_through[key])
             parts.append(part)
             if above is not None:
                 above.on.append(part)
@@ -110,12 +104,12 @@ def _read(index: Index) -> tuple[list[_Part], dict[str, int]]:
         part.sessions += ends.get(key, ())
         part.n_blocks, part.n_tokens = part.n_blocks + 1, part.n_tokens + n_tokens
         part.n_bytes, part.used = part.n_bytes + n_bytes, max(part.used, used)
-        ages[next((age for age, s in _AGES_S.items() if now - used < s), "longer ago")] += n_bytes
     for part in reversed(parts):
         part.bytes_on += part.n_bytes
         if part.above is not None:
             part.above.bytes_on += part.bytes_on
-    return parts, ages
+            part.above.used = max(part.above.used, part.used)
+    return parts
 
 
 def _described(index: Index, part: _Part, root: Root | None) -> dict[str, Any]:
@@ -159,10 +153,8 @@ def _drawn(
 
     def tree(tops: Sequence[_Part], indent: str, first: str, last: str) -> Iterator[list[str]]:
         tops = sorted(tops, key=lambda part: part.bytes_on, reverse=True)
-        drawn, rest = (
-            [one for one in tops if one in large],
-            [one for one in tops if one not in large],
-        )
+        drawn = [one for one in tops if one in large]
+        rest = [one for one in tops if one not in large]
         for number, part in enumerate(drawn):
             is_last = number == len(drawn) - 1 and not rest
             bar = _bar(part.n_bytes, most, "█" if part.n_sessions == 1 else "▒")
@@ -175,15 +167,11 @@ def _drawn(
             more = counted(n_sessions, "more session") if n_sessions else "more of no session"
             yield [show_bytes(n_bytes), "", _ago(now - used), f"{indent}{last}… and {more}"]
 
-    by_size = sorted(models, key=lambda key: -sum(one.bytes_on for one in models[key]))
-    for model, layout in by_size[:_MOST_MODELS]:
-        tops = models[model, layout]
-        n_bytes = show_bytes(sum(part.bytes_on for part in tops))
+    sizes = {key: sum(part.bytes_on for part in tops) for key, tops in models.items()}
+    for model, layout in sorted(models, key=sizes.__getitem__, reverse=True):
         yield ""
-        yield f"{shown(model, 200)}, {layout_in_words(layout)}: {n_bytes}"
-        yield table(["size", "", "used", ""], tree(tops, "", "", ""), "size used")
-    if (more := len(models) - _MOST_MODELS) > 0:
-        yield f"… and {counted(more, 'more model')}"
+        yield f"{shown(model, 200)}, {layout_in_words(layout)}: {show_bytes(sizes[model, layout])}"
+        yield table(["size", "", "used", ""], tree(models[model, layout], "", "", ""), "size used")
 
 
 def _label(index: Index, part: _Part) -> str:
