@@ -192,7 +192,8 @@ class AgentsAPI:
     def _evict(self, handler: Any, body: Body) -> Answer:
         self._check_operator(handler)
         agent = self._find(handler)
-        self._service.sessions().evict_named(agent.namespace, agent.session)
+        sessions = self._service.sessions()
+        sessions.each_named(agent.namespace, agent.session, sessions.evict)
         return 200, self._describe(agent)
 
     def _pin(self, handler: Any, body: Body) -> Answer:
@@ -200,7 +201,9 @@ class AgentsAPI:
         agent = self._find(handler)
         pinned = body.get("pinned", True)
         require(isinstance(pinned, bool), "pinned", pinned, "a boolean")
-        if not self._service.sessions().pin_named(agent.namespace, agent.session, pinned):
+        sessions = self._service.sessions()
+        pin = partial(sessions.pin, pinned=pinned)
+        if not sessions.each_named(agent.namespace, agent.session, pin):
             raise RequestRefused(f"nothing of the agent {agent.id} is stored; generate first", 409)
         return 200, self._describe(agent)
 
@@ -211,7 +214,8 @@ class AgentsAPI:
             if agent.n_running:
                 raise RequestRefused(f"the agent {agent.id} generates; delete it afterwards", 409)
             self._agents.pop((agent.namespace, agent.id), None)
-        self._service.sessions().delete_named(agent.namespace, agent.session)
+        sessions = self._service.sessions()
+        sessions.each_named(agent.namespace, agent.session, sessions.delete)
         self._forget(agent.session)
         return 204, b""
 

@@ -286,17 +286,12 @@ class Memory(BatchMemory):
         }
 
     def __str__(self) -> str:
-        chunk = self._takes.chunk_bytes
-        rest = max(0, self.total_bytes - chunk - _INDEX_BYTES)
-        at_rest = min(rest, self._store.limits.max_ram_bytes)
-        parts = (
-            f"{show_bytes(rest)} for conversations, {show_bytes(self._takes.token_bytes)} a token "
-            f"(up to {show_bytes(at_rest)} for those that do not run)",
-            f"{show_bytes(chunk)} for a chunk of a prompt",
-            f"{show_bytes(_INDEX_BYTES)} for the index",
-        )
         whole, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
-        return f"{whole} of memory beside the model's {weights}: {', '.join(parts)}"
+        token, chunk = show_bytes(self._takes.token_bytes), show_bytes(self._takes.chunk_bytes)
+        return (
+            f"{whole} of memory beside the model's {weights}: {token} for each token of a "
+            f"conversation, {chunk} for a chunk of a prompt"
+        )
 
 
 def weights_bytes(*models: Any) -> int:

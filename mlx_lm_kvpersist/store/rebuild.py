@@ -76,14 +76,10 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
             db.execute("BEGIN IMMEDIATE")
             for table in ("blocks", "checkpoints"):
                 db.execute(
-                    f"UPDATE fresh.{table} SET used = max(used, "
-                    f"(SELECT old.used FROM main.{table} AS old WHERE old.key = {table}.key)) "
-                    f"WHERE key IN (SELECT key FROM main.{table} WHERE typeof(used) = 'real')"
-                )
-                db.execute(
-                    f"UPDATE fresh.{table} SET (worth, base, n_branches) = (SELECT worth, base, "
-                    f"n_branches FROM main.{table} AS old WHERE old.key = {table}.key) WHERE key "
-                    f"IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
+                    f"UPDATE fresh.{table} SET (used, worth, base, n_branches) = (SELECT "
+                    f"max({table}.used, old.used), old.worth, old.base, old.n_branches "
+                    f"FROM main.{table} AS old WHERE old.key = {table}.key) "
+                    f"WHERE key IN (SELECT key FROM main.{table} WHERE {sound(db, table)})"
                 )
             db.executemany(
                 "INSERT OR REPLACE INTO fresh.sessions SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 "

@@ -9,7 +9,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import RequestRefused, StoreError
@@ -221,10 +220,6 @@ class StoredSessions:
             "used": branches[0].used if branches else None,
         }
 
-    def pin_named(self, namespace: str, name: str, pinned: bool) -> bool:
-        """Pin all branches, or let them go; return whether there are any."""
-        return self._each(namespace, name, partial(self.pin, pinned=pinned))
-
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         """Pin the session of this name that was saved last; return None if none was since.
 
@@ -244,16 +239,11 @@ class StoredSessions:
 
         return self.changed(change)
 
-    def evict_named(self, namespace: str, name: str) -> None:
-        """Evict all branches."""
-        self._each(namespace, name, self.evict)
+    def each_named(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
+        """Change every branch, by its id, when the turns that wait are written; tell of any.
 
-    def delete_named(self, namespace: str, name: str) -> None:
-        """Delete all branches."""
-        self._each(namespace, name, self.delete)
-
-    def _each(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
-        """Change every session, by its id, when the turns that wait are written; tell of any."""
+        change: `pin`, `evict` or `delete`.
+        """
         ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )

@@ -45,14 +45,15 @@ class Sessions:
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
         return {}
 
-    def pin_named(self, namespace: str, name: str, pinned: bool) -> bool:
+    def each_named(self, namespace: str, name: str, change: object) -> bool:
         return False
+
+    def pin(self, session_id: str, pinned: bool) -> None: ...
+    def evict(self, session_id: str) -> None: ...
+    def delete(self, session_id: str) -> None: ...
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
         return None
-
-    def evict_named(self, namespace: str, name: str) -> None: ...
-    def delete_named(self, namespace: str, name: str) -> None: ...
 
 
 class Service:

@@ -45,19 +45,9 @@ class Verdict:
 
     The first is the default, and only the last may be within the limit. Where the model's context
     ends before the first part, the part is "".
-
-    Raises:
-        ValueError: other losses than these, as a damaged index may have them.
     """
 
     losses: tuple[Loss, ...]
-
-    def __post_init__(self) -> None:
-        *refused, last = (nats <= LIMIT_NATS for _, nats in self.losses)
-        n_left = len(_FALLBACKS) - 1 - len(refused)
-        is_sound = all(math.isfinite(nats) and isinstance(part, str) for part, nats in self.losses)
-        if not is_sound or any(refused) or n_left < 0 or (n_left and not last):
-            raise ValueError(f"no verdict of a precision: {self.losses!r:.200}")
 
     @property
     def n_refused(self) -> int:
@@ -97,12 +87,9 @@ def _chain(default: PrecisionChoice) -> list[PrecisionChoice]:
 def known_verdict(
     persisted: Persisted, fingerprint: str, default: PrecisionChoice
 ) -> Verdict | None:
-    """Return what was found of a model before; None where that is nothing that can be read."""
+    """Return what was found of a model before, if anything."""
     kept = persisted.get(f"{_KEY}{fingerprint} {default}")
-    try:
-        return Verdict(tuple((part, float(nats)) for part, nats in kept)) if kept else None
-    except (TypeError, ValueError, OverflowError):
-        return None  # it is judged again
+    return Verdict(tuple((part, nats) for part, nats in kept)) if kept else None
 
 
 def put_verdict(

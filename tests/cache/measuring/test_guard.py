@@ -212,30 +212,6 @@ def test_a_verdict_is_kept_for_a_model_and_what_was_asked_for() -> None:
     assert known_verdict(kept, "model", DEFAULT) == verdict
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        3,
-        "text",
-        [],
-        [["part"]],
-        [["part", "x"]],
-        [["part", float("nan")]],
-        [["part", 10**400]],
-        [[3, 0.001]],
-        [["part", 0.2]],
-        [["part", 0.001], ["part", 0.2]],
-        [["part", 0.2]] * 4,
-    ],
-)
-def test_what_is_no_verdict_is_judged_again(value: Any) -> None:
-    kept = Kept()
-    put_verdict(kept, "model", DEFAULT, Verdict((("part", 0.001),)))
-    (key,) = kept
-    kept[key] = value
-    assert known_verdict(kept, "model", DEFAULT) is None
-
-
 def test_a_verdict_in_words() -> None:
     assert str(Verdict((("German", 0.0123),))) == "checked: loses at most 0.012 nats (German)"
     refused = Verdict((("far copy", 0.2), ("German", 0.01)))
