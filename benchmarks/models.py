@@ -68,8 +68,8 @@ def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkMod
     """
     if name.startswith(SYNTHETIC):
         shape = name.removeprefix(SYNTHETIC)
-        if shape not in (TINY, *MODEL_SHAPES):
-            known = ", ".join(SYNTHETIC + known for known in (TINY, *MODEL_SHAPES))
+        if shape not in (*TINY, *MODEL_SHAPES):
+            known = ", ".join(SYNTHETIC + known for known in (*TINY, *MODEL_SHAPES))
             raise SystemExit(f"there is no {name}; known are {known}")
         return BenchmarkModel(name, _made(models_dir / shape, shape))
     path = Path(name).expanduser()

@@ -65,6 +65,7 @@ SIDES = {
         Side("ours-5", (*_ROTATED, "--kvpersist-kv-bits", "5"), 5),
         Side("ours-6", (*_ROTATED, "--kvpersist-kv-bits", "6"), 6),
         Side("ours-8", (*_ROTATED, "--kvpersist-kv-bits", "8"), 8),
+        Side("ours-16", (*_PLUGIN, "--kvpersist-kv-bits", "16"), 16),
         Side("stock", _STOCK, 16),
         # By default stock leaves the first 5,000 tokens as they are.
         Side("stock-4", (*_STOCK, "--kv-bits", "4", "--quantized-kv-start", "0"), 4),

@@ -18,13 +18,22 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from models_check.configs import CONFIGS
 from tests.support.synthetic import make_tiny_model, train_tokenizer
 from tests.support.synthetic.tokenizer import TokenizerFiles, token_bytes
 
 __all__ = ["MODEL_SHAPES", "TINY", "make_shaped_model", "shaped_architecture"]
 
-TINY = "tiny"
-"""A llama of 2 layers in float32, a few megabytes: for CPUs, and for trying things out."""
+TINY: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "tiny-sliding": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 256,
+    },
+    "tiny-hybrid": {"model_type": "qwen3_next", **CONFIGS["qwen3_next"], "vocab_size": 2048},
+}
+"""Models of 2 to 4 layers in float32, a few megabytes: for CPUs, and for trying things out. All but
+the last are llamas; it has recurrent layers."""
 
 _BITS, _GROUP_SIZE = 4, 64
 _TOKENIZER_SIZE = 2000
@@ -163,7 +172,7 @@ def make_shaped_model(
 ) -> Path:
     """Write a model directory of the named shape that stock mlx_lm loads as it is; return `path`.
 
-    shape: `tiny`, or one of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
+    shape: one of `TINY`, or of `MODEL_SHAPES`: weights quantized to 4 bits in groups of 64, as in
         mlx-community's conversions, activations and KV in bfloat16.
     config: entries of config.json that replace or join those of the shape, for smaller ones.
     told: is told how many bytes of how many are written.
@@ -173,9 +182,12 @@ def make_shaped_model(
 
     Raises ValueError where there is no such shape.
     """
-    if shape == TINY:
+    if shape in TINY:
+        its = {**TINY[shape], **(config or {})}
+        model_type = its.pop("model_type", "llama")
+        size = _TOKENIZER_SIZE
         return make_tiny_model(
-            path, n_heads=2, n_kv_heads=1, vocab_size=_TOKENIZER_SIZE, config=config
+            path, n_heads=2, n_kv_heads=1, vocab_size=size, model_type=model_type, config=its
         )
     path.mkdir(parents=True, exist_ok=True)
     files = train_tokenizer("byte-level", _TOKENIZER_SIZE, bos=False)
@@ -217,7 +229,7 @@ def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> 
 
 def _config(shape: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
     if shape not in MODEL_SHAPES:
-        known = ", ".join((TINY, *MODEL_SHAPES))
+        known = ", ".join((*TINY, *MODEL_SHAPES))
         raise ValueError(f"there is no shape {shape!r}; known are {known}")
     return {**MODEL_SHAPES[shape], **(config or {})}
 

@@ -1,6 +1,6 @@
 """How long clients that are being served wait for their next token while others want something.
 
-    python -m benchmarks.stall [--context 8192] [--long 32768]
+    python -m benchmarks.stall [--context 8192]
 
 Two clients decode all the time. The gaps between their tokens are measured while they are alone,
 while another sends a long prompt that nobody has seen, while the writer saves what was computed for
@@ -12,8 +12,7 @@ work is read off the times of the block files, so nothing asks the server meanwh
 A slowdown is the mean gap over the mean gap of the same clients alone, less one. Over fewer than
 20 gaps none is given.
 
-A second table has times to the first token: of a short prompt beside a long one over that of the
-short one alone, and of the last of the eight agents over that of one, with nobody decoding.
+`together` has how long those that wait for their first token wait.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,11 +30,11 @@ from typing import Any
 from tests.support.synthetic import Message
 
 from .report import Result
-from .runs import Run, median, parser, percentile, ratio, run_of
+from .runs import Run, parser, percentile, run_of
 from .servers import Fleet, rotated
+from .together import new_agents, together
 
 CONTEXT = 8192
-LONG = 32768
 SYSTEM = 4096
 N_AGENTS = 8
 N_DECODING = 2
@@ -126,12 +124,9 @@ class DecodingClient:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--context", type=int, default=CONTEXT)
-    options.add_argument("--long", type=int, default=LONG)
     options.add_argument("--repeats", type=int, default=3)
     args = options.parse_args()
-    run = run_of(args)
-    measure(run, args.context, args.repeats).show()
-    measure_prompts(run, args.long, args.repeats).show()
+    measure(run_of(args), args.context, args.repeats).show()
 
 
 def measure(run: Run, context: int, n_repeats: int) -> Result:
@@ -225,70 +220,9 @@ def _serve_burst(
 ) -> None:
     with _decoding(run, fleet, side, repeat) as clients:
         sent = time.time()
-        _ask_together(fleet, side, _agents(run, 7_000_000 + repeat))
+        together(fleet, side, new_agents(run, N_AGENTS, SYSTEM, 7_000_000 + repeat), 1)
         found[side, BURST].add(clients, sent, time.time(), overlapping=True)
     fleet.settle(side)
-
-
-def _agents(run: Run, seed: int) -> list[list[Message]]:
-    """Return the first prompts of agents that share a system prompt."""
-    content = run.prompts.of_length(SYSTEM, seed)[0]["content"]
-    system: Message = {"role": "system", "content": content}
-    return [
-        [system, {"role": "user", "content": f"You are agent {n}. What do you do first?"}]
-        for n in range(N_AGENTS)
-    ]
-
-
-def _ask_together(fleet: Fleet, side: str, prompts: Sequence[list[Message]]) -> float:
-    """Send prompts at once; return the seconds until the last has its first token."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        replies = list(pool.map(lambda messages: fleet.ask(side, messages, 1), prompts))
-    return max(reply.ttft_s for reply in replies)
-
-
-def measure_prompts(run: Run, long: int, n_repeats: int) -> Result:
-    """Measure times to the first token of prompts that arrive together, nobody decoding."""
-    sides = [side for side in run.sides if side in SIDES]
-    with run.fleet(sides) as fleet:
-        result = run.result(
-            "together",
-            "Seconds to the first token of prompts that arrive together.",
-            {"sides": fleet.flags, "long prompt": long, "agents": N_AGENTS},
-        )
-        times: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-        for repeat in range(n_repeats):
-            for side in rotated(sides, repeat):
-                if not run.deadline.allows(2 * run.costs.of(long)):
-                    result.leave_out(f"repeat {repeat} of {side}")
-                    continue
-                shorts = [
-                    run.prompts.of_length(64, seed=6_000_000 + 2 * repeat + n) for n in (0, 1)
-                ]
-                alone_s = fleet.ask(side, shorts[0], 1).ttft_s
-                behind = run.prompts.of_length(long, seed=5_000_000 + repeat)
-                with ThreadPoolExecutor(1) as pool:
-                    other = pool.submit(fleet.ask, side, behind, 1)
-                    time.sleep(alone_s + 0.5)
-                    beside_s = fleet.ask(side, shorts[1], 1).ttft_s
-                    other.result()
-                times["a short prompt beside a long one", side].append((alone_s, beside_s))
-                alone_s = fleet.ask(side, _agents(run, 4_000_000 + repeat)[0], 1).ttft_s
-                together_s = _ask_together(fleet, side, _agents(run, 3_000_000 + repeat))
-                times["the last of eight agents", side].append((alone_s, together_s))
-                fleet.settle(side)
-        for (what, side), pairs in times.items():
-            alone, beside = ([pair[i] for pair in pairs] for i in (0, 1))
-            result.add(
-                {
-                    "what": what,
-                    "side": side,
-                    "alone s": median(alone),
-                    "together s": median(beside),
-                    "over alone": ratio(beside, alone),
-                }
-            )
-    return result
 
 
 def _wait_for_files(store: Path, since: float, quiet_s: float = 0.5) -> float:

@@ -26,6 +26,7 @@ from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Block, Root
 from .cache.geometry.precision import PrecisionChoice
 from .cache.live.quantized import batch_of
+from .cache.live.rows import rows_of
 from .cache.measuring.guard import Verdict
 from .cache.steps import Steps
 from .errors import KVPersistError, ModelNotSupported, RequestRefused
@@ -167,6 +168,7 @@ class KVPersistPlugin:
             # The model may be replaced. Once it is refused, it makes the caches of its class.
             lambda: serving.model.spec.make_cache() if self._serving is serving else None,
             batch_of,
+            lambda rows, n_tokens: rows_of(rows, n_tokens) if serving.model.spec.joins else None,
             model.spec.batches,
             model.speed.limits(asked.max_stall_s),
             memory,

@@ -32,6 +32,7 @@ from .cache.live.attention import Strategy
 from .cache.live.batch import PaddedBatch
 from .cache.live.packed import GRID
 from .cache.live.quantized import AttentionPlan, batch_of, forced_plan
+from .cache.live.rows import rows_of
 from .cache.measuring.calibration import packed_is_right
 from .cache.measuring.observe import AttentionShape
 from .cache.steps import Steps, completed
@@ -93,7 +94,7 @@ def checking(choice: PrecisionChoice, attention: Strategy | Literal["auto"]) -> 
     for cache in spec.template:
         cache.plan = plan  # which a KVCache does not look at
     limits = PrefillLimits(max_stall_s=1.0, most_tokens=lambda position: GRID * 2)
-    support = ModelSupport(spec.make_cache, batch_of, limits=limits)
+    support = ModelSupport(spec.make_cache, batch_of, rows_of, limits=limits)
     model.make_cache = PluginCaches(model, "kvpersist", support)
     with tempfile.TemporaryDirectory() as folder:
         store = BlockStore(Path(folder), StoreLimits(1 << 30, 1 << 30))

@@ -110,7 +110,7 @@ class _Sweep:
 
     def run(self) -> None:
         finding = self.finding
-        finding.batching = self.spec.describe()["batching"]
+        finding.batching = "replies" if self.spec.batches else "nothing"
         carried = self._carried(self.talk, N_TURNS)
         finding.precisions = describe_precisions(self.spec)
         self.replies = [reply.ids for reply in carried]

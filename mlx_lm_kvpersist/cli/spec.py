@@ -110,7 +110,9 @@ def _explained(spec: ModelCacheSpec) -> Iterator[str | Table]:
             "Reusable: up to the checkpoints at the ends of the system prompt, of the last turns "
             f"and of their replies. Each takes up to {show_bytes(spec.bytes_per_checkpoint)}."
         )
-    if spec.batches:
+    if spec.joins:
+        yield "Batching: prompts of several clients are computed, and replies decoded, together."
+    elif spec.batches:
         yield "Batching: the replies of several clients are decoded together."
     else:
         yield "Batching: none; this model's output is wrong in a batch, also without the plugin."

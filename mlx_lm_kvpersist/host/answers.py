@@ -138,7 +138,7 @@ def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """How prompts are computed: one at a time, in chunks, beside the replies that run.
+    """How prompts are computed: in chunks, beside the replies that run.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
@@ -182,12 +182,16 @@ class ModelSupport:
 
     `make_caches()` returns one cache per layer for a new sequence, or None for those of stock.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
-    then the first of them merges them, as in stock. `batches` says whether sequences may be served
-    together at all. Without `limits` prompts are computed as in stock, and nothing is weighed.
+    then the first of them merges them, as in stock. `together(caches, n_tokens)` returns one cache
+    for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
+    are computed in one call, padded on the right; or None, if they are computed by themselves.
+    `batches` says whether sequences may be served together at all. Without `limits` prompts are
+    computed as in stock, and nothing is weighed.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
     merge: Callable[[Sequence[Any]], Any] = lambda caches: None
+    together: Callable[[Sequence[Any], Sequence[int]], Any] = lambda caches, n_tokens: None
     batches: bool = True
     limits: PrefillLimits | None = None
     memory: BatchMemory = field(default_factory=BatchMemory)
@@ -269,6 +273,7 @@ def check_support(answer: Any) -> None:
     expect(isinstance(answer, ModelSupport), answer, "a ModelSupport")
     expect(callable(answer.make_caches), answer.make_caches, "make_caches to be a function")
     expect(callable(answer.merge), answer.merge, "merge to be a function")
+    expect(callable(answer.together), answer.together, "together to be a function")
     expect(isinstance(answer.memory, BatchMemory), answer.memory, "memory to be a BatchMemory")
     limits = answer.limits
     if limits is not None:

@@ -48,7 +48,7 @@ from .model import LoadedModel, Speed
 
 logger = logging.getLogger(__name__)
 
-_MODEL_KEY = "model/1/"
+_MODEL_KEY = "model/2/"
 _ROUND_TRIP_KEY = "round-trip/1/"
 """The numbers grow when what is found out changes: then it is found out anew."""
 
@@ -217,7 +217,9 @@ class Preparation:
             its = found["spec"]
             failed = [group for group in its["groups"] if group["bits"] is None]
             refused = {tuple(group["slots"]): group["why_not_quantized"] for group in failed}
-            spec = replace(completed(shaped(refused=refused)), batches=its["batching"] == "replies")
+            joins = its["batching"] == "prompts and replies"
+            batches = joins or its["batching"] == "replies"
+            spec = replace(completed(shaped(refused=refused)), batches=batches, joins=joins)
             if its == json.loads(json.dumps(spec.describe())):
                 token_bytes, score_bytes = map(float, found["prefill"])
                 return planned(spec, read_plans(found["plans"], spec)), (token_bytes, score_bytes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlx_lm_kvpersist
-from benchmarks import decode, stall, ttft
+from benchmarks import decode, stall, together, ttft
 from benchmarks.measured_server import peak_rss_bytes
 from benchmarks.page_cache import drop_cached_pages
 from benchmarks.runs import Costs, Deadline, Run
@@ -57,6 +57,20 @@ def test_decoding(run: Run) -> None:
     assert row["ours KV MB by shape"] / row["stock KV MB by shape"] == pytest.approx(5.5 / 32)
     for side in ("ours", "stock"):
         assert row[f"{side} RSS MB"] > row[f"{side} peak MB"] > 1
+
+
+def test_requests_that_arrive_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "CONTEXT", 300)
+    monkeypatch.setattr(together, "SYSTEM", 600)
+    rows = together.measure(run, ("turns", "agents"), 1).rows
+    found = {(row["what"], row["side"]): row for row in rows}
+    assert len(found) == 4
+    assert all(row["last first token s"] <= row["total s"] for row in rows)
+    assert all(row["first token s"] <= row["last first token s"] for row in rows)
+    assert (
+        found["turns", "ours"]["reused"] > 300 and found["turns", "stock"]["total s / stock"] == 1
+    )
+    assert found["agents", "ours"]["reused"] > 500 > found["agents", "stock"]["reused"]
 
 
 @pytest.mark.slow

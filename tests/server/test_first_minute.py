@@ -223,7 +223,7 @@ def test_a_server_that_is_never_idle_gets_to_know_its_model(
         return
     assert "outcome=EXACT" in outcomes[-1]
     assert told(server, SPEC_PATH)["batching"] == (
-        "nothing" if found == "no batches" else "replies"
+        "nothing" if found == "no batches" else "prompts and replies"
     )
     wait_for_writer(server)
     server.restart(kill=True)
@@ -291,7 +291,7 @@ CHANGES = {
     "loading.device_key = lambda: 'another'",
     "a refusal": "from mlx_lm_kvpersist.cache.geometry import probe; probe.KINDS = {}",
     "no batches": "from mlx_lm_kvpersist.cache.geometry import probe\n"
-    "probe._batching = lambda *_: (yield) or False",
+    "probe._batching = lambda *_: (yield) or (False, False)",
     "a strict guard": "from mlx_lm_kvpersist.cache.measuring import guard\n"
     "guard.LIMIT_NATS, guard._FALLBACKS = 1e-12, guard._FALLBACKS[-1:]",
     "never idle": "from mlx_lm_kvpersist.request import idle\n"

@@ -16,7 +16,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ...errors import ModelNotSupported
-from ..live.quantized import SequenceQuantizedKVCache
+from ..live.quantized import SequenceQuantizedKVCache, batch_of
+from ..live.rows import rows_of
 from ..steps import Steps
 from .kinds import KINDS, REFUSED, GroupKind, replaced, slots_of
 from .precision import KVPrecision, PrecisionChoice
@@ -92,8 +93,8 @@ def _probing(
     spec = spec_with(model, _with_outer(working, layers, choice))
     if not evaluate:
         return spec
-    batches = yield from _batching(model, spec, spec_with(model, plain))
-    return replace(spec, batches=batches)
+    batches, joins = yield from _batching(model, spec, spec_with(model, plain))
+    return replace(spec, batches=batches, joins=joins)
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
@@ -245,8 +246,10 @@ def _why_not(model: Any, spec: ModelCacheSpec, *, evaluate: bool) -> str | None:
     return None
 
 
-def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) -> Steps[bool]:
-    """Find out whether the replies of sequences of unequal length can be decoded together.
+def _batching(
+    model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec
+) -> Steps[tuple[bool, bool]]:
+    """Find out whether replies of unequal length can be decoded together, and prompts computed.
 
     Caches in full precision, without the noise of quantizing, show whether the results are right.
     Those of `spec` need only not fail.
@@ -266,10 +269,16 @@ def _batching(model: Any, spec: ModelCacheSpec, full_precision: ModelCacheSpec) 
         _decoded_together(model, spec)
     except Exception as error:
         logger.debug("a batch fails: %s", error)
-        return False
-    differences = list(map(logits_difference, alone, together))
+        return False, False
+    yield
+    joined = _computed_together(model, full_precision)
+    differences = [list(map(logits_difference, alone, rows)) for rows in (together, joined)]
     logger.debug("a batch differs by %s, noise is %.3f", differences, noise)
-    return all(difference <= tolerance for difference in differences)  # nan is not
+    batches, joins = (
+        bool(rows) and all(difference <= tolerance for difference in rows)  # nan is not
+        for rows in differences
+    )
+    return batches, batches and joins
 
 
 def _alone(model: Any, spec: ModelCacheSpec, chunks: Sequence[Sequence[int]]) -> mx.array:
@@ -294,6 +303,33 @@ def _decoded_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
     for cache in batch:
         cache.extract(0)  # as the server does with a row that has ended
     mx.eval(logits)
+    return logits
+
+
+def _computed_together(model: Any, spec: ModelCacheSpec) -> list[mx.array]:
+    """Compute all but the first token of rows in one call; return each one's logits after one more.
+
+    Return none where that fails, or caches of this class stay apart.
+    """
+    starts = [spec.make_cache() for _ in _ROWS]
+    n_tokens = [len(row) - 1 for row in _ROWS]
+    try:
+        for row, caches in zip(_ROWS, starts, strict=True):
+            model(mx.array([row[:1]], mx.int32), cache=caches)
+        batches = [[batch_of([cache]) for cache in caches] for caches in starts]
+        layers = [rows_of(caches, n_tokens) for caches in zip(*batches, strict=True)]
+        if None in layers:
+            return []
+        ids = [
+            [*row[1:], *[0] * (max(n_tokens) - n)] for row, n in zip(_ROWS, n_tokens, strict=True)
+        ]
+        model(mx.array(ids, mx.int32), cache=layers)
+        next_id = mx.array([[_NEXT_ID]], mx.int32)
+        logits = [model(next_id, cache=caches)[0, -1] for caches in batches]
+        mx.eval(logits)
+    except Exception as error:
+        logger.debug("prompts cannot be computed together: %s", error)
+        return []
     return logits
 
 

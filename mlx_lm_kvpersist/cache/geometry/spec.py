@@ -118,13 +118,15 @@ class ModelCacheSpec:
 
     `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
     sequences of unequal length can be decoded together with correct results; else the model mixes
-    rows up, fails, or its caches cannot be merged. `plans` has, by the name of a quantized
-    group, its attention plan; layers without a plan dequantize.
+    rows up, fails, or its caches cannot be merged. `joins`: whether prompts can be computed
+    together, too. `plans` has, by the name of a quantized group, its attention plan; layers
+    without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
     template: Sequence[Any] = field(repr=False, compare=False)
     batches: bool = True
+    joins: bool = field(default=False, compare=False)
     plans: Mapping[str, AttentionPlan] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -238,6 +240,11 @@ class ModelCacheSpec:
         shared = [*self.plans.values(), *(group.precision for group in self.groups)]
         return copy.deepcopy(list(self.template), {id(one): one for one in shared})
 
+    @property
+    def batching(self) -> str:
+        """What of several sequences is computed together."""
+        return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
+
     def describe(self) -> dict[str, Any]:
         """Return the spec as JSON values; equal specs give equal descriptions."""
         return {
@@ -245,7 +252,7 @@ class ModelCacheSpec:
             "n_layers": len(self.template),
             "bytes_per_token": self.bytes_per_token,
             "bytes_per_checkpoint": self.bytes_per_checkpoint,
-            "batching": "replies" if self.batches else "nothing",
+            "batching": self.batching,
             "groups": [group.describe() for group in self.groups],
         }
 

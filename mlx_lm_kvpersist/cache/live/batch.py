@@ -3,14 +3,15 @@
 The layout is that of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Unlike there, the padding is also known to Python. So no step waits for the device to
 learn it, and an unpadded batch needs no array mask (a chunk of prefill against a boolean mask
-takes several times as long as against "causal"). Every prompt is computed by itself, so no row is
-ever padded on the right.
+takes several times as long as against "causal"). Each prompt has caches of its own until it is
+computed, so no row is ever padded on the right.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -116,18 +117,24 @@ class PaddedBatch(Buffers):
             )
         self._place([n - surplus for n in padding], self._idx - surplus)
 
-    def extend(self, other: Any) -> None:
-        """Add the rows of `other`, a batch of this class, behind our own. Either may be empty."""
-        if not self._padding:
-            if other.keys is not None:
-                self.keys, self.values = pk.share(other.keys), pk.share(other.values)
-            self._place(list(other._padding), other._idx)
+    def extend(self, *others: Any) -> None:
+        """Add the rows of others, batches of this class, behind our own, in one copy.
+
+        Any may be empty. What joins an empty batch by itself is not copied.
+        """
+        sides = [side for side in (self, *others) if side._padding]
+        if len(sides) < 2:
+            for side in sides:
+                if side.keys is not None:
+                    self.keys, self.values = pk.share(side.keys), pk.share(side.values)
+                self._place(list(side._padding), side._idx)
             return
-        idx, n_rows = max(self._idx, other._idx), len(self._padding)
-        padding = [n + idx - side._idx for side in (self, other) for n in side._padding]
+        idx = max(side._idx for side in sides)
+        padding = [n + idx - side._idx for side in sides for n in side._padding]
+        firsts = accumulate((len(side._padding) for side in sides), initial=0)
         parts = [
             (first, pk.view(side.keys, 0, side._idx), pk.view(side.values, 0, side._idx))
-            for first, side in ((0, self), (n_rows, other))
+            for first, side in zip(firsts, sides, strict=False)
             if side.keys is not None
         ]
 
@@ -202,11 +209,10 @@ class FullPrecisionBatchKVCache(PaddedBatch):
         for cache in caches:
             if not isinstance(cache, KVCache):
                 raise TypeError(f"cannot merge a {type(cache).__name__} into a batch of KVCache")
-        batch = cls([])
-        for cache in caches:
-            one = cls([])
-            one._adopt(cache)
-            batch.extend(one)
+        batch, rows = cls([]), [cls([]) for _ in caches]
+        for row, cache in zip(rows, caches, strict=True):
+            row._adopt(cache)
+        batch.extend(*rows)
         return batch
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -344,32 +344,34 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         A single cache is not copied. The batch takes the first plan that one has. Raises TypeError
         for a cache of another class, and ValueError where they differ in precision.
         """
-        batch = cls([], caches[0].precision)
+        batch, rows = cls([], caches[0].precision), []
         for cache in caches:
             if not isinstance(cache, SequenceQuantizedKVCache):
                 raise TypeError(f"cannot merge a {type(cache).__name__} into a quantized batch")
-            one = cls([], cache.precision, cache.plan)
-            one._adopt(cache)
-            one.newest = cache.newest
-            batch.extend(one)
+            row = cls([], cache.precision, cache.plan)
+            row._adopt(cache)
+            row.newest = cache.newest
+            rows.append(row)
+        batch.extend(*rows)
         return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(batch_indices)
         self.newest.filter(batch_indices)
 
-    def extend(self, other: Any) -> None:
-        """Add the rows of `other` behind our own. Either batch may be empty.
+    def extend(self, *others: Any) -> None:
+        """Add the rows of others behind our own, in one copy. Any batch may be empty.
 
         Raises TypeError for another class, and ValueError for another precision.
         """
-        if not isinstance(other, BatchQuantizedKVCache):
-            raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
-        if other.precision != self.precision:
-            raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
-        self.plan = self.plan or other.plan
-        super().extend(other)
-        self.newest.extend(other.newest)
+        for other in others:
+            if not isinstance(other, BatchQuantizedKVCache):
+                raise TypeError(f"cannot extend a quantized batch by a {type(other).__name__}")
+            if other.precision != self.precision:
+                raise ValueError(f"cannot extend a batch of {self.precision} by {other.precision}")
+            self.plan = self.plan or other.plan
+        super().extend(*others)
+        self.newest.extend(*(other.newest for other in others))
 
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
         """Return row `idx` as a cache of its own (see `_row`)."""

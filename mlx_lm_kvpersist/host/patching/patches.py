@@ -68,11 +68,9 @@ PATCHES: tuple[Patch, ...] = (
         target="mlx_lm.server:BatchGenerator",
         why="Plugins merge caches, where stock asks the first only; prompts are computed in turns.",
         expect=(
-            Overrides(
-                "BatchGenerator",
-                PluginBatchGenerator,
-                ("_make_batch", "_next", "extract_cache", "remove"),
-            ),
+            Overrides("BatchGenerator", PluginBatchGenerator, ("_make_batch", "_next", "remove")),
+            Uses("BatchGenerator.extract_cache", "_prompt_batch"),
+            Uses("BatchGenerator._find_uids", "_prompt_batch"),
             Uses("BatchGenerator._make_batch", "_unprocessed_sequences"),
             Uses("BatchGenerator._make_batch", "_currently_processing"),
             Uses("BatchGenerator.next", "_next"),

@@ -1,9 +1,7 @@
-"""The server's batch generator: which prompt is computed next, and how much of it at once.
+"""The server's batch generator: steps of the replies, and between them prompts that are computed.
 
-Stock computes up to eight prompts as one padded batch, 2,048 tokens of each at a time, and all
-replies wait meanwhile. Here every prompt is computed by itself, in chunks. A chunk beside replies
-takes no longer than the plugin allows. If several prompts wait, the one with the least left goes
-first, but the oldest one gets every fourth chunk.
+Prompts come from stock's queue and are computed in turns (`prefill.py`). Replies that memory has no
+room for are parked.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from ...errors import ClientGone
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import TakenTokens
 from .model_provider import PluginCaches
+from .prefill import Prefill, Prefills
 from .reply import WEIGH_EVERY
 
 if TYPE_CHECKING:
@@ -31,52 +30,18 @@ if TYPE_CHECKING:
 else:
     Stock = object
 
-CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
-"""Sizes of chunks: few, because devices compile or tune kernels for each."""
-
-ROUND = 64
-"""Long chunks end at multiples of this."""
-
-IDLE_CHUNK_S = 0.3
-"""How long a chunk may take while no replies run. A prompt that arrives meanwhile waits for it."""
-
-IDLE_CHUNK = 512
-"""The shortest chunk while no replies run: shorter ones are slower on any device."""
-
-MOST_PASSED_OVER = 3
-"""After this many chunks of other prompts, the oldest prompt runs."""
-
 CLEAR_EVERY = 512
 """Steps of the replies after which freed memory is given back, as in stock."""
 
+COUNTERS_OF_0_31 = {
+    "prompt_tokens": "_prompt_tokens_counter",
+    "prompt_time": "_prompt_time_counter",
+    "generation_tokens": "_gen_tokens_counter",
+    "generation_steps": "_steps_counter",
+}
+"""Where mlx-lm 0.31.3 counts what later versions have in `_counters`."""
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Prefill:
-    """A prompt that is being computed: a batch of stock's with one row.
-
-    `tokens` are the ids that its caches hold; `segments` those that are left, as stock cut them:
-    the last segment is one id.
-    """
-
-    uid: int
-    batch: Any
-    tokens: list[int]
-    segments: list[list[int]]
-    n_new: int
-    """Ids that were to be computed when it began."""
-    n_done: int = 0
-    passed_over: int = 0
-
-    @property
-    def n_left(self) -> int:
-        return self.n_new - self.n_done
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether only the last token is left, with which its reply begins."""
-        return len(self.segments) == 1
 
 
 @dataclass(eq=False)
@@ -105,22 +70,25 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     """
 
     _generation_batch: Any
+    _prompt_batch: Any
+    """`Prefills` where a plugin limits how prompts are computed."""
+    _currently_processing: list[Any]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
         caches = getattr(model, "make_cache", None)
         self._caches = caches if isinstance(caches, PluginCaches) else None
         self._limits: PrefillLimits | None = self._caches.limits if self._caches else None
+        self._response = type(self._prompt_batch).Response
+        if self._caches is not None and self._limits is not None:
+            self._prompt_batch = Prefills(model, self._caches, self._limits, self.prefill_step_size)
         self._memory = self._caches.memory if self._caches else BatchMemory()
         self._weighed: tuple[int, ...] = ()
         """What ran when its memory was looked at last."""
-        self._prefills: list[Prefill] = []
         self._parked: list[Parked] = []
         """The oldest first."""
         self._returning: dict[int, Any] = {}
         """The rows of parked replies whose caches are being made again, by uid."""
-        self._waited_s = 0.0
-        """How long the last chunk waited for the device to end a step of the replies."""
         self._n_steps = 0
         self._ended: list[Any] = []
         """What the step that runs has to say of prompts."""
@@ -140,7 +108,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # One step.
 
     def _next(self) -> tuple[list[Any], list[Any]]:
-        """Make one step of the replies, then compute one chunk of one prompt.
+        """Make one step of the replies, then compute one chunk of one prompt, or of several.
 
         Returns stock's responses for prompts and for replies. A prompt's response says how far it
         is, and whether a segment has ended: then stock asks for its caches, and saves them.
@@ -157,10 +125,11 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._weigh()
         self._return_parked()
         self._admit()
-        for prefill in [one for one in self._prefills if one.is_ready]:
-            self._guarded(prefill, self._begin_reply)
-        if self._prefills:
-            self._guarded(self._turn(), lambda one: self._compute(one, self._chunk(one, step_s)))
+        for group in self._prompt_batch.ready(self._returning):
+            self._guarded(group, partial(self._begin_replies, group))
+        if len(self._prompt_batch):
+            chunk = {self._prompt_batch.turn(): 0}
+            self._guarded(chunk, partial(self._compute, chunk, step_s))
         return self._ended, self._told
 
     def _decode(self) -> tuple[list[Any], float]:
@@ -171,10 +140,23 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             mx.clear_cache()
         started = time.perf_counter()
         try:
-            return self._generation_batch.next(), time.perf_counter() - started
+            replies = self._generation_batch.next()
         except Exception as error:
             self._fail_replies(rows, error)
             return [], 0.0
+        step_s = time.perf_counter() - started
+        if replies:
+            self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
+        return replies, step_s
+
+    def _count(self, **amounts: float) -> None:
+        """Add to stock's counters, from which `stats` is made."""
+        counters = getattr(self, "_counters", None)
+        for name, amount in amounts.items():
+            if counters is not None:
+                setattr(counters, name, getattr(counters, name) + amount)
+            elif old := COUNTERS_OF_0_31.get(name):
+                setattr(self, old, getattr(self, old) + amount)
 
     def _rows(self) -> list[tuple[int, Any]]:
         """Return the uid and the tokens of every reply."""
@@ -187,7 +169,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             if reply is not None and reply.is_stopped:
                 self._unprocessed_sequences.remove(sequence)
                 self._end(sequence[0], sequence[4], ClientGone())
-        for prefill in list(self._prefills):
+        for prefill in list(self._prompt_batch.all):
             reply = reply_of(prefill.tokens)
             if reply is not None and reply.is_stopped:
                 self._fail(prefill, ClientGone())
@@ -199,16 +181,20 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # Memory.
 
     def _copy_rows(self) -> None:
-        """Make the caches of the rows that came or stayed, some layers at a time.
+        """Make the caches of the rows that came or stayed."""
+        batch = self._generation_batch
+        if batch.uids != self._copied:
+            self._copied = list(batch.uids)
+            self._eval_parts(batch.prompt_cache)
+
+    def _eval_parts(self, caches: Sequence[Any]) -> None:
+        """Make caches, some layers at a time.
 
         MLX would make those of all layers before it frees the old ones: twice the memory.
         """
-        batch = self._generation_batch
-        if self._limits is None or batch.uids == self._copied:
-            return
-        self._copied = list(batch.uids)
+        assert self._limits is not None
         n_bytes, layers = 0, list[Any]()
-        for cache in batch.prompt_cache:
+        for cache in caches:
             n_bytes += cache.nbytes
             layers.append(cache.state)
             if n_bytes > self._limits.max_unused_bytes // 2:
@@ -221,13 +207,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         Looking at every layer's cache takes a while, so not every step does.
         """
         queue, replies = self._unprocessed_sequences, self._generation_batch
-        n_done = sum(one.n_done for one in self._prefills)
+        n_done = sum(n_done for _, n_done, _ in self._currently_processing)
         n_periods = self._n_steps // WEIGH_EVERY
-        running = len(replies), len(self._prefills), len(queue), n_done, n_periods
+        running = len(replies), len(self._prompt_batch), len(queue), n_done, n_periods
         if running == self._weighed:
             return
         self._weighed = running
-        prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prefills]
+        prompts = [len(one.tokens) + sum(map(len, one.segments)) for one in self._prompt_batch.all]
         prompts += [len(one[4]) + _n_left(one) for one in queue]
         while not self._memory.weigh(
             list(map(len, replies.tokens)), prompts, self.prompt_cache_nbytes
@@ -262,7 +248,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Let the parked replies that there is room for make their caches again."""
         for parked in list(self._parked):
             queue = self._unprocessed_sequences
-            is_alone = not (len(self._generation_batch) or self._prefills or queue)
+            is_alone = not (len(self._generation_batch) or len(self._prompt_batch) or queue)
             taken = parked.tokens.taken
             if not is_alone and not taken.advance():
                 continue
@@ -285,13 +271,14 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _admit(self) -> None:
         """Let prompts begin, as many at a time as the server's options allow."""
         queue = self._unprocessed_sequences
-        n_running = len(self._generation_batch) + len(self._prefills)
+        n_running = len(self._generation_batch) + len(self._prompt_batch)
         n_free = min(
-            self.prefill_batch_size - len(self._prefills), self.completion_batch_size - n_running
+            self.prefill_batch_size - len(self._prompt_batch),
+            self.completion_batch_size - n_running,
         )
         if queue and n_free <= 0 and n_running < self.completion_batch_size:
             shortest = min(queue, key=_n_left)
-            if all(_n_left(shortest) < one.n_left for one in self._prefills):
+            if all(_n_left(shortest) < one.n_left for one in self._prompt_batch.all):
                 queue.remove(shortest)  # it will not take long
                 queue.appendleft(shortest)
                 n_free = 1
@@ -300,69 +287,32 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             try:
                 batch = self._make_batch(1)
             except Exception as error:
-                self._currently_processing.clear()
+                del self._currently_processing[len(self._prompt_batch) :]
                 self._end(uid, tokens, error)
                 continue
-            segments, _, n_new = self._currently_processing.pop()
-            self._prefills.append(Prefill(uid, batch, batch.tokens[0], segments, n_new))
+            progress = self._currently_processing[-1]
+            self._prompt_batch.all.append(Prefill(uid, batch, batch.tokens[0], progress))
 
-    def _turn(self) -> Prefill:
-        """Return the prompt to go on with: the one with the least left, or in its turn the oldest.
-
-        If all of them aged, short prompts would wait beside many long ones.
-        """
-        turn = self._prefills[0]
-        if turn.passed_over < MOST_PASSED_OVER:
-            turn = min(self._prefills, key=lambda one: one.n_left)
-        for other in self._prefills:
-            other.passed_over = 0 if other is turn else other.passed_over + 1
-        return turn
-
-    def _chunk(self, prefill: Prefill, step_s: float) -> int:
-        """Return how many tokens of a prompt to compute now; the step of the replies took `step_s`.
-
-        The device may have gone on with that step until the last chunk began.
-        """
-        assert self._limits is not None
-        position, pace = len(prefill.tokens), self._limits.pace
-        most = min(self.prefill_step_size, self._limits.most_tokens(position))
-        if len(self._generation_batch):
-            stall_s = self._limits.max_stall_s
-            in_time = pace.tokens(position, max(stall_s - step_s - self._waited_s, stall_s / 4))
-        else:
-            in_time = max(IDLE_CHUNK, pace.tokens(position, IDLE_CHUNK_S))
-        most = min(most, max(in_time, CHUNKS[0]))
-        size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
-        # Chunks that end at round places have the shapes of those before them.
-        over = position % min(ROUND, size)
-        return min(size - over, len(prefill.segments[0]))
-
-    def _compute(self, prefill: Prefill, n_tokens: int) -> Any:
-        """Compute the next tokens of a prompt. The logits are never evaluated."""
-        assert self._limits is not None
-        batch, segments = prefill.batch, prefill.segments
-        ids, segments[0] = segments[0][:n_tokens], segments[0][n_tokens:]
-        position = len(prefill.tokens)
-        prefill.tokens += ids
+    def _compute(self, chunk: dict[Prefill, int], step_s: float) -> list[Any]:
+        """Compute the next tokens of the prompt in `chunk`, and of those that join it."""
         started = time.perf_counter()
-        self.model(mx.array([ids]), cache=batch.prompt_cache)
-        built = time.perf_counter()
-        mx.synchronize()  # a step of the replies may still run, and is no part of the pace
-        begun = time.perf_counter()
-        mx.eval([cache.state for cache in batch.prompt_cache])
-        self._waited_s = begun - built
-        seconds = time.perf_counter() - started - self._waited_s
-        self._limits.pace.learn(position, len(ids), seconds)
-        if mx.get_cache_memory() > self._limits.max_unused_bytes:
-            mx.clear_cache()
-        prefill.n_done += len(ids)
-        response = self._response(prefill.uid, (prefill.n_done, prefill.n_new))
-        if not segments[0]:
-            segments.pop(0)
+        beside = len(self._generation_batch) > 0
+        self._prompt_batch.compute(chunk, step_s if beside else None)
+        taken_s = time.perf_counter() - started
+        self._count(prompt_tokens=sum(chunk.values()), prompt_time=taken_s)
+        self._give_back()
+        return [self._computed(prefill) for prefill in chunk]
+
+    def _computed(self, prefill: Prefill) -> Any:
+        """Return how far a prompt is; let what was computed so far be saved."""
+        response = self._response(prefill.uid, tuple(prefill.progress[1:]), False, False)
+        if not prefill.segments[0]:
+            prefill.segments.pop(0)
             response.end_of_segment = True
         elif isinstance(prefill.tokens, TakenTokens):
-            # What was computed so far is saved: the client may go, or the process die.
-            prefill.tokens.taken.insert(prefill.tokens, batch.extract_cache(0), PREFILL)
+            # The client may go, or the process die.
+            caches = prefill.batch.extract_cache(0)
+            prefill.tokens.taken.insert(prefill.tokens, caches, PREFILL)
         return response
 
     def _save_interrupted(self, uids: Collection[int]) -> None:
@@ -374,36 +324,50 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 except Exception:  # nothing catches it in stock
                     logger.exception("an interrupted reply could not be saved")
 
-    def _begin_reply(self, prefill: Prefill) -> Any:
-        """Let a prompt's last token join the replies."""
-        rows, begun = self._rows(), self._returning.pop(prefill.uid, None)
+    def _begin_replies(self, prefills: Sequence[Prefill]) -> list[Any]:
+        """Let the last tokens of prompts join the replies."""
+        rows, batch = self._rows(), self._prompt_batch.merged(prefills)
+        begun = self._returning.pop(prefills[0].uid, None)
         if begun is None:
-            begun = prefill.batch.generate([prefill.segments[0]])
+            self._eval_parts(batch.prompt_cache)
+            begun = batch.generate([one.segments[0] for one in prefills])
         else:
-            begun.prompt_cache = prefill.batch.prompt_cache
+            begun.prompt_cache = batch.prompt_cache
         try:
             self._generation_batch.extend(begun)
         except Exception as error:
             self._fail_replies(rows, error)
             raise
-        self._prefills.remove(prefill)
-        mx.clear_cache()
-        response = self._response(prefill.uid, (prefill.n_new, prefill.n_new))
-        response.end_of_segment = response.end_of_prompt = True
-        return response
+        self._drop(prefills)
+        self._give_back()
+        ended = [(one.uid, (one.progress[2],) * 2) for one in prefills]
+        return [self._response(uid, progress, True, True) for uid, progress in ended]
+
+    def _drop(self, prefills: Collection[Prefill]) -> None:
+        """Forget prompts that are computed, or never will be."""
+        keep = [i for i, one in enumerate(self._prompt_batch.all) if one not in prefills]
+        self._prompt_batch.filter(keep)
+        self._currently_processing = [self._currently_processing[i] for i in keep]
+
+    def _give_back(self) -> None:
+        """Give freed memory back where there is much of it."""
+        assert self._limits is not None
+        if mx.get_cache_memory() > self._limits.max_unused_bytes:
+            mx.clear_cache()
 
     # Failures. Stock forgets a request after a response, when its context has been told to stop.
 
-    def _guarded(self, prefill: Prefill, act: Callable[[Prefill], Any]) -> None:
-        """Act on a prompt. What that raises ends this request alone."""
+    def _guarded(self, prefills: Collection[Prefill], act: Callable[[], list[Any]]) -> None:
+        """Act on prompts. What that raises ends these requests alone."""
         try:
-            self._ended.append(act(prefill))
+            self._ended += act()
         except Exception as error:
-            self._fail(prefill, error)
+            for prefill in prefills:
+                self._fail(prefill, error)
 
     def _fail(self, prefill: Prefill, error: Exception) -> None:
         """End the request of a prompt that is being computed."""
-        self._prefills.remove(prefill)
+        self._drop([prefill])
         self._end(prefill.uid, prefill.tokens, error)
 
     def _fail_replies(self, rows: list[tuple[int, Any]], error: Exception) -> None:
@@ -421,35 +385,17 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         if not isinstance(error, ClientGone):
             logger.error("a request failed", exc_info=error)
         reply.fail(error.with_traceback(None))  # its frames hold the caches
-        self._ended.append(self._response(uid, (0, 0)))
-
-    def _response(self, uid: int, progress: tuple[int, int]) -> Any:
-        return type(self._prompt_batch).Response(uid, progress, False, False)
+        self._ended.append(self._response(uid, (0, 0), False, False))
 
     # What stock asks of its generator.
-
-    def extract_cache(self, uids: Collection[int]) -> dict[int, Any]:
-        found = {
-            one.uid: (one.batch.extract_cache(0), one.tokens)
-            for one in self._prefills
-            if one.uid in uids
-        }
-        others: dict[int, Any] = super().extract_cache([uid for uid in uids if uid not in found])
-        return {**others, **found}
 
     def remove(self, uids: Collection[int], return_prompt_caches: bool = False) -> Any:
         self._save_interrupted(uids)
         caches = super().remove(uids, return_prompt_caches)
-        self._prefills = [one for one in self._prefills if one.uid not in uids]
         self._parked = [one for one in self._parked if one.uid not in uids]
         for uid in uids:
             self._returning.pop(uid, None)
         return caches
-
-    @property
-    def prompt_cache_nbytes(self) -> int:
-        caches = [cache for one in self._prefills for cache in one.batch.prompt_cache]
-        return int(super().prompt_cache_nbytes) + sum(int(cache.nbytes) for cache in caches)
 
 
 def _n_left(sequence: Any) -> int:

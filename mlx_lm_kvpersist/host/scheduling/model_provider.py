@@ -157,6 +157,10 @@ class PluginCaches:
             raise ValueError(f"{type(first)} does not yet support batching with history")
         return first.merge(caches) if merged is None else merged
 
+    def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
+        """Return one cache for one layer of several prompts, None if they have to be apart."""
+        return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
+
     def _safely(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return manager.safely(self._plugin, "model_loaded", function, *args, **kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from queue import Queue
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import (
     ClientRequest,
@@ -22,6 +25,7 @@ from mlx_lm_kvpersist.host.answers import (
     TakenRequest,
 )
 from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
 from tests.support.host import plugged
@@ -54,13 +58,15 @@ class Counting:
 class Plugin:
     """Takes requests and sees what is saved of them."""
 
-    def __init__(self, limits: PrefillLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: PrefillLimits, *, joins: bool = False) -> None:
+        self.limits, self.joins = limits, joins
         self.saved: list[tuple[Any, str, list[int], list[int]]] = []
 
     def limit(self, model: Counting) -> None:
         """Have the model's prompts computed within the limits."""
         support = ModelSupport(list, limits=self.limits)
+        if self.joins:
+            support = replace(support, merge=batch_of, together=rows_of)
         model.make_cache = PluginCaches(model, "saves", support)
 
 
@@ -168,8 +174,8 @@ def right_answer(client: Client) -> list[int]:
 def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
     made = []
 
-    def start(most: int = 64, max_stall_s: float = 1.0) -> Serving:
-        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most))
+    def start(most: int = 64, max_stall_s: float = 1.0, *, joins: bool = False) -> Serving:
+        plugin = Plugin(PrefillLimits(max_stall_s, lambda position: most), joins=joins)
         plugin.limit(model := Counting())
         stream = mx.default_stream(mx.default_device())
         generator = patched_server.BatchGenerator(model, stream=stream)
@@ -188,6 +194,26 @@ def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Servi
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
     prompts = [rows for rows in serving.model.computed if rows != [1] * len(rows)]
     assert max(len(rows) for rows in prompts) == 1 and max(prompts) == [64]
+
+
+def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=256, joins=True)
+    clients = [serving.ask(1000 * i, n) for i, n in enumerate((60, 44, 900, 70, 3, 52), 1)]
+    serving.run(*clients)
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+    prompts = [rows for rows in serving.model.computed if rows != [1] * len(rows)]
+    assert max(len(rows) for rows in prompts) >= 4
+    assert max(sum(rows) for rows in prompts) <= 256
+    assert all(tokens == keys[: len(tokens)] for tokens, keys in serving.segment_ends)
+    assert prompts[0] == [35] * 5, "the halves of all but the long one, padded"
+
+
+def test_replies_that_are_ready_begin_in_one_step(serve: Callable[..., Serving]) -> None:
+    serving = serve(most=256, joins=True)
+    clients = [serving.ask(1000 * i, 40) for i in range(1, 6)]
+    serving.run(*clients)
+    steps = [rows for rows in serving.model.computed if rows == [1] * len(rows)]
+    assert steps[0] == [1] * 5 and len(steps) <= 5
 
 
 @pytest.mark.parametrize(
@@ -308,7 +334,7 @@ def test_no_more_at_a_time_than_the_server_allows(
     clients = [serving.ask(1000 * n, 50, max_tokens=12) for n in range(1, 6)]
     while not all(len(client.answer) == 12 for client in clients):
         serving.step()
-        assert len(serving.generator._prefills) <= n_prompts
+        assert len(serving.generator._prompt_batch) <= n_prompts
     assert max(map(len, serving.model.computed)) == 2
 
 
@@ -331,7 +357,7 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
         serving.step()
     prefilling, waiting = serving.ask(3000, 600), serving.ask(4000, 700)
     serving.step()
-    assert prefilling.uid in [one.uid for one in serving.generator._prefills]
+    assert prefilling.uid in serving.generator._prompt_batch.uids
     assert waiting.uid in [one[0] for one in serving.generator._unprocessed_sequences]
     for client in (decoding, prefilling, waiting):
         client.request.client_gone = True
@@ -360,7 +386,7 @@ def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
         caches, tokens = removed[client.uid]
         assert keys_of(caches)[: len(tokens)] == tokens
         assert tokens[:20] == client.ids[:20]
-    assert not serving.generator.extract_cache(uids) and not serving.generator._prefills
+    assert not serving.generator.extract_cache(uids) and not serving.generator._prompt_batch.all
     other = serving.ask(3000, 300)
     serving.step()
     assert serving.generator.remove([other.uid]) == {}
@@ -419,7 +445,7 @@ def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
         return 64
 
     serving = serve(most=64)
-    serving.generator._limits = PrefillLimits(1.0, most)
+    serving.generator._prompt_batch._limits = PrefillLimits(1.0, most)
     good, bad = serving.ask(1000, 200), serving.ask(2000, 400)
     serving.run(good)
     assert good.answer == right_answer(good)
@@ -450,7 +476,8 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
     """A clock that goes on by 0.35 ms a token stands for a device; a step takes time, too."""
     now_s = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now_s)
-    monkeypatch.setattr("mlx_lm_kvpersist.host.scheduling.batch_generator.time", clock)
+    for module in (batch_generator, prefill):
+        monkeypatch.setattr(module, "time", clock)
     serving = serve(most=4096, max_stall_s=0.2)
     computed = Counting.__call__
 
@@ -510,9 +537,9 @@ def test_replies_beside_a_prompt_do_not_change_the_pace_that_is_learned(
 
     serving = serve(most=4096, max_stall_s=0.4)
     clock = SimpleNamespace(perf_counter=lambda: now_s)
-    generator = "mlx_lm_kvpersist.host.scheduling.batch_generator"
-    monkeypatch.setattr(f"{generator}.time", clock)
-    monkeypatch.setattr(f"{generator}.mx", Device())
+    for module in (batch_generator, prefill):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "mx", Device())
     monkeypatch.setattr(Counting, "__call__", timed)
     for n in range(n_beside):
         running = serving.ask(1000 * n, 20, 4000)
@@ -617,9 +644,9 @@ def test_an_error_does_not_hold_the_caches_of_its_prompt(
     (sequence,) = serving.generator._unprocessed_sequences
     sequence[1][1][-2] = POISON
     serving.step()
-    prefill = weakref.ref(serving.generator._prefills[0])
-    while serving.generator._prefills:
+    computed = weakref.ref(serving.generator._prompt_batch.all[0])
+    while serving.generator._prompt_batch.all:
         serving.step()
     error = client.error  # as the client's thread holds it
     gc.collect()
-    assert error is not None and prefill() is None
+    assert error is not None and computed() is None

@@ -1,0 +1,130 @@
+"""One layer's caches of several prompts, while a chunk of each is computed in one call.
+
+The prompts stay apart: each has a cache of its own, a batch of one row. What comes in is padded on
+the right, to the longest chunk, and what was padded is never cached. So prompts of any lengths, at
+any places, are computed together without a batch being made of them, or taken apart again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from .attention import Mask, PackedKV
+from .batch import FullPrecisionBatchKVCache
+from .quantized import BatchQuantizedKVCache
+
+
+class _Rows:
+    """The caches of the rows, and how many tokens of each are computed."""
+
+    def __init__(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> None:
+        self._caches, self._n_tokens = caches, n_tokens
+
+    @property
+    def offset(self) -> mx.array:
+        """How many tokens each row has, for rotary embeddings: int32 [B]."""
+        return mx.array([cache.size() for cache in self._caches], mx.int32)
+
+    def _fetched(self, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
+        """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch each row's."""
+        return [
+            cache.update_and_fetch(keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
+            for i, (cache, n) in enumerate(zip(self._caches, self._n_tokens, strict=True))
+        ]
+
+
+class PackedRows(_Rows):
+    """Rows of quantized caches whose model takes packed keys."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of the keys: mlx-lm then calls attention over packed keys."""
+        bits: int = self._caches[0].bits
+        return bits
+
+    @property
+    def group_size(self) -> int:
+        size: int = self._caches[0].group_size
+        return size
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> list[Mask] | str:
+        """Return "causal", or each row's mask for its own tokens."""
+        masks = [
+            cache.make_mask(n, return_array=return_array, window_size=window_size)
+            for cache, n in zip(self._caches, self._n_tokens, strict=True)
+        ]
+        return masks if any(isinstance(mask, mx.array) for mask in masks) else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[RowsKV, RowsKV]:
+        all_keys, all_values = zip(*self._fetched(keys, values), strict=True)
+        return RowsKV(all_keys, self._n_tokens), RowsKV(all_values, self._n_tokens)
+
+
+@dataclass(frozen=True)
+class RowsKV:
+    """Packed keys, or values, of each row, of which the last `n_tokens` are the new ones."""
+
+    rows: Sequence[PackedKV]
+    n_tokens: Sequence[int]
+
+    def attend(
+        self, queries: mx.array, values: RowsKV, scale: float, mask: list[Mask] | Mask
+    ) -> mx.array:
+        """Return each row's attention [B, Hq, N, Dv], with zeros where its queries are padding."""
+        masks = mask if isinstance(mask, list) else [mask] * len(self.rows)
+        out = []
+        for i, n in enumerate(self.n_tokens):
+            row = queries[i : i + 1, :, :n]
+            found = self.rows[i].attend(row, values.rows[i], scale, masks[i])
+            out.append(mx.pad(found, [(0, 0), (0, 0), (0, queries.shape[2] - n), (0, 0)]))
+        return mx.concatenate(out)
+
+
+class ArrayRows(_Rows):
+    """Rows of caches in full precision: attention gets them as a batch of mlx-lm's would give them.
+
+    The new tokens of all rows begin at one column, with padding in front of shorter rows.
+    """
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Return a boolean array [B, 1, N, S]."""
+        lengths = [cache.size() for cache in self._caches]
+        start = max(lengths)
+        padding = mx.array([start - n for n in lengths], mx.int32)
+        mask: mx.array = create_causal_mask(
+            N, offset=start, window_size=window_size, left_padding=padding
+        )
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        n_new, lengths = keys.shape[2], [cache.size() for cache in self._caches]
+        start = max(lengths)
+        rows = [
+            [mx.pad(x, [(0, 0), (0, 0), (start - n_old, n_new - n), (0, 0)]) for x in both]
+            for both, n_old, n in zip(
+                self._fetched(keys, values), lengths, self._n_tokens, strict=True
+            )
+        ]
+        all_keys, all_values = (mx.concatenate(list(one)) for one in zip(*rows, strict=True))
+        return all_keys, all_values
+
+
+def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | None:
+    """Return one cache for a layer's caches of several prompts; None where they have to be apart.
+
+    caches: batches of one row. n_tokens: how many tokens of each come next.
+    """
+    if all(type(cache) is FullPrecisionBatchKVCache for cache in caches):
+        return ArrayRows(caches, n_tokens)
+    if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
+        return PackedRows(caches, n_tokens)
+    return None

@@ -1,0 +1,103 @@
+"""Chunks of several prompts in one call give what each gives by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision
+from mlx_lm_kvpersist.cache.live import packed as pk
+from mlx_lm_kvpersist.cache.live.batch import FullPrecisionBatchKVCache
+from mlx_lm_kvpersist.cache.live.quantized import (
+    BatchQuantizedKVCache,
+    SequenceQuantizedKVCache,
+    forced_plan,
+)
+from mlx_lm_kvpersist.cache.live.rows import rows_of
+from tests.support.host import patched_attention
+
+from ..conftest import K_DIM, N_HEADS, random_kv
+
+TOLERANCE = 1e-5
+SCALE = K_DIM**-0.5
+GRID = 16
+PRECISION = KVPrecision.of(4, 32, 4, rotated=True)
+
+
+@pytest.fixture(autouse=True)
+def small_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(pk, "GRID", GRID)
+    with patched_attention():
+        yield
+
+
+def empty_row(kind: str) -> Any:
+    if kind == "full precision":
+        return FullPrecisionBatchKVCache.merge([KVCache()])
+    plan = forced_plan(kind, can_take_packed=True)  # type: ignore[arg-type]
+    return BatchQuantizedKVCache.merge([SequenceQuantizedKVCache(PRECISION, plan)])
+
+
+def chunk(seed: int, n_tokens: int) -> tuple[mx.array, mx.array, mx.array]:
+    keys, values = random_kv(seed, n_tokens)
+    queries = mx.random.normal((1, 2 * N_HEADS, n_tokens, K_DIM), key=mx.random.key(seed))
+    return queries, keys, values
+
+
+def attended(
+    cache: Any, parts: tuple[mx.array, mx.array, mx.array], window: int | None
+) -> mx.array:
+    queries, keys, values = parts
+    mask = cache.make_mask(queries.shape[2], window_size=window)
+    fetched = cache.update_and_fetch(keys, values)
+    out: mx.array = scaled_dot_product_attention(
+        queries, *fetched, cache=cache, scale=SCALE, mask=mask
+    )
+    return out
+
+
+def padded(arrays: list[mx.array], width: int) -> mx.array:
+    """Return rows padded on the right with what would be noticed."""
+    sizes = [[(0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)] for x in arrays]
+    pairs = zip(arrays, sizes, strict=True)
+    return mx.concatenate([mx.pad(x, size, constant_values=99.0) for x, size in pairs])
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("kind", ["full precision", "dequantize", "packed", "tiled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
+    rng = random.Random(seed)
+    n_rows = rng.randint(2, 5)
+    together, alone = ([empty_row(kind) for _ in range(n_rows)] for _ in range(2))
+    for row in range(n_rows):
+        if n_old := rng.choice([0, 3, GRID, 50, 77]):
+            for cache in (together[row], alone[row]):
+                attended(cache, chunk(100 + row, n_old), window)
+    for step in range(3):
+        n_tokens = [rng.choice([1, 2, GRID - 1, GRID, 40]) for _ in range(n_rows)]
+        parts = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
+        rows: Any = rows_of(together, n_tokens)
+        assert rows.offset.tolist() == [cache.size() for cache in alone]
+        inputs = [padded(list(column), max(n_tokens)) for column in zip(*parts, strict=True)]
+        found = attended(rows, (inputs[0], inputs[1], inputs[2]), window)
+        assert found.shape[0] == n_rows and found.shape[2] == max(n_tokens)
+        for row, n in enumerate(n_tokens):
+            expected = attended(alone[row], parts[row], window)
+            assert float(mx.abs(found[row : row + 1, :, :n] - expected).max()) < TOLERANCE
+    for row, (one, other) in enumerate(zip(together, alone, strict=True)):
+        assert one.lengths == other.lengths
+        found, expected = (attended(cache, chunk(row, 1), window) for cache in (one, other))
+        assert mx.allclose(found, expected, atol=TOLERANCE)
+
+
+def test_caches_whose_fetches_are_arrays_of_the_grid_stay_apart() -> None:
+    caches = [BatchQuantizedKVCache.merge([SequenceQuantizedKVCache(PRECISION)]) for _ in "ab"]
+    assert rows_of(caches, [1, 2]) is None
+    assert rows_of([caches[0], empty_row("full precision")], [1, 2]) is None
