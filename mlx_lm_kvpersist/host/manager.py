@@ -198,6 +198,8 @@ class Taken:
     request: TakenRequest
     caches: Sequence[Any] | None = None
     n_cached: int = 0
+    prompt: Prompt | None = None
+    """What is fed, once it has entered."""
     reply: Any = None
     """Where its tokens go (`reply.ReplyQueue`)."""
 
@@ -221,6 +223,7 @@ class Taken:
         if prepared is None:
             return None
         self.caches, self.n_cached = prepared.caches, prepared.n_cached
+        self.prompt = prepared.prompt
         return prepared.prompt
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:

@@ -71,11 +71,15 @@ def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Messag
     return [system, {"role": "user", "content": question}]
 
 
-def test_what_a_client_that_left_had_computed_is_reused(server: ServerProcess) -> None:
-    leaving = Leaving(server, talk(1), stream=True)
+@pytest.mark.parametrize("params", [{}, {"seed": 7}], ids=["in a batch", "by itself"])
+def test_what_a_client_that_left_had_computed_is_reused(
+    server: ServerProcess, params: dict[str, Any]
+) -> None:
+    asked = talk(len(params) + 100)
+    leaving = Leaving(server, asked, stream=True, **params)
     n_done = leaving.read_until(0.4)
     leaving.leave()
-    reply = server.chat(talk(1), max_tokens=4, temperature=0.0)
+    reply = server.chat(asked, max_tokens=4, temperature=0.0, **params)
     assert reply.cached_tokens >= 0.9 * n_done, (reply.cached_tokens, n_done)
     assert reply.cached_tokens < 0.9 * reply.prompt_tokens  # it was not computed to its end
     wait_for_reply(server)

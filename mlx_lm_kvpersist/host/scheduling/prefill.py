@@ -35,6 +35,15 @@ MOST_PASSED_OVER = 3
 """After this many chunks of other prompts, the oldest prompt runs."""
 
 
+def chunk_size(position: int, most: int) -> int:
+    """Return how many of `most` tokens are computed at once after `position` cached ones.
+
+    Chunks that end at round places have the shapes of those before them.
+    """
+    size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
+    return size - position % min(ROUND, size)
+
+
 @dataclass(eq=False)
 class Prefill:
     """A prompt that is being computed: a batch of stock's with one row.
@@ -180,10 +189,7 @@ class Prefills:
 
     def _size(self, prefill: Prefill, most: int) -> int:
         """Return how many of `most` tokens of a prompt to compute now."""
-        size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
-        # Chunks that end at round places have the shapes of those before them.
-        over = len(prefill.tokens) % min(ROUND, size)
-        return min(size - over, len(prefill.segments[0]))
+        return min(chunk_size(len(prefill.tokens), most), len(prefill.segments[0]))
 
     # The end.
 

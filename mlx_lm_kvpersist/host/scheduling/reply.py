@@ -30,6 +30,8 @@ class ReplyQueue:
     """Whether stock computes the prompt in one piece, and asks the context only afterwards."""
     weigh: Callable[[int], object] | None = None
     """Told how many tokens a sequence has that is served by itself, now and then."""
+    n_cached: int | None = None
+    """How many tokens of its prompt were cached, where stock was given those computed as such."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -54,6 +56,8 @@ class ReplyQueue:
             if self._n_put % WEIGH_EVERY == 0:
                 self.weigh(len(self._context.prompt) + self._n_put)
             self._n_put += 1
+        if self.n_cached is not None:
+            self._context.prompt_cache_count = self.n_cached
         if self.is_gone:
             self.fail(ClientGone())
             if self.stops_by_raising and isinstance(item, tuple):

@@ -27,6 +27,7 @@ from ..manager import TakenTokens
 from .context_length import check_length
 from .model_provider import account_of, loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked
+from .single_prompt import SinglePrompt
 from .waiting import Line, Rendered, Waiting
 
 if TYPE_CHECKING:
@@ -243,7 +244,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if isinstance(reply, ReplyQueue):
             reply.stops_by_raising = True
             reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
+            step_size = self.cli_args.prefill_step_size
+            model = self.model_provider.model
+            self.prompt_cache.single = SinglePrompt(model, reply, request[2], step_size)
         super()._serve_single(request, *args)
+        self.prompt_cache.single = None
         self._trim_prompt_cache()
 
     # Tokenizing.

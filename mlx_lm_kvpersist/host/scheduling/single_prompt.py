@@ -1,0 +1,89 @@
+"""The prompt of a request that is served by itself: computed in chunks, as prompts in a batch are.
+
+Stock would compute it in one go and hand over its caches at the end of the reply, so a client that
+leaves would lose all of it. Here plugins save each chunk, and stock gets the last tokens only.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..answers import PREFILL, PrefillLimits
+from ..manager import TakenTokens
+from .model_provider import PluginCaches
+from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size
+from .reply import ReplyQueue
+
+
+@dataclass
+class _Computed:
+    """A model, and its caches of the first `n_tokens` of a prompt."""
+
+    model: Any
+    caches: list[Any]
+    n_tokens: int
+    limits: PrefillLimits
+
+    def compute(self, ids: list[int], step_size: int) -> None:
+        """Compute some of the next `ids`: as many as nobody minds to wait for."""
+        position, limits = self.n_tokens, self.limits
+        most = min(step_size, limits.most_tokens(position))
+        most = min(most, max(IDLE_CHUNK, limits.pace.tokens(position, IDLE_CHUNK_S)))
+        ids = ids[: chunk_size(position, most)]
+        started = time.perf_counter()
+        self.model(mx.array([ids]), cache=self.caches)
+        mx.eval([cache.state for cache in self.caches])
+        limits.pace.learn(position, len(ids), time.perf_counter() - started)
+        if mx.get_cache_memory() > limits.max_unused_bytes:
+            mx.clear_cache()
+        self.n_tokens += len(ids)
+
+
+class SinglePrompt:
+    """Computes the prompt of one request, once a plugin has taken it. Generation thread.
+
+    `reply` is told how far it is; that raises ClientGone where nobody waits any more. `step_size`
+    are the tokens that stock would compute at once.
+    """
+
+    def __init__(self, model: Any, reply: ReplyQueue, args: Any, step_size: int) -> None:
+        self._model, self._reply, self._step_size = model, reply, step_size
+        asked = args.logits
+        penalties = (
+            (asked.repetition_penalty, asked.repetition_context_size),
+            (asked.presence_penalty, asked.presence_context_size),
+            (asked.frequency_penalty, asked.frequency_context_size),
+        )
+        sizes = (size or 1 << 62 for penalty, size in penalties if penalty)  # 0 stands for all
+        self._n_left = max([1, *sizes])
+        """Tokens for stock: its penalties look at those that it computes itself."""
+
+    def compute(self, tokens: TakenTokens, caches: list[Any] | None) -> tuple[Any, list[int]]:
+        """Compute a prompt, of which `caches` hold the beginning; return stock's last tokens, too.
+
+        Without limits of a plugin stock computes the prompt.
+        """
+        taken, made = tokens.taken, getattr(self._model, "make_cache", None)
+        n_cached = taken.n_cached if caches is not None else 0
+        limits = made.limits if isinstance(made, PluginCaches) else None
+        if limits is None or taken.prompt is None:
+            return caches, tokens[n_cached:]
+        stop = len(tokens) - self._n_left
+        ends = [min(end, stop) for end in accumulate(map(len, taken.prompt.segments))]
+        one = _Computed(self._model, caches or make_prompt_cache(self._model), n_cached, limits)
+        while one.n_tokens < stop:
+            self._reply.put((one.n_tokens - n_cached, len(tokens) - n_cached))
+            segment = bisect_right(ends, one.n_tokens)
+            one.compute(tokens[one.n_tokens : ends[segment]], self._step_size)
+            is_end = one.n_tokens == ends[segment]
+            cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
+            taken.insert(tokens[: one.n_tokens], one.caches, cache_type)
+        self._reply.n_cached = n_cached
+        return one.caches, tokens[one.n_tokens :]

@@ -1,0 +1,119 @@
+"""A prompt that is served by itself: its chunks, what is saved of it, and what stock is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.errors import ClientGone
+from mlx_lm_kvpersist.host.answers import PREFILL, PrefillLimits, Prompt
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.single_prompt import SinglePrompt
+
+from .test_prefill import Counting, Plugin, Saving, keys_of
+
+IDS = list(range(1000, 1200))
+N_SYSTEM = 70
+
+
+class Single:
+    """One prompt, in a system's part and a user's, as stock asks for its caches."""
+
+    def __init__(self, penalties: dict[str, float] | None = None) -> None:
+        self.model, self.plugin = Counting(), Plugin(PrefillLimits(1.0, lambda position: 64))
+        self.client = SimpleNamespace(client_gone=False)
+        self.queue: Queue[Any] = Queue()
+        self.reply = ReplyQueue(self.queue, self.client)  # type: ignore[arg-type]
+        self.reply.stops_by_raising = True
+        self.context = SimpleNamespace(prompt_cache_count=-1, stop=lambda: None, prompt=IDS)
+        self.reply.put(self.context)
+        penalties = penalties or {}
+        kinds = "repetition", "presence", "frequency"
+        asked = {f"{kind}_penalty": penalties.get(kind, 0.0) for kind in kinds}
+        sizes = {f"{kind}_context_size": int(penalties.get(f"{kind}_size", 20)) for kind in kinds}
+        self.args = SimpleNamespace(logits=SimpleNamespace(**asked, **sizes))
+
+    def compute(self, caches: Any = None, n_cached: int = 0) -> tuple[Any, list[int]]:
+        prompt = Prompt(IDS, [IDS[:N_SYSTEM], IDS[N_SYSTEM:]], ["system", "user"])
+        taken = Taken("saves", Saving(self.plugin, prompt), n_cached=n_cached, prompt=prompt)
+        single = SinglePrompt(self.model, self.reply, self.args, 2048)
+        return single.compute(TakenTokens(IDS, taken), caches)
+
+
+def holds(caches: Any, ids: list[int]) -> bool:
+    """Whether a cache's keys are these ids; behind them its buffer has room."""
+    return bool(caches[0].offset == len(ids) and keys_of(caches)[: len(ids)] == ids)
+
+
+def limited(single: Single) -> Single:
+    single.plugin.limit(single.model)
+    single.model.make_cache.make = lambda: [KVCache()]
+    return single
+
+
+def test_it_is_computed_in_chunks_and_saved_after_each() -> None:
+    single = limited(Single())
+    caches, rest = single.compute()
+    assert rest == IDS[-1:] and holds(caches, IDS[:-1])
+    saved = [(kind, tokens) for _, kind, tokens, _ in single.plugin.saved]
+    ends = [(PREFILL, 64), ("system", 70), (PREFILL, 128), (PREFILL, 192), ("user", 199)]
+    assert saved == [(kind, IDS[:end]) for kind, end in ends]
+    for *_, tokens, keys in single.plugin.saved:
+        assert keys[: len(tokens)] == tokens
+
+
+def test_what_is_cached_is_not_computed_again_and_not_counted_twice() -> None:
+    before, _ = limited(Single()).compute()
+    before[0].trim(99)
+    single = limited(Single())
+    caches, rest = single.compute(before, n_cached=100)
+    assert holds(caches, IDS[:-1]) and rest == IDS[-1:]
+    assert sum(n for rows in single.model.computed for n in rows) == 99
+    single.context.prompt_cache_count = len(IDS) - len(rest)  # as stock counts
+    single.reply.put("token")
+    assert single.context.prompt_cache_count == 100
+
+
+@pytest.mark.parametrize(
+    ("penalties", "n_left"),
+    [
+        ({}, 1),
+        ({"repetition_size": 50}, 1),
+        ({"repetition": 1.1}, 20),
+        ({"presence": 0.5, "presence_size": 9, "frequency": 0.5, "frequency_size": 140}, 140),
+        ({"presence": 0.5, "presence_size": 0}, 200),
+        ({"presence": 0.5, "presence_size": 300}, 200),
+    ],
+)
+def test_stock_computes_what_its_penalties_look_at(
+    penalties: dict[str, float], n_left: int
+) -> None:
+    assert limited(Single(penalties)).compute()[1] == IDS[-n_left:]
+
+
+def test_it_is_given_up_when_its_client_leaves() -> None:
+    single = limited(Single())
+    save = single.plugin.saved.append
+
+    def leave(saved: Any) -> None:
+        save(saved)
+        single.client.client_gone = saved[1] == "system"
+
+    single.plugin.saved = SimpleNamespace(append=leave)  # type: ignore[assignment]
+    with pytest.raises(ClientGone):
+        single.compute()
+    assert sum(n for rows in single.model.computed for n in rows) == N_SYSTEM
+
+
+@pytest.mark.parametrize("change", [lambda one: None, lambda one: one.plugin.limit(one.model)])
+def test_without_limits_stock_computes_it(change: Callable[[Single], None]) -> None:
+    single = Single()
+    single.plugin.limits = None  # type: ignore[assignment]
+    change(single)
+    assert single.compute() == (None, IDS) and not single.model.computed
