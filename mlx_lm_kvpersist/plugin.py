@@ -170,7 +170,7 @@ class KVPersistPlugin:
             batch_of,
             lambda rows, n_tokens: rows_of(rows, n_tokens) if serving.model.spec.joins else None,
             model.spec.batches,
-            model.speed.limits(asked.max_stall_s),
+            model.speed.limits(asked.max_stall_s, store.writer.stepped),
             memory,
         )
 
@@ -255,8 +255,8 @@ class KVPersistPlugin:
     @hookimpl
     def serving_changed(self, serving: bool) -> None:
         self._is_serving = serving
-        if self._store is not None:
-            self._store.writer.set_gentle(serving)
+        if not serving and self._store is not None:
+            self._store.writer.stepped(0)
         if not serving and self._serving is not None:
             self._serving.memory.ended()
 
@@ -326,7 +326,7 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.sent = {"content": content, "reasoning": reasoning, "tool_calls": tool_calls}
         if serving := self._serving:
-            serving.remember(state)
+            serving.finish(state)
 
     @hookimpl
     def reply_timed(self, request: ClientRequest, times_s: Sequence[float]) -> None:

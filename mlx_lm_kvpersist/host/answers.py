@@ -143,13 +143,15 @@ class PrefillLimits:
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
     `max_unused_bytes` is how much freed memory MLX may keep for the next chunk. `pace` learns from
-    every chunk; a plugin may keep it and ask it, too.
+    every chunk; a plugin may keep it and ask it, too. `stepped(n_replies, seconds)` is told of each
+    step of the replies; it has no seconds where a prompt is computed beside them.
     """
 
     max_stall_s: float
     most_tokens: Callable[[int], int]
     max_unused_bytes: int = 1 << 30
     pace: Pace = field(default_factory=Pace)
+    stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None
 
 
 class BatchMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,8 +47,15 @@ class Speed:
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
 
-    def limits(self, max_stall_s: float) -> PrefillLimits | None:
-        """Return how prompts are computed beside replies that wait `max_stall_s` at most."""
+    def limits(
+        self,
+        max_stall_s: float,
+        stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
+    ) -> PrefillLimits | None:
+        """Return how prompts are computed beside replies that wait `max_stall_s` at most.
+
+        `stepped` is told of the steps of the replies.
+        """
         if self.memory is None:
             return None
 
@@ -55,7 +63,7 @@ class Speed:
             assert self.memory is not None
             return self.memory.most_tokens(position)  # which is measured while requests come
 
-        return PrefillLimits(max_stall_s, most_tokens, self.memory.limit_bytes, self.pace)
+        return PrefillLimits(max_stall_s, most_tokens, self.memory.limit_bytes, self.pace, stepped)
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
         """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""

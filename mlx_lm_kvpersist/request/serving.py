@@ -1,14 +1,17 @@
 """Requests for the loaded model: looked up, restored, recorded, saved, remembered.
 
-Generation thread, except what counts tokens (`ServedRequest.__init__`) and `Serving.remember`.
+Generation thread, except what counts tokens (`ServedRequest.__init__`), `Serving.finish` and
+`Serving.remember`.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from threading import Event
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +20,7 @@ from ..block import Block, Root
 from ..cache.blocks.cut_join import BLOCK_TOKENS
 from ..cache.steps import Steps
 from ..errors import ClientGone, RequestRefused
-from ..host.answers import PARKED, PREFILL, ClientRequest, Prepared, Prompt, TakenRequest
+from ..host.answers import PARKED, PREFILL, REPLY, ClientRequest, Prepared, Prompt, TakenRequest
 from ..match.tree import common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Leaf
@@ -35,6 +38,8 @@ _Held = tuple[list[int], list[Any], str]
 _ORDER = count()
 """Of the requests, as they come."""
 
+LAST_PART_S = 0.2
+"""How long the last part of a reply waits at most until what its client has read is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""
 
@@ -73,6 +78,8 @@ class RequestState:
     """The ids of the prompt and of the reply, once it has ended. Generation thread."""
     is_over: bool = False
     """Whether the reply has ended, or was given up."""
+    is_saved: Event | None = field(default=None, repr=False)
+    """Set when a reply that has ended was handed to the store; None for a prompt not served."""
 
     @staticmethod
     def of(request: Any) -> RequestState:
@@ -227,6 +234,18 @@ class Serving:
             self._held.clear()
         self.memory.held_bytes = 0
 
+    def finish(self, state: RequestState) -> None:
+        """Have a reply that was sent but for its last part on disk, if that is quick. HTTP thread.
+
+        Whatever its client has read then outlives a kill.
+        """
+        ends_s = time.monotonic() + LAST_PART_S
+        if state.is_saved is not None:
+            state.is_saved.wait(LAST_PART_S)
+        self.remember(state)
+        if state.is_saved is not None:
+            self.store.writer.finish(max(0.0, ends_s - time.monotonic()))
+
     def remember(self, state: RequestState) -> None:
         """Remember a reply as soon as its ids are known, and again when it was sent. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
@@ -321,6 +340,7 @@ class ServedRequest(TakenRequest):
             self._sequence.chain, self._sequence.n_reused = reuse.chain, n_reused
             return Prepared(fed, reuse.caches, n_reused)
         serving.record(state, reuse.outcome)
+        state.is_saved = Event()
         n_system = len(fed.segments[0]) if fed.segment_types[0] == "system" else 0
         self._sequence = RunningSequence(
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
@@ -334,9 +354,11 @@ class ServedRequest(TakenRequest):
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save what the server has computed."""
         state, serving, sequence = self._state, self._serving, self._sequence
-        if sequence is None or not state.is_kept or (serving.isolated and state.session is None):
-            return  # no other request may, or could, find it
-        serving.save(sequence, tokens, caches, cache_type)
+        is_found = state.is_kept and (state.session is not None or not serving.isolated)
+        if sequence is not None and is_found:  # else no other request may, or could, find it
+            serving.save(sequence, tokens, caches, cache_type)
+        if cache_type == REPLY and state.is_saved is not None:
+            state.is_saved.set()
 
     def resume(self, prompt: Prompt) -> None:
         """Look up what was saved of a reply that was parked: by its ids, which must stay these."""

@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 import sqlite3
-import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
@@ -117,7 +116,7 @@ class DiskStore:
         commit_now: Callable[[], Commit],
         file_of: Callable[[Record], NewFile | None],
         keep: Collection[bytes] = (),
-        after_file: Callable[[float], None] = lambda seconds: None,
+        before_file: Callable[[], None] = lambda: None,
         damaged: Collection[bytes] = (),
     ) -> tuple[Commit, list[Record]] | None:
         """Write a commit's missing blocks and checkpoints and commit it: whole, or not at all.
@@ -127,8 +126,7 @@ class DiskStore:
 
         `commit_now` returns the commit; it is called under the lock, before each plan. `keep` is
         not removed to make room: commits to come are built on it. Files of `damaged` blocks and
-        checkpoints are replaced. `after_file` is called with the seconds that each file took, and
-        may take its time.
+        checkpoints are replaced. `before_file` may take its time.
 
         Return the commit as it was made, and what was written: checkpoints that are gone, or whose
         block is not there, are left out, and then it supersedes nothing. None, with a line in the
@@ -156,9 +154,8 @@ class DiskStore:
                     self._reserve(needed, {*keep, *whole.keys()}, whole.root)
                     staging.announce(needed)
                 for file in todo:
-                    started = time.perf_counter()
+                    before_file()
                     self.n_written_bytes += staging.write(file.block.key, file.write)
-                    after_file(time.perf_counter() - started)
 
     def _plan(
         self,

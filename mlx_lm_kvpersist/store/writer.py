@@ -18,11 +18,12 @@ from .records import Commit
 
 logger = logging.getLogger(__name__)
 
-REST_FACTOR = 6
-"""While requests are served, the writer rests this many times as long as it has worked.
-
-At full speed it slowed decoding by 17% on a GPU; in a seventh of the time that is 2.4%.
-"""
+MOST_LOSS = 0.025
+"""The share of their time that replies may lose to the writer, which rests so that it holds."""
+_SUPPOSED = 0.17
+"""What a second of work takes from replies, in seconds, before it is measured: as on a GPU."""
+_WEIGHT = 0.02
+"""How much a step counts beside those before it."""
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not rest."""
 POSTPONE_S = 30.0
@@ -31,7 +32,7 @@ ABANDON_S = 300.0
 """A prompt was given up when no reply has ended for so long: what is postponed there is written."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """Something to do.
 
@@ -46,6 +47,37 @@ class Task:
     since_s: float = field(default_factory=time.monotonic)
     due_s: float = math.inf
     """When it is written if it is postponed, by the writer's clock."""
+
+
+class Cost:
+    """What a second of the writer's work takes from the replies that run, by the times of steps.
+
+    A step of as many replies takes longer while the writer works; never more than it has worked.
+    """
+
+    def __init__(self) -> None:
+        self._n_replies = 0
+        self._quiet_s: float | None = None
+        """What a step takes while the writer rests."""
+        self._lost_s, self._worked_s = _SUPPOSED, 1.0
+        """Of the steps beside its work, the younger the more."""
+
+    def learn(self, n_replies: int, step_s: float, worked_s: float) -> None:
+        """Learn from a step of `n_replies` during which the writer worked for `worked_s`."""
+        if n_replies != self._n_replies:
+            self._n_replies, self._quiet_s = n_replies, None
+        elif worked_s <= 0:
+            quiet_s = self._quiet_s or step_s
+            self._quiet_s = quiet_s + 5 * _WEIGHT * (step_s - quiet_s)
+        elif self._quiet_s is not None:
+            kept = 1 - _WEIGHT
+            self._lost_s = kept * self._lost_s + min(step_s - self._quiet_s, worked_s)
+            self._worked_s = kept * self._worked_s + worked_s
+
+    @property
+    def rest_factor(self) -> float:
+        """How long to rest for each second of work, in seconds."""
+        return max(0.0, self._lost_s / self._worked_s / MOST_LOSS - 1)
 
 
 def _held_bytes(tasks: Iterable[Task]) -> int:
@@ -72,8 +104,17 @@ class Writer:
         """By the block that they end in, the oldest first."""
         self._closing = False
         self._running: Task | None = None
-        self._gentle = False
-        self._n_draining = 0
+        self.cost = Cost()
+        self._n_replies = 0
+        """Those that run now."""
+        self._worked_s = self._counted_s = 0.0
+        """How long it has worked, and how much of that the last step of the replies knew of."""
+        self._since_s: float | None = None
+        """Since when it works; None while it rests."""
+        self._rested_s = 0.0
+        """When it will have rested enough; a rest that is cut short is made up for."""
+        self._n_waiting = 0
+        """Those who wait until it has done what was submitted."""
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kvpersist-writer", daemon=True)
         self._thread.start()
@@ -192,36 +233,66 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when everything submitted so far has run, at full speed."""
+        """Return when everything submitted so far, or postponed, has run, at full speed."""
         with self._changed:
-            self._n_draining += 1
             self.write_postponed()
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._tasks and self._running is None)
-            self._n_draining -= 1
+            self.finish()
 
-    def set_gentle(self, gentle: bool) -> None:
-        """Have the writer rest between files from now on, or not. Any thread."""
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Return when everything submitted so far has run, at full speed; or after a timeout."""
         with self._changed:
-            self._gentle = gentle
+            last = self._tasks[-1] if self._tasks else self._running
+            if last is None:
+                return
+            self._n_waiting += 1
             self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: last is not self._running and last not in self._tasks, timeout_s
+            )
+            self._n_waiting -= 1
 
-    def rest(self, worked_s: float) -> None:
-        """Rest after `worked_s` seconds of work, if the writer is to be gentle. Writer thread.
+    def stepped(self, n_replies: int, step_s: float | None = None) -> None:
+        """Replies that run made a step, or none runs any more. Generation thread.
 
-        The rest ends when the store is drained or closed, when half of `max_bytes` waits, and when
-        the oldest commit is `MAX_AGE_S` old: the writer never falls behind because it rests.
+        `step_s`: how long that took; None where it cannot be compared with other steps.
+        """
+        since_s, worked_s = self._since_s, self._worked_s
+        worked_s += 0.0 if since_s is None else time.perf_counter() - since_s
+        if step_s is not None:
+            self.cost.learn(n_replies, step_s, worked_s - self._counted_s)
+        self._counted_s = worked_s
+        if n_replies != self._n_replies:
+            with self._changed:
+                self._n_replies = n_replies
+                self._changed.notify_all()
+
+    def rest(self) -> None:
+        """Rest for as long as the work so far asks for, where replies run. Writer thread.
+
+        The rest ends when somebody waits for what is written, when the store is closed, when half
+        of `max_bytes` waits, and when the oldest commit is `MAX_AGE_S` old: the writer never falls
+        behind because it rests.
         """
         with self._changed:
+            self._pause()
+            rest_s = max(0.0, self._rested_s - time.perf_counter())
             oldest_s = min((task.since_s for task in self._commit_tasks()), default=math.inf)
             left_s = max(0.0, oldest_s + MAX_AGE_S - time.monotonic())
-            self._changed.wait_for(
-                lambda: not self._may_rest(), min(worked_s * REST_FACTOR, left_s)
-            )
+            self._changed.wait_for(lambda: not self._may_rest(), min(rest_s, left_s))
+            self._since_s = time.perf_counter()
+
+    def _pause(self) -> None:
+        """End a time of work, which replies that run are owed a rest for."""
+        assert self._since_s is not None
+        now_s = time.perf_counter()
+        worked_s, self._since_s = now_s - self._since_s, None
+        self._worked_s += worked_s
+        if self._n_replies:
+            self._rested_s = max(now_s, self._rested_s) + worked_s * self.cost.rest_factor
 
     def _may_rest(self) -> bool:
-        is_waited_for = self._closing or self._n_draining > 0
-        return self._gentle and not is_waited_for and self.n_bytes <= self.max_bytes // 2
+        is_waited_for = self._closing or self._n_waiting > 0
+        return self._n_replies > 0 and not is_waited_for and self.n_bytes <= self.max_bytes // 2
 
     def close(self, timeout_s: float) -> tuple[int, int]:
         """Run what waits and stop; return the commits that `timeout_s` left, and their bytes."""
@@ -251,12 +322,14 @@ class Writer:
                     return
                 task = self._tasks.popleft()
                 self._running = task
+            self._since_s = time.perf_counter()
             try:
                 task.run()
             except Exception:
                 logger.exception("the store could not be changed; serving goes on from memory")
             finally:
                 with self._changed:
+                    self._pause()
                     self._running = None
                     self._changed.notify_all()
             # An idle writer must not hold the arrays of the last commit.

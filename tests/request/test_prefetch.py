@@ -284,16 +284,13 @@ def test_others_pass_one_that_waits(server: Server, slow_reads: list[str]) -> No
     assert waiting.outcome.tier == "disk"
 
 
-def test_the_writer_is_gentle_while_somebody_is_served(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(server.store.writer, "set_gentle", told.append)
+def test_the_writer_knows_of_the_replies_that_run(server: Server) -> None:
+    writer = server.store.writer
     decoding = server.decode()
     server.served(synthetic_text(40))
-    assert told == [True]
+    wait_until(lambda: writer._n_replies == 1, "a step of the reply")
     decoding.context.stop()
-    wait_until(lambda: told == [True, False], "the end of serving")
+    wait_until(lambda: writer._n_replies == 0, "the end of serving")
 
 
 def test_many_that_wait_are_all_served(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

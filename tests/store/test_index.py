@@ -344,7 +344,7 @@ def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
         nonlocal most
         most = max(most, store.disk.files.used_bytes())
 
-    store.writer.rest = see  # type: ignore[method-assign,assignment]
+    store.writer.rest = see  # type: ignore[method-assign]
     for n in range(12):
         nodes = chain(*([n * 100_000 + m] * 256 for m in range(32)))
         turn = Commit(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1, ()))

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.disk import DiskStore
 from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.lock import Staging, StoreLock
 from mlx_lm_kvpersist.store.verify import find_problems
-from mlx_lm_kvpersist.store.writer import REST_FACTOR, Task, Writer
+from mlx_lm_kvpersist.store.writer import MOST_LOSS, Cost, Task, Writer
 from tests.support import wait_until
 
 from .conftest import ROOT, arrays_of, chain, save_turn
@@ -49,44 +49,116 @@ def submit(
     writer.submit_commit(Task(save, Commit(ROOT, ()), abandon, sizes))
 
 
-def resting(writer: Writer, worked_s: float = FOR_EVER_S) -> threading.Event:
-    """Have the writer's thread rest; return what is set when it has done so."""
+def serve(writer: Writer, rest_factor: float = 1e12) -> None:
+    """Have a reply run; without a factor, work asks for rests without an end."""
+    writer.cost = SimpleNamespace(rest_factor=rest_factor)  # type: ignore[assignment]
+    writer.stepped(1)
+
+
+def resting(writer: Writer, worked_s: float = 0.0) -> threading.Event:
+    """Have the writer's thread work and rest; return what is set when it has done so."""
     ended = threading.Event()
 
     def run() -> None:
-        writer.rest(worked_s)
+        time.sleep(worked_s)
+        writer.rest()
         ended.set()
 
     writer.submit(run)
     return ended
 
 
-def test_it_works_a_seventh_of_the_time_while_others_are_served(writer: Writer) -> None:
-    writer.set_gentle(True)
+@pytest.mark.parametrize(("step_s", "factor"), [(0.011, 19), (0.0101, 1), (0.010, 0), (0.1, 39)])
+def test_it_rests_by_what_replies_lose_to_it(step_s: float, factor: float) -> None:
+    """Of steps of 10 ms it works for 2 ms in every other one."""
+    cost = Cost()
+    assert MOST_LOSS == 0.025 and 5 < cost.rest_factor < 7
+    for _ in range(1000):
+        cost.learn(3, 0.010, 0.0)
+        cost.learn(3, step_s, 0.002)
+    assert cost.rest_factor == pytest.approx(factor, rel=0.05, abs=0.05)
+
+
+def test_steps_of_more_replies_are_no_loss() -> None:
+    cost = Cost()
+    for n_replies in [1, 2, 3] * 300:
+        cost.learn(n_replies, 0.0, 0.0)
+        cost.learn(n_replies, n_replies / 100, 0.0)
+        cost.learn(n_replies, n_replies / 100, 0.002)
+    assert cost.rest_factor < 0.1
+
+
+def test_the_time_that_it_works_beside_a_step_is_known(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: list[float] = []
+    monkeypatch.setattr(writer.cost, "learn", lambda n, step_s, worked_s: learnt.append(worked_s))
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(10)
+
+    writer.drain()
+    writer.stepped(1, 0.01)
+    writer.submit(work)
+    assert begun.wait(10)
+    time.sleep(0.1)
+    writer.stepped(1, 0.01)
+    may_end.set()
+    writer.drain()
+    writer.stepped(1)
+    writer.stepped(1, 0.01)
+    assert learnt[1] >= 0.1 and learnt[2] == 0.0
+
+
+def test_it_rests_for_as_long_as_its_work_asks(writer: Writer) -> None:
+    serve(writer, 6)
     started = time.monotonic()
     assert resting(writer, 0.05).wait(10)
-    assert time.monotonic() - started >= 0.05 * REST_FACTOR
+    assert time.monotonic() - started >= 0.05 * 7
+
+
+def test_a_rest_that_was_cut_short_is_made_up_for(writer: Writer) -> None:
+    serve(writer, 6)
+    started = time.monotonic()
+    writer.submit(partial(time.sleep, 0.05))
+    writer.finish()
+    assert time.monotonic() - started < 0.25
+    assert resting(writer).wait(10)
+    assert time.monotonic() - started >= 0.05 * 7
 
 
 def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
     assert resting(writer).wait(10)
 
 
+def test_nobody_waits_longer_than_asked_for_what_is_written(writer: Writer) -> None:
+    may_end = threading.Event()
+    writer.finish()  # nothing is
+    writer.submit(partial(may_end.wait, 10))
+    started = time.monotonic()
+    writer.finish(0.1)
+    assert 0.1 <= time.monotonic() - started < 5
+    may_end.set()
+
+
 @pytest.mark.parametrize(
     "end",
     [
-        lambda writer: writer.set_gentle(False),
+        lambda writer: writer.stepped(0),
         lambda writer: submit(writer, 51),
+        lambda writer: writer.finish(10),
         lambda writer: writer.drain(),
         lambda writer: writer.close(10),
     ],
-    ids=["nobody is served", "half full", "drained", "closed"],
+    ids=["nobody is served", "half full", "waited for", "drained", "closed"],
 )
 def test_what_ends_a_rest(
     writer: Writer, end: Callable[[Writer], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "MAX_AGE_S", FOR_EVER_S)  # nor does the turn that waits
-    writer.set_gentle(True)
+    serve(writer)
     ended = resting(writer)
     submit(writer, 50)
     assert not ended.wait(0.2)
@@ -97,12 +169,11 @@ def test_what_ends_a_rest(
 def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     store.drain()
-    store.writer.set_gentle(True)
     rests: list[float] = []
     may_go_on = threading.Event()
 
-    def rest(worked_s: float) -> None:
-        rests.append(worked_s)
+    def rest() -> None:
+        rests.append(time.monotonic())
         may_go_on.wait(10)
 
     store.writer.rest = rest  # type: ignore[method-assign]
@@ -111,7 +182,7 @@ def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
     assert store.index.totals().n_blocks == 0
     may_go_on.set()
     store.drain()
-    assert len(rests) == 3 and all(worked_s > 0 for worked_s in rests)
+    assert len(rests) == 3
     assert store.index.totals().n_blocks == 3
 
 
@@ -140,13 +211,13 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
 
 def test_a_turn_that_is_old_ends_the_rest(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_AGE_S", 0.5)
-    writer.set_gentle(True)
+    serve(writer)
     rests: list[float] = []
 
     def save() -> None:
         for _ in range(3):
             started = time.monotonic()
-            writer.rest(FOR_EVER_S)
+            writer.rest()
             rests.append(time.monotonic() - started)
 
     submit(writer, 1, save)
@@ -198,7 +269,7 @@ def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     for number in range(5):
         save_turn(store, chain([2000, number]))
     pause_s = 4 * 3 * (time.monotonic() - started) / 5
-    store.writer.set_gentle(True)
+    serve(store.writer, 6)
     ends = time.monotonic() + 8
     peaks: list[int] = []
     generation_thread = threading.Lock()
@@ -259,9 +330,9 @@ def test_what_is_not_written_at_the_end_is_counted(
 
 @pytest.fixture
 def resting_store(store: BlockStore) -> Iterator[BlockStore]:
-    """A store whose writer rests for 50 ms after each file."""
+    """A store whose writer rests for 50 ms before each file."""
     store.drain()
-    store.writer.rest = lambda worked_s: time.sleep(0.05)  # type: ignore[method-assign]
+    store.writer.rest = lambda: time.sleep(0.05)  # type: ignore[method-assign]
     yield store
 
 

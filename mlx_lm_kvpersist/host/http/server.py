@@ -91,7 +91,7 @@ class ObservedGenerator:
         if output.is_translated:
             output.read_calls(context, self.model_provider)
         if self._handler.stops is not None:
-            responses = self._handler.until_stopped(responses)
+            responses = self._handler.until_stopped(context, responses)
         return context, responses
 
 
@@ -317,13 +317,14 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             else:
                 self.answer_json(200, self._whole())
 
-    def until_stopped(self, responses: Iterable[Any]) -> Iterator[Any]:
-        """Yield a reply's tokens until a stop word was found in its text."""
+    def until_stopped(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
+        """Yield a reply's tokens until a stop word was found in its text; then none is made."""
         for response in responses:
             if self.stream and not self.output.streams:
                 self._tokens.append(response)
             yield response
             if self.stops is not None and self.stops.found is not None:
+                context.stop()
                 return  # stock ends the reply as at its last token
 
     def _whole(self) -> dict[str, Any]:
