@@ -121,7 +121,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._ended = []
         self._copy_rows()
         self._told, step_s = self._decode()
-        self._limits.stepped(len(self._told), None if self._prefills else step_s)
+        self._limits.stepped(len(self._told), None if len(self._prompt_batch) else step_s)
         self._drop_stopped()
         self._weigh()
         self._return_parked()
