@@ -219,7 +219,7 @@ class OnDisk:
         )
         gone = []
         for _ in range(self.index.totals().n_blocks - self.n_blocks):
-            rank, _, key = next(self.index.unused_leaves(self.evict))
+            rank, *_, key = next(self.index.unused(ROOT.fingerprint, self.evict))
             if self.evict == VALUE:
                 self.index.clock = max(self.index.clock, rank)
             self.index.forget(key)

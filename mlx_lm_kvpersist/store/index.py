@@ -11,7 +11,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import astuple
 from pathlib import Path
@@ -231,42 +231,34 @@ class Index:
         """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
-    def unused_leaves(
-        self, evict: str = LRU, model: str | None = None
-    ) -> Iterator[tuple[float, float, bytes]]:
-        """Yield rank, time of use and key of leaf blocks, of a model or all, the first to go first.
+    def unused(
+        self, model: str, evict: str = LRU
+    ) -> Iterator[tuple[float, bool, float, bytes, bytes]]:
+        """Yield the leaf blocks and the checkpoints of a model, the first to go first.
 
-        A model is given by its fingerprint. Those that pinned sessions end in are left out. With
-        LRU the rank is the time of use.
+        Of each: its rank, with LRU the time of use; whether it is a checkpoint; the time of use;
+        its key, and that of its block. A leaf goes before checkpoints of its rank, which were kept
+        for blocks before it. Leaves that pinned sessions end in are left out. The model is given by
+        its fingerprint.
         """
-        query = (
-            f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key FROM blocks AS b "
+        rank, order = f"CAST({_RANK[evict]} AS REAL)", _ORDER[evict]
+        leaves = (
+            f"SELECT {rank}, 0, CAST(used AS REAL), key, key FROM blocks AS b "
             "WHERE model = ? AND n_children = 0 "
             # Once more, because a damaged index may lie.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
             "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
-            f"ORDER BY {_ORDER[evict]}, start DESC"
+            f"ORDER BY {order}, start DESC"
         )
-        yield from self._in_order(query, model)
-
-    def unused_checkpoints(
-        self, evict: str = LRU, model: str | None = None
-    ) -> Iterator[tuple[float, float, bytes, bytes]]:
-        """Yield rank, time of use, key and block of all checkpoints; see `unused_leaves`."""
-        query = (
-            f"SELECT CAST({_RANK[evict]} AS REAL), CAST(used AS REAL), key, block "
-            f"FROM checkpoints WHERE model = ? ORDER BY {_ORDER[evict]}, key"
+        checkpoints = (
+            f"SELECT {rank}, 1, CAST(used AS REAL), key, block FROM checkpoints WHERE model = ? "
+            f"ORDER BY {order}, key"
         )
-        yield from self._in_order(query, model)
-
-    def _in_order(self, query: str, model: str | None) -> Iterator[Any]:
-        """Yield the rows of a query, of a model or all: an index has those of one in order."""
-        with ExitStack() as stack:
-            rows = [
-                stack.enter_context(closing(self.database.connection.execute(query, (one,))))
-                for one in (self.models() if model is None else [model])
-            ]
-            yield from heapq.merge(*rows)
+        with (
+            closing(self.database.connection.execute(leaves, (model,))) as first,
+            closing(self.database.connection.execute(checkpoints, (model,))) as second,
+        ):
+            yield from heapq.merge(first, second)
 
     def unreachable(self) -> list[bytes]:
         """Return the keys of what is never reached.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
 import shutil
@@ -161,7 +160,7 @@ class StoredFiles:
                     return self._excess(n_bytes) <= 0
                 has_own = over_share > 0 and model in victims
                 of = model if has_own else min(victims, key=victims.__getitem__)
-                rank, *_, key = victims[of]
+                rank, _, _, key, _ = victims[of]
                 if by_value and rank > clock:
                     self.index.clock = clock = rank
                 went = self.forget(key, Gone.EVICTED)
@@ -191,24 +190,16 @@ class StoredFiles:
 
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
-    ) -> tuple[float, bool, float, bytes] | None:
-        """Return the leaf or checkpoint of a model that goes first: rank, kind, use, key.
+    ) -> tuple[float, bool, float, bytes, bytes] | None:
+        """Return what of a model goes first, as `Index.unused` does.
 
-        One at a time: when a leaf goes, its parent may be the next. A leaf goes before checkpoints
-        of its rank, which were kept for blocks before it.
+        One at a time: when a leaf goes, its parent may be the next.
         """
-        order = self.limits.evict, model
-        leaves = (
-            (rank, False, used, key)
-            for rank, used, key in self.index.unused_leaves(*order)
-            if key not in keep
-        )
-        checkpoints = (
-            (rank, True, used, key)
-            for rank, used, key, block in self.index.unused_checkpoints(*order)
-            if key not in keep and block not in pinned
-        )
-        return next(heapq.merge(leaves, checkpoints), None)
+        for victim in self.index.unused(model, self.limits.evict):
+            _, is_checkpoint, _, key, block = victim
+            if key not in keep and not (is_checkpoint and block in pinned):
+                return victim
+        return None
 
     def _excess(self, n_bytes: int) -> int:
         """Return how many bytes must go before `n_bytes` more may come."""

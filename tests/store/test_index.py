@@ -24,7 +24,7 @@ from mlx_lm_kvpersist.store.files import checkpoint_path
 from mlx_lm_kvpersist.store.index import Index, Leaf
 from mlx_lm_kvpersist.store.verify import find_problems, fix_problems
 
-from .conftest import ROOT, chain, save_turn, state, window
+from .conftest import ROOT, chain, leaves, save_turn, state, unused_checkpoints, window
 
 
 def in_fresh_threads(n_threads: int, act: Callable[[], object]) -> None:
@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_read_are_passed_over_and_repaired(
     assert {path.name for path in three.folder.glob("[bp]*s/*/*")} == files
     assert {session.name for session in three.index.sessions()} == {"s", "t"}
     assert three.index.totals().n_blocks == 3 and three.index.totals().n_checkpoints == 2
-    assert next(three.index.unused_leaves())[-1] == chain([1, 2], [3, 4])[1].key
+    assert leaves(three.index)[0][-1] == chain([1, 2], [3, 4])[1].key
     ask_everything(three)
 
 
@@ -265,14 +265,14 @@ def test_what_is_saved_after_the_clock_jumped_back_goes_last(
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     save_turn(store, after, "after", [state(after[1])])
-    first, *_, last = store.index.unused_leaves()
+    first, *_, last = leaves(store.index)
     assert (first[-1], last[-1]) == (before[1].key, after[1].key) and first[0] < last[0]
-    checkpoints = [block for *_, block in store.index.unused_checkpoints()]
+    checkpoints = [block for *_, block in unused_checkpoints(store.index)]
     assert checkpoints == [before[1].key, after[1].key]
     assert [session.name for session in store.index.sessions()] == ["after", "before"]
     store.touch([before[1].key])
     store.drain()
-    assert [key for *_, key in store.index.unused_leaves()] == [after[1].key, before[1].key]
+    assert [key for *_, key in leaves(store.index)] == [after[1].key, before[1].key]
 
 
 # Views.

@@ -22,7 +22,15 @@ from mlx_lm_kvpersist.store.index_schema import APPLICATION_ID, INDEX_FORMAT
 from mlx_lm_kvpersist.store.lock import StoreLock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 
-from .conftest import ROOT, arrays_of_checkpoint, chain, save_turn, state, window
+from .conftest import (
+    ROOT,
+    arrays_of_checkpoint,
+    chain,
+    save_turn,
+    state,
+    unused_checkpoints,
+    window,
+)
 
 KILLED = 9
 
@@ -228,7 +236,7 @@ def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
         db.execute("UPDATE checkpoints SET used = 4e9")
     with StoreLock(store.folder / "lock").held():
         assert rebuild_index(store.folder) == 1
-    assert [used for used, *_ in store.index.unused_checkpoints()] == [4e9]
+    assert [used for used, *_ in unused_checkpoints(store.index)] == [4e9]
 
 
 # Formats.

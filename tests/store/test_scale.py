@@ -186,13 +186,13 @@ def count_everything(one: Many) -> None:
 
 
 def find_the_first_to_go(one: Many) -> None:
-    assert next(one.index.unused_leaves())[-1] in {node.key for node in one.siblings}
+    assert next(one.index.unused(ROOT.fingerprint))[-1] in {node.key for node in one.siblings}
 
 
 def find_the_first_of_a_model_to_go(one: Many) -> None:
     """All others would go before it."""
     for evict in (VALUE, LRU):
-        ((*_, key),) = one.index.unused_leaves(evict, OTHER.fingerprint)
+        ((*_, key),) = one.index.unused(OTHER.fingerprint, evict)
         assert key == one.other.key
 
 

@@ -23,7 +23,7 @@ from mlx_lm_kvpersist.store.index import Leaf
 from mlx_lm_kvpersist.store.pool import KVBlock
 from mlx_lm_kvpersist.store.records import Gone
 
-from .conftest import ROOT, arrays_of, chain, save_turn, state
+from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state, unused_checkpoints
 
 
 def reopened(store: BlockStore) -> BlockStore:
@@ -121,12 +121,12 @@ def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: Bloc
         store.touch([used.key], [state(used)])
     store.touch([used.key])
     store.writer.drain()
-    assert [key for *_, key in store.index.unused_leaves()] == [used.key, other.key]
+    assert [key for *_, key in leaves(store.index)] == [used.key, other.key]
     for n in range(100):
         store.touch([chain([100 + n])[0].key])
     store.writer.drain()
-    assert [key for *_, key in store.index.unused_leaves()] == [other.key, used.key]
-    checkpoints = [block for *_, block in store.index.unused_checkpoints()]
+    assert [key for *_, key in leaves(store.index)] == [other.key, used.key]
+    checkpoints = [block for *_, block in unused_checkpoints(store.index)]
     assert checkpoints == [other.key, used.key]
 
 

@@ -25,7 +25,7 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.records import read_sidecar
 
-from .conftest import ROOT, chain, save_turn, state
+from .conftest import ROOT, chain, leaves, save_turn, state
 
 NODES = chain([1], [2])
 CHECKPOINT = state(NODES[1])
@@ -278,7 +278,7 @@ def test_d_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> Non
         for node, used in ((old[0], 50), (recent[0], 1), (recent[1], 100)):
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (used, node.key))
     store.disk.files.forget(recent[1].key)
-    assert [key for *_, key in store.index.unused_leaves()] == [old[0].key, recent[0].key]
+    assert [key for *_, key in leaves(store.index)] == [old[0].key, recent[0].key]
 
 
 def test_a_folder_removed_under_a_server_is_a_store_again(

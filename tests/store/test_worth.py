@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.store.pool import BlockPool, KVBlock
 from mlx_lm_kvpersist.store.rebuild import rebuild_index
 from mlx_lm_kvpersist.store.worth import LRU, VALUE
 
-from .conftest import ROOT, arrays_of, chain, save_turn, state
+from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state
 
 EMPTY: tuple[set[bytes], set[bytes]] = set(), set()
 OTHER = Root("another", "4b64")
@@ -133,7 +133,7 @@ def save(index: Index, *nodes: Block, root: Root = ROOT, **more: Any) -> None:
 def evict(index: Index, n: int = 1) -> list[bytes]:
     gone = []
     for _ in range(n):
-        rank, _, key = next(index.unused_leaves(VALUE))
+        rank, key = leaves(index, VALUE)[0]
         index.clock = max(index.clock, rank)
         index.forget(key)
         gone.append(key)
@@ -162,8 +162,8 @@ def test_the_seconds_of_a_slower_model_count(index: Index) -> None:
     quick, slow = chain([1])[0], chain([1], parent=OTHER.key)[0]
     save(index, slow, root=OTHER, token_s=0.5)
     save(index, quick, token_s=0.01)
-    assert [key for *_, key in index.unused_leaves(VALUE)] == [quick.key, slow.key]
-    assert [key for *_, key in index.unused_leaves(LRU)] == [slow.key, quick.key]
+    assert [key for *_, key in leaves(index, VALUE)] == [quick.key, slow.key]
+    assert [key for *_, key in leaves(index, LRU)] == [slow.key, quick.key]
 
 
 def test_what_a_model_is_measured_to_need_changes_little_of_its_order(index: Index) -> None:
@@ -175,7 +175,7 @@ def test_what_a_model_is_measured_to_need_changes_little_of_its_order(index: Ind
     for n, token_s in enumerate((1.0, 1.3, 0.6, 0.9, None)):
         save(index, whole(n), token_s=token_s and token_s / BLOCK_TOKENS)
     assert worths(index) == [1.0] * 5
-    assert [key for *_, key in index.unused_leaves(VALUE)] == [whole(n).key for n in range(5)]
+    assert [key for *_, key in leaves(index, VALUE)] == [whole(n).key for n in range(5)]
     save(index, whole(5), token_s=2.3 / BLOCK_TOKENS)  # it is another machine
     save(index, whole(6), token_s=1.6 / BLOCK_TOKENS)
     assert worths(index) == [1.0] * 5 + [2.0] * 2
@@ -187,7 +187,7 @@ def test_an_unfinished_block_is_worth_what_whole_ones_are(index: Index) -> None:
     for node in (*nodes, chain([3] * BLOCK_TOKENS)[0]):
         save(index, node, token_s=1.0 / BLOCK_TOKENS)
     assert worths(index) == [1.0] * 3
-    assert next(key for *_, key in index.unused_leaves(VALUE)) == nodes[1].key
+    assert leaves(index, VALUE)[0][-1] == nodes[1].key
 
 
 def test_ranks_survive_a_restart_and_a_rebuild(store: BlockStore) -> None:
