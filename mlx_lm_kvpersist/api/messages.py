@@ -137,12 +137,9 @@ def _assistant(name: str, content: Any) -> Message:
         elif kind == "tool_use":
             given = block.get("input")
             given = require_object(f"{place}.input", {} if given is None else given)
-            called = {
-                "name": require_text(f"{place}.name", block.get("name")),
-                "arguments": json.dumps(given, ensure_ascii=False),
-            }
             call_id = require_text(f"{place}.id", block.get("id"))
-            calls.append({"id": call_id, "type": "function", "function": called})
+            called = require_text(f"{place}.name", block.get("name"))
+            calls.append(chat.call(call_id, called, json.dumps(given, ensure_ascii=False)))
         else:
             texts.append(require_text(f"{place}.text", chat.readable(block)))
     message: Message = {"role": "assistant", "content": "".join(texts)}

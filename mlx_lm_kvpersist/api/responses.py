@@ -172,13 +172,18 @@ def _file(name: str, part: Mapping[str, Any]) -> Part:
     data, filename = part.get("file_data"), part.get("filename")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
-    if not head.startswith("data:text/"):
-        return chat.unread_part("input_file", media_type, filename)
-    try:
-        text = base64.b64decode(encoded, validate=True).decode()
-    except (binascii.Error, ValueError):
+    text = _decoded(encoded) if head.startswith("data:text/") else None
+    if text is None:
         return chat.unread_part("input_file", media_type, filename)
     return chat.text_part(name, f"{filename or ''}\n{text}".removeprefix("\n"))
+
+
+def _decoded(encoded: str) -> str | None:
+    """Return a text that came in base64; None if it is none."""
+    try:
+        return base64.b64decode(encoded, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
 
 
 def _text(place: str, content: Any) -> str:
@@ -212,14 +217,10 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
     else:
         name = require_text(f"{place}.name", item.get("name", kind.removesuffix("_call")))
         namespace = require_text(f"{place}.namespace", item.get("namespace") or "")
-        called = {
-            "name": _full_name(namespace, name),
-            "arguments": _arguments(f"{place}.arguments", item),
-        }
         call_id = require_text(f"{place}.call_id", item.get("call_id"))
-        message.setdefault("tool_calls", []).append(
-            {"id": call_id, "type": "function", "function": called}
-        )
+        arguments = _arguments(f"{place}.arguments", item)
+        call = chat.call(call_id, _full_name(namespace, name), arguments)
+        message.setdefault("tool_calls", []).append(call)
 
 
 def _arguments(name: str, item: Mapping[str, Any]) -> str:
@@ -245,10 +246,7 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
         return "".join(texts)
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and sealed.startswith(REASONING_PREFIX):
-        try:
-            return base64.b64decode(sealed.removeprefix(REASONING_PREFIX)).decode()
-        except (binascii.Error, ValueError):
-            return ""
+        return _decoded(sealed.removeprefix(REASONING_PREFIX)) or ""
     return ""
 
 

@@ -56,6 +56,11 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
     return {"type": "function", "function": made}
 
 
+def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of the assistant's; `arguments` is JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def text_part(name: str, text: Any) -> Part:
     return {"type": "text", "text": require_text(name, text)}
 

@@ -14,20 +14,20 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ..api.admin import SPEC_PATH
+from ..cache.geometry.precision import layout_in_words
 from ..errors import ConfigError, KVPersistError
 from ..host.scheduling.context_length import max_context
 from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
 from .asking import ask
-from .bench_report import as_markdown, row
-from .machine import cpu_gflops, device, openblas_advice, versions
+from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing
 from .soak import soak
 from .started_server import Message, Reply, StartedServer
@@ -271,6 +271,59 @@ def _model(name: str, path: Path) -> dict[str, Any]:
         "weights": show_bytes(n_bytes),
         "weight_bits": quantization.get("bits"),
     }
+
+
+def row(
+    what: str,
+    unit: str,
+    stock: Sequence[float],
+    ours: Sequence[float],
+    *,
+    reused: Sequence[float] | None = None,
+    more_is_better: bool = False,
+) -> dict[str, Any]:
+    """Return a row: medians, and the median of the ratios of what belongs together.
+
+    stock, ours: in the same order. reused: tokens, by side.
+    """
+    pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
+    return {
+        "what": what,
+        "unit": unit,
+        "stock": statistics.median(stock),
+        "kvpersist": statistics.median(ours),
+        "times_as_fast": statistics.median(over / under for over, under in pairs),
+        "reused": dict(zip(("stock", "kvpersist"), reused, strict=True)) if reused else None,
+        "samples": {"stock": list(stock), "kvpersist": list(ours)},
+    }
+
+
+def as_markdown(content: Mapping[str, Any]) -> str:
+    """Return what was measured, with its conditions, to be pasted."""
+    kv, setting = content["kv"], content["setting"]
+    kept = layout_in_words(kv["layout"]) if kv.get("kept") else f"nothing is kept ({kv['why_not']})"
+    versions, machine, model = conditions(content)
+    lines = [
+        versions,
+        machine,
+        f"{model}; precision of kvpersist: {kept}",
+        f"prompts of {setting['prompt_tokens']:,} tokens, {setting['conversations']} of each; one "
+        "request and one server at a time; the system's page cache was not dropped",
+        "",
+        "| | stock | kvpersist | times as fast | kvpersist reused |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in content["rows"]:
+        reused = f"{each['reused']['kvpersist']:,.0f} tokens" if each["reused"] else ""
+        cells = [
+            each["what"],
+            *(f"{each[side]:.3g} {each['unit']}" for side in ("stock", "kvpersist")),
+            f"{each['times_as_fast']:.3g}",
+            reused,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"{content['date']}, took {content['seconds']} s"]
+    return "\n".join(lines)
 
 
 def _user(content: str) -> Message:

@@ -11,11 +11,14 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from ctypes.util import find_library
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from ..units import show_bytes
 
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 _SIZE, _REPEATS = 384, 3
@@ -74,6 +77,23 @@ def openblas_advice(gflops: float | None) -> str:
     first = "" if library else "install OpenBLAS (Debian, Ubuntu: libopenblas0-pthread), then "
     start = f"LD_PRELOAD={library or 'libopenblas.so.0'} OPENBLAS_NUM_THREADS=1 mlx_lm.server …"
     return f"{first}start the server as {start}"
+
+
+def conditions(content: Mapping[str, Any]) -> list[str]:
+    """Return the versions, the machine and the model, each in a line."""
+    found, device, model = content["versions"], content["device"], content["model"]
+    bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
+    n_bytes = device.get("memory_size")
+    memory = f", {show_bytes(n_bytes)}" if n_bytes else ""
+    gflops = content["cpu_gflops"]
+    cpu = f", {gflops:.3g} GFLOP/s" if gflops else ""
+    return [
+        f"mlx-lm-kvpersist {found.get('mlx-lm-kvpersist', 'not installed')}, "
+        f"mlx-lm {found['mlx-lm']}, mlx {found['mlx']}, Python {found['python']}",
+        f"{device.get('device_name')}, {device['kind']}{memory}{cpu}, {device['platform']}, "
+        f"{device['processors']} processors, load {content['load_before']} before",
+        f"{model['name']} ({model['type']}{bits}, {model['weights']})",
+    ]
 
 
 if __name__ == "__main__":

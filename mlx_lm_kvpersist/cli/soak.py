@@ -28,7 +28,7 @@ from ..errors import KVPersistError
 from ..host.scheduling.context_length import max_context
 from ..units import show_bytes
 from .asking import ask
-from .bench_report import conditions
+from .machine import conditions
 from .output import ongoing
 from .started_server import Message, Reply, StartedServer
 from .story import document
@@ -177,7 +177,7 @@ class Soak:
 def soak(args: argparse.Namespace, path: Path, folder: Path, about: Mapping[str, Any]) -> int:
     """Run `bench --soak`: print one line to send, also where the server fails; return 0.
 
-    path: the model's folder. about: the conditions; see `bench_report.conditions`. Raises
+    path: the model's folder. about: the conditions; see `machine.conditions`. Raises
     KVPersistError where the server fails or grows.
     """
     options, result = ("--kvpersist-wired", str(args.kvpersist_wired)), "stopped"

@@ -250,10 +250,6 @@ class Memory(BatchMemory):
         self.changed()
         return self.stock_bytes
 
-    def ended(self) -> None:
-        """Nothing runs any more."""
-        self.weigh((), (), 0)
-
     def idle(self) -> None:
         """Follow the pressure while nothing runs."""
         if self._level != self._pressure.level:

@@ -281,15 +281,14 @@ class Index:
     def checkpoints(self, blocks: Sequence[bytes]) -> list[tuple[Checkpoint, int]]:
         """Return the checkpoints of these blocks with the sizes of their files, in bytes."""
         hidden = set(self._hidden)  # as in `children`
-        where = f"block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens"
-        return [one for one in self._checkpoints(where, *blocks) if one[0].key not in hidden]
-
-    def _checkpoints(self, where: str, *values: Any) -> list[tuple[Checkpoint, int]]:
-        columns = "key, block, kind, n_tokens, n_bytes"
-        query = f"SELECT {columns} FROM checkpoints WHERE {where}"
-        rows = self.ask(query, *values, types=(bytes, bytes, str, int, int))
-        found = [(Checkpoint(*row), n) for *row, n in rows]
-        return [one for one in found if abs(one[0].n_tokens) < 1 << 31 and one[0].is_genuine]
+        rows = self.ask(
+            "SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints "
+            f"WHERE block IN ({','.join('?' * len(blocks))}) ORDER BY block, kind, n_tokens",
+            *blocks,
+            types=(bytes, bytes, str, int, int),
+        )
+        found = [(Checkpoint(*row), n) for *row, n in rows if abs(row[3]) < 1 << 31]
+        return [one for one in found if one[0].is_genuine and one[0].key not in hidden]
 
     # Sessions.
 

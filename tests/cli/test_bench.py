@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli import bench
-from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed
-from mlx_lm_kvpersist.cli.bench_report import as_markdown, row
+from mlx_lm_kvpersist.cli.bench import LENGTHS, Bench, StockSpeed, as_markdown, row
 from mlx_lm_kvpersist.cli.demo_model import make_model
 from mlx_lm_kvpersist.cli.main import main
 from mlx_lm_kvpersist.cli.started_server import Reply

@@ -293,7 +293,7 @@ def test_a_request_that_lacks_memory_gets_that_of_the_guard(
         memory.waiting.clear()
         work(guard)
         found.append(its.model.verdict)
-        memory.ended()
+        memory.weigh((), (), 0)
     assert found[0] and len(found[0].losses) == 3 and found[1:] == [found[0]] * 2
     assert 0 < n_held_bytes <= judging.judging_bytes(None, before.spec) < 4 * n_held_bytes
 
@@ -307,7 +307,7 @@ def test_where_there_is_little_memory_only_what_runs_hinders_the_guard(
     guard = guard_of(its)
     work(guard)
     assert its.model.verdict is None and not its.memory.held_bytes
-    its.memory.ended()
+    its.memory.weigh((), (), 0)
     work(guard)
     assert its.model.verdict is not None
 

@@ -128,7 +128,7 @@ def test_alone_what_is_too_long_begins(loaded: Any, store: BlockStore) -> None:
     assert not memory.waiting and store.pool.max_bytes == memory.pool_bytes
     assert not memory.admits(claim(1, 10))
     memory.weigh((), [1 << 20], 0)
-    memory.ended()
+    memory.weigh((), (), 0)
     assert memory.admits(claim(2))
 
 
@@ -145,7 +145,7 @@ def test_shorter_ones_pass_but_the_oldest_gets_its_turn(loaded: Any, store: Bloc
         n_passed += 1
         short.is_over = lambda: True  # it has ended
     assert n_passed == MOST_PASSED
-    memory.ended()
+    memory.weigh((), (), 0)
     assert memory.admits(long)
 
 

@@ -96,7 +96,7 @@ class Server:
             self.n_parked = max(self.n_parked, len(self.generator._parked))
             self.most_running = max(self.most_running, len(running))
             self._weigh()
-        self.memory.ended()
+        self.memory.weigh((), (), 0)
         self.store.drain()
         return [client.answer for client in clients]
 
