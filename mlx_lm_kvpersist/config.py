@@ -340,7 +340,6 @@ def _wired(text: str) -> str | int:
 
 
 def precision_of(args: Namespace) -> PrecisionChoice:
-    """Return the precision that is asked for."""
     bits, group_size = args.kvpersist_kv_bits, None
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)

@@ -220,7 +220,6 @@ class AgentsAPI:
         return 204, b""
 
     def _find(self, handler: Any) -> Agent:
-        """Return the agent that a path names."""
         name = unquote(handler.path.partition("?")[0].split("/")[3])
         agent = self._agents.get((self._service.namespace(handler.headers), name))
         if agent is None:

@@ -145,7 +145,6 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _content(place: str, content: Any) -> str | list[Part]:
-    """Return content of a message in a chat message's form."""
     if isinstance(content, str):
         return content
     require(isinstance(content, list), place, content, "text, or a list of parts")
@@ -195,7 +194,6 @@ def _text(place: str, content: Any) -> str:
 
 
 def _output(place: str, item: Mapping[str, Any]) -> Message:
-    """Return the message of a call's output."""
     call_id = require_text(f"{place}.call_id", item.get("call_id"))
     output, name = item.get("output"), f"{place}.output"
     if isinstance(output, list) and all(isinstance(part, dict) for part in output):

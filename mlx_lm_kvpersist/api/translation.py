@@ -41,7 +41,6 @@ def max_tokens(name: str, n: Any) -> int:
 
 
 def is_stream(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client wants its reply as a stream."""
     stream = body.get("stream") or False
     require(isinstance(stream, bool), "stream", stream, "a boolean")
     return bool(stream)

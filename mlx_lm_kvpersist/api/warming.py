@@ -127,5 +127,4 @@ def read_prompt(file: Path) -> Any:
 
 
 def session_name(file: Path) -> str:
-    """Return what the session of a warmed file is called."""
     return f"warm {file.stem}"

@@ -64,7 +64,6 @@ def examine() -> list[Finding]:
 
 
 def package() -> Finding:
-    """Check that this package is installed."""
     folder = Path(__file__).resolve().parent.parent
     place = f"{folder}, for Python {sys.version.split()[0]} at {sys.executable}"
     try:
@@ -110,7 +109,6 @@ def mlx() -> Finding:
 
 
 def plugin() -> Finding:
-    """Check that `--plugin kvpersist` names an installed plugin."""
     try:
         entry_point = manager.find_entry_point(PLUGIN)
     except PluginNotFound as error:
@@ -199,7 +197,6 @@ def running(start: str) -> tuple[Finding, str]:
 
 
 def server_command() -> str:
-    """Return how a shell starts the stock server."""
     is_there = shutil.which("mlx_lm.server") is not None
     return "mlx_lm.server" if is_there else f"{shlex.quote(sys.executable)} -m mlx_lm server"
 

@@ -27,7 +27,6 @@ _SLOW_GFLOPS = 10.0
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):  # a checkout need not be installed

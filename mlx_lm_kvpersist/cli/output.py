@@ -57,7 +57,6 @@ def held(totals: Totals) -> str:
 
 
 def named(session: Session) -> str:
-    """Return a session's id and name."""
     return f"{session.id}  {'-' if session.name is None else shown(session.name)}"
 
 

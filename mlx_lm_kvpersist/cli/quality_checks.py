@@ -176,7 +176,6 @@ def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
 
 
 def fact_questions() -> list[str]:
-    """Return a question for each of `THINGS`."""
     return [f"What is the number of the keeper's {thing}? Give the number." for thing in THINGS]
 
 

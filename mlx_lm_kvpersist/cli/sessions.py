@@ -41,7 +41,6 @@ def choose(sessions: Sequence[Session], wanted: str) -> Session:
 
 
 def describe(index: Index, session: Session) -> dict[str, Any]:
-    """Return what is known of a session, for JSON."""
     chain = index.outline([session.leaf])
     root = index.root(session.root)
     return {

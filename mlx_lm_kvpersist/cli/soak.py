@@ -163,7 +163,6 @@ class Soak:
         return f"soak: {left_s} s left, {n_requests} requests, {show_bytes(self.samples[-1])}"
 
     def seen(self) -> str:
-        """Return what was seen, in one line."""
         n_reused = sum(each.cached_tokens for each in self.replies)
         n_computed = sum(each.prompt_tokens for each in self.replies) - n_reused
         quarters = " and ".join(map(show_bytes, self._quarters()))

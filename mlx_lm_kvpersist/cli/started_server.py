@@ -88,7 +88,6 @@ class StartedServer:
         return self._process.pid
 
     def kill9(self) -> None:
-        """End the server with SIGKILL."""
         self._process.kill()
         self._process.wait()
 

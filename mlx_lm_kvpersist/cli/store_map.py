@@ -113,7 +113,6 @@ def _read(index: Index) -> list[_Part]:
 
 
 def _described(index: Index, part: _Part, root: Root | None) -> dict[str, Any]:
-    """Return what is known of a part, for JSON."""
     return {
         "part": part.number,
         "goes_on_from": None if part.above is None else part.above.number,

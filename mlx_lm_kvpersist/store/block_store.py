@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
@@ -33,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_QUEUE_BYTES = 512 << 10
 """Even where RAM holds nothing, commits must wait to be written."""
-
-_MAX_USED = 64
-"""So many chains may have been used before the index is told, if nothing is written meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +62,6 @@ class DiskTier:
         could not be read for another reason is not among them."""
         self.view = disk.index.view(failed, self._lost)
         self.children, self.branches = self.view.children, self.view.branches
-        self._used: dict[bytes, dict[bytes, Checkpoint]] = {}
-        """Ends of chains, with their checkpoints by key, whose use the index does not know of."""
-        self._using = Lock()
         self._writer = writer
         self._failed = failed
 
@@ -88,7 +81,6 @@ class DiskTier:
         return arrays
 
     def write(self, commit: Commit, arrays_of: Callable[[bytes], Arrays | None]) -> Commit | None:
-        self._mark_used()
         lost = self._lost.copy()
         # What is postponed has no blocks: those that it needs may go, and it is not written then.
         keep = {key for one in self._writer.commits() if one.blocks for key in one.keys()}
@@ -119,30 +111,14 @@ class DiskTier:
         self._lost.discard(key)
 
     def use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
-        """Note that a chain, given by its end, and these checkpoints are used now. Any thread."""
-        with self._using:
-            n_before = len(self._used)
-            known = self._used.pop(end, {})
-            self._used[end] = {**known, **{one.key: one for one in checkpoints}}
-            is_full = n_before < len(self._used) == _MAX_USED
-        if is_full:
-            self.mark_used()
+        """Have the index told that a chain, given by its end, and these checkpoints are used."""
+        self._writer.submit(partial(self._use, end, checkpoints))
 
-    def mark_used(self) -> None:
-        """Have the index told soon what has been used: eviction begins with what was not."""
-        self._writer.submit(self._mark_used)
-
-    def _mark_used(self) -> None:
-        with self._using:
-            used, self._used = self._used, {}
-        if not used:
-            return
+    def _use(self, end: bytes, checkpoints: Sequence[Checkpoint]) -> None:
         try:
             with self.disk.lock.held():
                 self.disk.follow_folder()
-                with self.disk.index.database.transaction():
-                    for end, checkpoints in used.items():
-                        self.disk.index.touch(end, checkpoints.values())
+                self.disk.index.touch(end, checkpoints)
         except (OSError, StoreError, sqlite3.Error) as error:
             self._failed("mark what was used", error)
 
@@ -396,7 +372,6 @@ class BlockStore:
 
     def drain(self) -> None:
         """Return when everything submitted so far is on disk."""
-        self.disk_tier.mark_used()
         self.writer.drain()
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
@@ -437,7 +412,6 @@ class BlockStore:
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is waiting, for at most `timeout_s` seconds, then close the index."""
         deadline_s = time.monotonic() + timeout_s
-        self.disk_tier.mark_used()
         n_turns, n_bytes = self.writer.close(timeout_s)
         if n_turns:
             logger.warning(

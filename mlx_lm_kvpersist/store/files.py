@@ -51,7 +51,6 @@ def block_path(folder: Path, key: bytes, name: str = Block.folder) -> Path:
 
 
 def checkpoint_path(folder: Path, key: bytes) -> Path:
-    """Return where the checkpoint of this key is kept."""
     return block_path(folder, key, Checkpoint.folder)
 
 

@@ -303,7 +303,6 @@ class Index:
         return next(iter(self._sessions("id = ?", session_id)), None)
 
     def sessions_at(self, *leaves: bytes) -> list[Session]:
-        """Return the sessions that end in any of these blocks."""
         return self._sessions(f"leaf IN ({','.join('?' * len(leaves))})", *leaves)
 
     def sessions_named(self, name: str) -> list[Session]:
@@ -324,7 +323,6 @@ class Index:
         )
 
     def pinned_blocks(self) -> set[bytes]:
-        """Return the blocks of all pinned sessions."""
         rows = self.ask(
             "WITH RECURSIVE up(key) AS (SELECT leaf FROM sessions WHERE pinned "
             "UNION SELECT parent FROM blocks JOIN up ON blocks.key = up.key) SELECT key FROM up"

@@ -97,7 +97,6 @@ class BlockPool:
         """Tokens of evicted blocks that came back."""
 
     def stats(self) -> dict[str, int]:
-        """Return what is here, in numbers and bytes, and what went to make room."""
         with self._lock:
             return {
                 "blocks": len(self) - self.n_checkpoints,
@@ -142,7 +141,6 @@ class BlockPool:
             return nearest(ahead, find)
 
     def checkpoints(self, blocks: Iterable[bytes]) -> list[Checkpoint]:
-        """Return the checkpoints at the ends of these blocks."""
         with self._lock:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 

@@ -78,7 +78,6 @@ class Commit:
 
     @property
     def records(self) -> list[Record]:
-        """Its blocks and checkpoints."""
         return [*self.blocks, *self.checkpoints]
 
     def keys(self) -> set[bytes]:
@@ -153,7 +152,6 @@ class Forgotten:
 
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
-    """Read rows of SESSION_COLUMNS."""
     types: tuple[Any, ...] = (str, bytes, (str, type(None)), bytes, int, int, float, float)
     found = [row for row in rows if all(map(isinstance, row, types))]
     return [Session(*(*row[:5], bool(row[5]), *row[6:])) for row in found]

@@ -155,7 +155,6 @@ class SessionFile:
         return (*self.blocks, *self.checkpoints)
 
     def own_file(self, number: int) -> bytes:
-        """Return a block's or checkpoint's own file."""
         self._file.seek(self._starts[number])
         return self._file.read(self.files[number].n_bytes)
 

@@ -117,13 +117,7 @@ def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: Bloc
     (used,), (other,) = chain([1]), chain([2])
     save_turn(store, [used], "used", [state(used)])
     save_turn(store, [other], "other", [state(other)])
-    for _ in range(100):  # one chain, however often
-        store.touch([used.key], [state(used)])
-    store.touch([used.key])
-    store.writer.drain()
-    assert [key for *_, key in leaves(store.index)] == [used.key, other.key]
-    for n in range(100):
-        store.touch([chain([100 + n])[0].key])
+    store.touch([used.key], [state(used)])
     store.writer.drain()
     assert [key for *_, key in leaves(store.index)] == [other.key, used.key]
     checkpoints = [block for *_, block in unused_checkpoints(store.index)]

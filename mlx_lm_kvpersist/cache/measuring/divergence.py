@@ -134,7 +134,6 @@ def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, 
 
 
 def _mean(values: Iterable[float]) -> Estimate:
-    """Return the mean and its standard error."""
     numbers = list(values)
     mean = math.fsum(numbers) / len(numbers)
     variance = math.fsum((one - mean) ** 2 for one in numbers) / len(numbers)

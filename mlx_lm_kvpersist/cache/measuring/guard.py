@@ -51,7 +51,6 @@ class Verdict:
 
     @property
     def n_refused(self) -> int:
-        """How many precisions are beyond the limit."""
         return sum(nats > LIMIT_NATS for _, nats in self.losses)
 
     def choice(self, default: PrecisionChoice) -> PrecisionChoice:

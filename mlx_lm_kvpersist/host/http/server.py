@@ -206,7 +206,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.output.fail(error)
 
     def answer_json(self, status: int, content: Any) -> None:
-        """Send a whole answer."""
         body = json.dumps(content).encode()
         super()._set_completion_headers(status)
         self.send_header("Content-Length", str(len(body)))
