@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import ClassVar
 
 KEY_BYTES = 16
@@ -56,14 +57,45 @@ def block_key(parent: bytes, ids: bytes) -> bytes:
     return blake2b(parent + ids, digest_size=KEY_BYTES, person=b"kvpersist-blok-1").digest()
 
 
-def pack_ids(ids: Iterable[int]) -> bytes:
-    """Return token ids as little-endian int32, as every machine has them that MLX runs on."""
-    return array("i", ids).tobytes()
+IMAGE_GOES_ON = -1
+"""The id of all tokens of an image but the first, whose id is its SHA-256, below -(2**256)."""
+
+_IMAGE_WORDS = 9
+"""Of the packed id of an image's first token: each has 30 bits, and is below IMAGE_GOES_ON."""
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian int32, as every machine has them that MLX runs on.
+
+    The first token of an image takes nine of these.
+    """
+    try:
+        return array("i", ids).tobytes()
+    except OverflowError:
+        return array("i", chain.from_iterable(map(_words, ids))).tobytes()
+
+
+def _words(token_id: int) -> list[int]:
+    if token_id >= IMAGE_GOES_ON:
+        return [token_id]
+    shifts = range(30 * (_IMAGE_WORDS - 1), -1, -30)
+    return [-2 - (-token_id >> shift & (1 << 30) - 1) for shift in shifts]
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Return the token ids of `pack_ids`."""
-    return array("i", packed).tolist()
+    """Return the token ids of `pack_ids`; of damaged ones, any."""
+    words = array("i", packed).tolist()
+    if packed[3::4].isascii():  # the highest bit of none is set: no images
+        return words
+    ids, place = [], 0
+    while place < len(words):
+        n_words = 1 if words[place] >= IMAGE_GOES_ON else _IMAGE_WORDS
+        value = 0
+        for word in words[place : place + n_words]:
+            value = value << 30 | -2 - word & (1 << 30) - 1
+        ids.append(words[place] if n_words == 1 else -value)
+        place += n_words
+    return ids
 
 
 BLOCK_TOKENS = 256
@@ -75,7 +107,7 @@ class Block:
     """A block of up to 256 tokens.
 
     `parent` is the key of the block before it, or of the root. `start` is the number of tokens
-    before it, `packed_ids` its token ids as little-endian int32, `text` the characters that become
+    before it, `packed_ids` its token ids (see `pack_ids`), `text` the characters that become
     complete in it, and `pending` the bytes of an incomplete character at its end. Blocks with equal
     ids are equal: the text follows from them.
     """
@@ -92,13 +124,18 @@ class Block:
     stop: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        n_tokens = len(self.packed_ids) // 4
+        n_tokens = len(self.packed_ids) // 4 if self.has_text_only else len(self.ids)
         vars(self).update(n_tokens=n_tokens, stop=self.start + n_tokens)
 
     @cached_property
     def is_genuine(self) -> bool:
         """Whether it is what its key was made of."""
         return block_key(self.parent, self.packed_ids) == self.key
+
+    @property
+    def has_text_only(self) -> bool:
+        """Whether none of its ids stands for an image."""
+        return self.packed_ids[3::4].isascii()
 
     @cached_property
     def ids(self) -> list[int]:

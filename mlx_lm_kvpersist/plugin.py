@@ -21,7 +21,7 @@ from .api.metrics import CONTENT_TYPE, Metrics
 from .api.normalise import normalise
 from .api.page import PAGE_PATH, SESSIONS_PATH, page_view, session_changes, sessions_view
 from .api.responses import RESPONSES_PATH, ResponsesAPI
-from .api.session_keys import KEEP_HEADER, is_kept, namespace, note, session_key, unshared
+from .api.session_keys import is_kept, namespace, note, session_key, unshared
 from .api.warming import WARM_PATH, warm_at_start, warm_view
 from .block import Block, Root
 from .cache.geometry.precision import PrecisionChoice
@@ -38,7 +38,6 @@ from .host.answers import (
     Route,
     StoredBlock,
     TakenRequest,
-    has_text_only,
 )
 from .host.dialects import chat_api
 from .host.hookspecs import hookimpl
@@ -244,11 +243,6 @@ class KVPersistPlugin:
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
         state.is_kept = is_kept(headers)  # both come before what a strange body may break
         state.session, state.note = session_key(headers, body), note(headers, request.messages)
-        if not state.is_kept and not has_text_only(request.messages):
-            raise RequestRefused(
-                f"{KEEP_HEADER} is no, but the stock server keeps prompts with images; leave out "
-                "the header or the images"
-            )
         if self._config.isolate_sessions and state.session is None:
             state.namespace = unshared(state.namespace)
 
@@ -335,7 +329,6 @@ class KVPersistPlugin:
         if state.lookup is not None:
             state.lookup.close()  # it never entered, or did not go on
         outcome = state.outcome
-        # The server serves a prompt with images before anybody asks for its headers.
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)
         if record is not None and self._store is not None and state.is_kept:
@@ -349,9 +342,7 @@ class KVPersistPlugin:
         if state.outcome is None:
             if state.lookup is not None:
                 state.lookup.close()
-            why = "prompts with images are left to it"
-            if has_text_only(request.messages):
-                why = self._refusal or "another plugin took it"
+            why = self._refusal or "another plugin took it"
             reason = Reason.NOT_KEPT
             self._record(state, Outcome(Kind.STOCK, state.n_prompt, reason=reason, detail=why))
         assert state.outcome is not None

@@ -116,6 +116,10 @@ class Prompt:
 
     The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
     `messages` are those that it was rendered from. All sequences become tuples.
+
+    An image is a run of negative ids: the first is its SHA-256, below -(2**256), the others are -1.
+    They stand for what the model reads there, and stay as they are. In `messages` an image is a
+    part of the type "image" with that hash in hexadecimal.
     """
 
     ids: Sequence[int]
@@ -168,14 +172,6 @@ class BatchMemory:
         A sequence that is served by itself counts as a prompt, and its bytes are not known: None.
         """
         return True
-
-    def most_kept(self, n_bytes: int) -> int:
-        """Return how many bytes the server's own prompt cache may hold, which holds `n_bytes`.
-
-        Called when a request enters, and when one that was served by itself has ended. The server
-        keeps prompts with images there.
-        """
-        return n_bytes
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) ->
 
 @hookspec(firstresult=True)
 def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
-    """Take a rendered prompt without images. Generation thread; HTTP thread to count tokens."""
+    """Take a rendered prompt. Generation thread; HTTP thread to count tokens."""
 
 
 @hookspec

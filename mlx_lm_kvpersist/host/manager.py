@@ -200,6 +200,8 @@ class Taken:
     n_cached: int = 0
     prompt: Prompt | None = None
     """What is fed, once it has entered."""
+    images: Any = None
+    """Those of the prompt (`images.Images`)."""
     reply: Any = None
     """Where its tokens go (`reply.ReplyQueue`)."""
 

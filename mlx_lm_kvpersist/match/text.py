@@ -6,15 +6,29 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from itertools import accumulate, repeat, takewhile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
+
+from ..block import IMAGE_GOES_ON
 
 REPLACEMENT = "\ufffd"
 """What an incomplete or invalid UTF-8 sequence decodes to (Unicode 15, section 3.9)."""
 
+IMAGE_MARK = "\ufffc"
+"""What the text of an image begins with: the character for embedded objects (Unicode 15, 23.8)."""
+
 _UNKNOWN = b"\xff"
 """Stands for a token without known bytes: an invalid byte, never nothing."""
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of tokens by their ids: of an image, its digest at its first token."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        if token_id >= 0:
+            return _UNKNOWN
+        return b"" if token_id == IMAGE_GOES_ON else f"{IMAGE_MARK}{-token_id:x}".encode()
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
@@ -36,11 +50,13 @@ class TokenText:
 
     Decoding is UTF-8 with replacement characters, the way a client sees a reply. A sequence can
     end inside a character; the bytes that wait for their rest are called `pending`. Ids without
-    known bytes decode to a replacement character: ask `covers` before comparing texts.
+    known bytes decode to a replacement character: ask `covers` before comparing texts. An image is
+    IMAGE_MARK and its digest in hex. Anybody can write that, so
+    whoever compares texts compares the images besides.
     """
 
     def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        self._pieces = {i: piece for i, piece in pieces.items() if piece}
+        self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -69,30 +85,30 @@ class TokenText:
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
-        return self._pieces.keys() >= set(ids)
+        return all(i < 0 for i in set(ids).difference(self._pieces))
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
-        return list(accumulate(len(self._pieces.get(i, _UNKNOWN)) for i in ids))
+        return list(accumulate(len(self._pieces[i]) for i in ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of a sequence; for a token without known bytes, an invalid one."""
-        return b"".join(map(self._pieces.get, ids, repeat(_UNKNOWN)))
+        return b"".join(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a whole sequence; what is incomplete at its end is replaced."""
         return self.to_bytes(ids).decode("utf-8", "replace")
 
-    def known_text(self, ids: Iterable[int]) -> str | None:
+    def known_text(self, ids: Sequence[int]) -> str | None:
         """Return what `decode` does; None unless the bytes of all tokens are known."""
-        try:
-            return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
-        except KeyError:
+        read = self.to_bytes(ids)
+        if _UNKNOWN in read and not self.covers(ids):
             return None
+        return read.decode("utf-8", "replace")
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
-        return self.feed(takewhile(self._pieces.__contains__, ids), pending)[0]
+        return self.feed(takewhile(lambda i: i < 0 or i in self._pieces, ids), pending)[0]
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the bytes left pending."""
@@ -112,7 +128,7 @@ class TokenText:
         decoder.setstate((pending, 0))
         ends, n_chars = [], 0
         for token_id in ids:
-            n_chars += len(decoder.decode(self._pieces.get(token_id, _UNKNOWN)))
+            n_chars += len(decoder.decode(self._pieces[token_id]))
             ends.append((n_chars, bool(decoder.getstate()[0])))
             if n_chars > max_chars:
                 break

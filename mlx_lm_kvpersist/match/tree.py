@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil
 from typing import Any, Literal, Protocol
 
-from ..block import Block, unpack_ids
-from .text import REPLACEMENT, TokenText
+from ..block import IMAGE_GOES_ON, Block, pack_ids, unpack_ids
+from .text import IMAGE_MARK, REPLACEMENT, TokenText
 
 Encode = Callable[[str], list[int]]
 """Text to token ids, special tokens recognised but none added."""
@@ -40,9 +41,10 @@ class Match:
     """The stored blocks that begin as the prompt does.
 
     Of `path`, the first `n_tokens` tokens are to be used; they decode to the first `n_chars`
-    characters of the prompt. `at_end` says that nothing is stored beyond them on this branch.
-    Where something is, it agrees with the prompt for `n_agreed` characters and goes on with
-    `stored_next`; that can be a few more than a token's end allows to use.
+    characters of the prompt, less an image that is stored in part. `at_end` says that nothing is
+    stored beyond them on this branch. Where something is, it agrees with the prompt for `n_agreed`
+    characters and goes on with `stored_next`; that can be a few more than a token's end allows to
+    use.
     """
 
     path: tuple[Block, ...]
@@ -55,11 +57,19 @@ class Match:
     @property
     def packed_ids(self) -> bytes:
         """The ids of these tokens; see `pack_ids`."""
-        return b"".join(node.packed_ids for node in self.path)[: 4 * self.n_tokens]
+        packed = b"".join(node.packed_ids for node in self.path)
+        if self.has_text_only:
+            return packed[: 4 * self.n_tokens]
+        return pack_ids(unpack_ids(packed)[: self.n_tokens])
 
     @property
     def ids(self) -> list[int]:
         return unpack_ids(self.packed_ids)
+
+    @property
+    def has_text_only(self) -> bool:
+        """Whether no image is in these blocks."""
+        return all(node.has_text_only for node in self.path)
 
 
 NO_MATCH = Match(path=(), n_tokens=0, n_chars=0, at_end=False)
@@ -74,6 +84,8 @@ def match_prompt(
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends where a token ends.
 
+    That is never inside an image of its `packed_ids`.
+
     The prompt is a text for `tokens`; without these, packed ids, of which `n_chars` counts bytes.
     `packed_ids` are the own ids of a text, if `tokens` covers them all: it then covers every block
     that has the same ids.
@@ -85,7 +97,9 @@ def match_prompt(
         if step.position + step.n_equal + 1 <= n_best:
             break
         n_tokens, n_chars = _cut(step, prompt, tokens)
-        if n_tokens and step.position + n_chars > n_best:
+        # Of an image, only the first token has a text; blocks may follow that have none.
+        goes_on = step.before is best is not None and step.position + n_chars == n_best
+        if n_tokens and (step.position + n_chars > n_best or goes_on):
             best, n_best, n_used = step, step.position + n_chars, n_tokens
     match = NO_MATCH
     if best is not None:
@@ -94,6 +108,9 @@ def match_prompt(
         while (best := best.before) is not None:
             path.append(best.node)
         match = Match(tuple(reversed(path)), node.start + n_used, n_best, at_end)
+        if not match.has_text_only:
+            own = prompt if isinstance(prompt, bytes) else packed_ids
+            match = _out_of_image(match, unpack_ids(own))
     if tokens is None or not steps:
         return match
     farthest = steps[0]
@@ -103,11 +120,39 @@ def match_prompt(
     return replace(match, n_agreed=farthest.position + farthest.n_equal, stored_next=stored_next)
 
 
+def before_image(ids: Sequence[int], n_tokens: int) -> int:
+    """Return how many of the first `n_tokens` tokens stand before the image that ends there.
+
+    That is all of them, unless a part of the image follows.
+    """
+    if n_tokens < len(ids) and ids[n_tokens] == IMAGE_GOES_ON:
+        while n_tokens and ids[n_tokens] == IMAGE_GOES_ON:
+            n_tokens -= 1
+    return n_tokens
+
+
+def _images(ids: Sequence[int]) -> list[int]:
+    """Return the ids that stand for images."""
+    return [one for one in ids if one < 0]
+
+
+def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
+    """Return a match that does not end inside an image of the prompt, whose ids these are."""
+    stored = match.ids
+    n_images = len(_images(stored))
+    if _images(prompt)[n_images : n_images + 1] != [IMAGE_GOES_ON]:
+        return match
+    n_tokens = before_image([*stored, IMAGE_GOES_ON], len(stored))
+    path = tuple(node for node in match.path if node.start < n_tokens)
+    return replace(match, path=path, n_tokens=n_tokens, at_end=False)
+
+
 @dataclass(frozen=True)
 class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) stand at `position`.
 
-    `pending` are the bytes of an incomplete character that it begins in.
+    `pending` are the bytes of an incomplete character that it begins in. Its packed ids end at
+    `ids_end`, counted from the root.
     """
 
     node: Block
@@ -115,6 +160,7 @@ class _Step:
     pending: bytes
     position: int
     n_equal: int
+    ids_end: int
 
 
 def _steps(
@@ -133,19 +179,22 @@ def _steps(
     open_ends: list[tuple[bytes, int, _Step | None]] = [(root, 0, None)]
     while open_ends:
         parent, position, before = open_ends.pop()
-        n_tokens, pending = (before.node.stop, before.node.pending) if before else (0, b"")
+        n_tokens, pending, ids_end = 0, b"", 0
+        if before is not None:
+            n_tokens, pending, ids_end = before.node.stop, before.node.pending, before.ids_end
         for node in source.children(parent, prompt[position : position + AHEAD]):
             if node.start != n_tokens or not node.is_genuine:
                 continue
             content: Any = node.packed_ids if tokens is None else node.text
-            has_same_ids = packed_ids.startswith(node.packed_ids, 4 * n_tokens)
+            has_same_ids = packed_ids.startswith(node.packed_ids, ids_end)
             is_known = tokens is None or has_same_ids or tokens.covers(node.ids)
             if tokens is not None and not is_known:
                 # The text of an unknown token does not tell its id; what is before it counts.
                 content = tokens.known_beginning(node.ids, pending)
             whole = is_known and prompt.startswith(content, position)
             n_equal = len(content) if whole else common_prefix(content, prompt, position)
-            step = _Step(node, before, pending, position, n_equal)
+            end = ids_end + len(node.packed_ids)
+            step = _Step(node, before, pending, position, n_equal, end)
             steps.append(step)
             if whole:
                 open_ends.append((node.key, position + n_equal, step))
@@ -175,7 +224,11 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
     """
     node, n_equal = step.node, step.n_equal
     if tokens is None:
-        return n_equal // 4, n_equal // 4 * 4
+        if node.has_text_only:
+            return n_equal // 4, n_equal // 4 * 4
+        id_ends = [0, *accumulate(len(pack_ids([one])) for one in node.ids)]
+        n_tokens = bisect_right(id_ends, n_equal) - 1
+        return n_tokens, id_ends[n_tokens]
     if n_equal == len(node.text) and not node.pending:
         return node.n_tokens, n_equal
     ends = tokens.ends(node.ids, step.pending, n_equal)
@@ -260,8 +313,11 @@ def splice(
         n_stored, n_own = _common_boundary(prompt, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(prompt[n_own:])
         stored_ends = stored_ends[:n_stored]
-    if not stored or tokens.decode(stored + tail) != text:
+    spliced = stored + tail
+    if not stored or tokens.decode(spliced) != text:
         return None
+    if IMAGE_MARK in text and _images(spliced) != _images(prompt):
+        return None  # what stands for an image was written by a client, in one of them
     # The boundaries of the tail are aligned with those of the prompt, counting from the end. The
     # stored ids may end within a character.
     tail_ends = [0, *_ends(tail, text, tokens)]
@@ -269,7 +325,7 @@ def splice(
     first = 0 if float(stored_ends[-1]).is_integer() else 1
     place = {n_before + tail_ends[i]: len(stored) + i for i in range(first, len(tail_ends))}
     shared = {i: place[n] for i, n in enumerate([0, *ends]) if n in place and n == int(n)}
-    return Splice(stored + tail, len(stored), shared)
+    return Splice(spliced, len(stored), shared)
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:

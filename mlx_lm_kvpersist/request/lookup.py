@@ -9,7 +9,7 @@ caches allow it: their last tokens are run again on top of the restored prefix.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -21,7 +21,7 @@ from ..cache.geometry.spec import arrays_fit, forms_bytes
 from ..cache.live.packed import headroom
 from ..errors import ClientGone
 from ..host.answers import Prompt
-from ..match.tree import NO_MATCH, Match, match_prompt, splice
+from ..match.tree import NO_MATCH, Match, before_image, match_prompt, splice
 from ..store.block_store import BlockStore, KVBlock, Prefetch
 from ..store.tier import RAM
 from .model import LoadedModel
@@ -147,12 +147,26 @@ class Lookup:
             n_tokens, refusal = tokens_to_reuse(match, n_tokens, store, self.model)
         return Found(prompt, match, diverges, n_tokens, refusal)
 
+    def _point(self, lost: Collection[bytes] = ()) -> RestorePoint | None:
+        """Return what to restore; a model cannot go on from inside an image.
+
+        Whatever has its key in `lost` counts as missing.
+        """
+        found, n_tokens = self.found, self.found.n_tokens
+        while True:
+            point = self.model.saver.find(found.match.path, n_tokens, self._store, lost)
+            if point is None:
+                return None
+            n_tokens = before_image(found.prompt.ids, point.n_tokens)
+            if n_tokens == point.n_tokens:
+                return point
+
     def prefetch(self) -> bool:
         """Start to read from disk what `restore` will need; False if that would not take long.
 
         `restore` does not depend on it: by then these blocks may be gone, or others stored.
         """
-        point = self.model.saver.find(self.found.match.path, self.found.n_tokens, self._store)
+        point = self._point()
         if point is None:
             return False
         needed = point.needed
@@ -165,7 +179,7 @@ class Lookup:
 
     def hold(self) -> int:
         """Keep what of it is in RAM there, until `let_go` or `close`; return the bytes of that."""
-        point = self.model.saver.find(self.found.match.path, self.found.n_tokens, self._store)
+        point = self._point()
         if point is not None and not self._held:
             keys = [one.record.key for one in point.needed]
             self._held = self._store.pool.pin(keys, prefetch=True)
@@ -252,7 +266,7 @@ class Lookup:
                 self.found = self._find()
             found = self.found
             n_wanted = max(n_wanted, found.n_tokens)
-            point = self.model.saver.find(found.match.path, found.n_tokens, self._store, lost)
+            point = self._point(lost)
             if point is None:
                 restored = _Restored()
             else:
@@ -341,6 +355,7 @@ class Lookup:
     def _outcome(self, found: Found, restored: _Restored, n_wanted: int) -> Outcome:
         """Return what was reused, and why not more."""
         ids, n_reused = found.prompt.ids, restored.n_tokens
+        granule = self.model.saver.granule
         if n_reused == 0:
             kind = Kind.MISS
         elif n_reused == len(ids) - 1:
@@ -353,7 +368,7 @@ class Lookup:
         detail = ""
         if self._store.blocks_quarantined > self._n_quarantined:
             reason = Reason.DAMAGED
-        elif n_reused // self.model.saver.granule < n_wanted // self.model.saver.granule:
+        elif n_reused // granule < before_image(ids, n_wanted // granule * granule) // granule:
             reason = self.model.saver.missing
         elif found.diverges:
             reason, detail = why_not_stored(ids, self._text, found.match, self.root, self._store)

@@ -87,8 +87,6 @@ class Memory(BatchMemory):
         """Of the caches in the batch and of prompts that are computed, when last weighed."""
         self.held_bytes = 0
         """Of turns that wait until it is known how to store them, and of what the guard reads."""
-        self.stock_bytes = 0
-        """Of the prompts with images that stock keeps."""
         self._replies: tuple[int, ...] = ()
         self._prompts: tuple[int, ...] = ()
         self._claims: list[Claim] = []
@@ -100,7 +98,7 @@ class Memory(BatchMemory):
         self._pressure, self._level = pressure, NORMAL
         self._most_blocks = 1 << 62
         self._idle_bytes = 0
-        """Of all that does not run: the pool, and what is held or is stock's."""
+        """Of all that does not run: the pool, and what is held."""
         self._limit_bytes = weights_bytes + total_bytes
         self._stock_limit_bytes = mx.set_memory_limit(self._limit_bytes)
 
@@ -137,7 +135,7 @@ class Memory(BatchMemory):
 
     @property
     def pool_bytes(self) -> int:
-        """The share that sequences leave to the pool, and to what is held or is stock's."""
+        """The share that sequences leave to the pool, and to what is held."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def _settle(self) -> None:
@@ -148,7 +146,7 @@ class Memory(BatchMemory):
         needed, pool = self._needed(), self._store.pool
         left = min(self._usable_bytes - needed, self._store.limits.max_ram_bytes)
         self._idle_bytes = max(self.pool_bytes, left)
-        self._store.resize(max(0, self._idle_bytes - self.held_bytes - self.stock_bytes))
+        self._store.resize(max(0, self._idle_bytes - self.held_bytes))
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
         # MLX frees what it keeps where that and the arrays would be more. Beyond its limit it waits
@@ -222,7 +220,7 @@ class Memory(BatchMemory):
 
     def lacks(self, n_bytes: int = 0) -> bool:
         """Tell whether requests lack memory, or would if `n_bytes` more were held."""
-        is_full = self.held_bytes + self.stock_bytes + n_bytes > self._idle_bytes
+        is_full = self.held_bytes + n_bytes > self._idle_bytes
         runs = bool(self._replies or self._prompts or self._claims)
         return (runs and is_full) or any(not one.is_over() for one in self.waiting)
 
@@ -245,11 +243,6 @@ class Memory(BatchMemory):
         self.changed()
         return self._needed() + self.pool_bytes <= self._usable_bytes
 
-    def most_kept(self, n_bytes: int) -> int:
-        self.stock_bytes = min(n_bytes, max(0, self._idle_bytes - self.held_bytes))
-        self.changed()
-        return self.stock_bytes
-
     def idle(self) -> None:
         """Follow the pressure while nothing runs."""
         if self._level != self._pressure.level:
@@ -266,7 +259,6 @@ class Memory(BatchMemory):
             "restored": sum(lookup.restored_bytes for lookup in lookups),
             "pool": self._store.pool.n_bytes,
             "held": self.held_bytes,
-            "stock": self.stock_bytes,
         }
         active = mx.get_active_memory()
         return {

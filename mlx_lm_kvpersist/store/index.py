@@ -216,11 +216,12 @@ class Index:
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return what all blocks take.
 
-        Of each: its key, its parent's, its root's, its first position, its tokens, its bytes with
-        its checkpoints', and the time of its use in seconds since the epoch.
+        Of each: its key, its parent's, its root's, its first position, its tokens (8 too many for
+        an image, but 256 at most), its bytes with its checkpoints', and the time of its use in
+        seconds since the epoch.
         """
         rows: list[Any] = self.ask(
-            "SELECT key, parent, root, start, length(ids) / 4, n_bytes + "
+            "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
             "(SELECT coalesce(sum(n_bytes), 0) FROM checkpoints WHERE block = b.key), used "
             "FROM blocks AS b",
             types=(bytes, bytes, bytes, int, int, int, float),

@@ -31,8 +31,8 @@ def test_special_tokens_keep_their_spelling(tokenizer: Any, token_text: TokenTex
     assert token_text.decode([eos, eos]) == tokenizer.eos_token * 2
 
 
-@pytest.mark.parametrize("unknown", [10**6, -1])
-def test_unknown_ids_do_not_vanish(token_text: TokenText, unknown: int) -> None:
+def test_unknown_ids_do_not_vanish(token_text: TokenText) -> None:
+    unknown = 10**6
     assert not token_text.covers([1, unknown])
     assert token_text.decode([unknown]) == REPLACEMENT
     assert token_text.n_bytes_ends([unknown, unknown]) == [1, 2]

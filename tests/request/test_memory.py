@@ -210,17 +210,12 @@ def test_work_while_nobody_asks_has_the_room_of_a_chunk(loaded: Any, store: Bloc
     assert store.pool.n_bytes <= memory.total_bytes - 8 * MIB
 
 
-def test_turns_that_are_held_and_prompts_that_stock_keeps_are_parts_of_the_pools(
-    loaded: Any, store: BlockStore
-) -> None:
+def test_turns_that_are_held_are_a_part_of_the_pools(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     before = store.pool.max_bytes
-    memory.held_bytes = MIB
-    assert memory.most_kept(2 * MIB) == 2 * MIB and store.pool.max_bytes == before - 3 * MIB
-    memory.weigh((), [4000] * 5, 0)
-    kept = memory.most_kept(64 * MIB)
-    assert kept == memory.parts()["stock"] and store.pool.max_bytes == 0
-    assert memory.pool_bytes <= MIB + kept < 2 * memory.pool_bytes
+    with memory.holding(MIB):
+        assert store.pool.max_bytes == before - MIB
+    assert store.pool.max_bytes == before
 
 
 def test_a_sequence_that_is_served_by_itself_is_counted_by_its_tokens(

@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
-from collections.abc import Callable
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from tests.support import ServerProcess, StartServer, wait_until
-from tests.support.scripted import TEMPLATE, make_thinking_model
+from tests.support import (
+    Message,
+    ServerProcess,
+    StartServer,
+    synthetic_text,
+    wait_until,
+    whole_characters,
+)
+from tests.support.scripted import make_thinking_model
+from tests.support.vision import LAUNCHER, SIDE, make_vision_model, picture
+
+from .stored import n_tokens, wait_for_reply
 
 LINE = "[image/png, not shown: this model reads text only]"
 NEWEST = (
     "the newest message has image/png, expected text: this model reads nothing else; "
     "send the message without it"
-)
-PATCHES = 4
-"""Tokens of an image."""
-
-_LAUNCHER = f"""
-import sys
-
-import mlx.core as mx
-import mlx_lm.server as stock
-from mlx_lm.models.llama import Model
-
-
-class Processor:
-    image_token = "<|patch|>"
-
-    def __call__(self, text, *, images):
-        pixels = [mx.array(image).astype(mx.float32).mean() / 255 for image in images]
-        return text.replace(self.image_token, self.image_token * {PATCHES} + " "), pixels
-
-
-def embed_inputs(self, ids, *, pixel_values):
-    return self.model.embed_tokens(ids) + sum(pixel_values)
-
-
-Model.embed_inputs = embed_inputs
-stock.load_processor = lambda model, config: Processor()
-from mlx_lm_kvpersist._startup import serve
-
-serve(sys.argv[1:])
-"""
-
-IMAGE_TEMPLATE = TEMPLATE.replace(
-    "{{ message.content or '' }}",
-    "{%- if message.content is string %}{{ message.content }}{%- else %}"
-    "{%- for part in message.content or [] %}"
-    "{{ part.text if part.type == 'text' else '<|patch|>' if message.role == 'user' }}"
-    "{%- endfor %}{%- endif %}",
 )
 
 
@@ -63,10 +40,8 @@ class Image:
 
 
 def png() -> str:
-    """Return the smallest picture, in base64."""
-    image = pytest.importorskip("PIL.Image")
-    image.new("RGB", (1, 1)).save(written := io.BytesIO(), "PNG")
-    return base64.b64encode(written.getvalue()).decode()
+    """Return a picture of one token, in base64."""
+    return picture(SIDE, SIDE).partition(",")[2]
 
 
 # A conversation is a list of (kind, part, …): "user", "assistant", "call", "result". A part is a
@@ -160,27 +135,26 @@ def of_text(started: StartServer, models_dir: Path) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def of_images(
-    started: StartServer, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> ServerProcess:
-    if not hasattr(pytest.importorskip("mlx_lm.server"), "load_processor"):
-        pytest.skip("no processors of images before mlx-lm 0.32.1")
-    tokens = "<think>", "</think>", "<|patch|>"
-    model = make_thinking_model(
-        models_dir / "images", chat_template=IMAGE_TEMPLATE, extra_special_tokens=tokens
-    )
+def vision_model(models_dir: Path) -> Path:
+    return make_vision_model(models_dir / "images")
+
+
+@pytest.fixture(scope="module")
+def start_vision(vision_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Start servers of the model that reads images."""
     launcher = tmp_path_factory.mktemp("images") / "images.py"
-    launcher.write_text(_LAUNCHER, encoding="utf-8")
-    return started.with_plugin(model, launcher=(str(launcher),))
+    launcher.write_text(LAUNCHER, encoding="utf-8")
+
+    def start(starter: StartServer, *options: str) -> ServerProcess:
+        return starter.with_plugin(vision_model, *options, launcher=(str(launcher),))
+
+    return start
 
 
-def test_what_stock_keeps_of_images_is_a_part_of_the_memory(of_images: ServerProcess) -> None:
-    def are_kept() -> bool:
-        counts(of_images, "/v1/chat/completions", [("user", "What is this?", Image)])
-        stats = json.loads(of_images.request("GET", "/v1/kvpersist/stats")[2])
-        return bool(stats["memory"]["stock"] > 0)
-
-    wait_until(are_kept, "what stock keeps", 60)
+@pytest.fixture(scope="module")
+def of_images(started: StartServer, start_vision: Any) -> ServerProcess:
+    made: ServerProcess = start_vision(started)
+    return made
 
 
 @every_api
@@ -239,11 +213,154 @@ def test_a_model_of_images_reads_them_wherever_they_stand(
         for kind, *given in talk
     ]
     n_one, n_two = counts(of_images, path, talk)[0], counts(of_images, path, twice)[0]
-    assert n_two - n_one == PATCHES + 1
+    assert n_two - n_one == 3 * sum(part is Image for _, *given in talk for part in given)
 
 
-def test_an_image_cannot_be_asked_not_to_be_kept(of_images: ServerProcess) -> None:
-    """Prompts with images are in the stock server's own cache."""
-    path, talk = "/v1/chat/completions", [("user", Image)]
-    status, answer = ask(of_images, path, talk, **{"X-KVPersist-Keep": "no"})
-    assert status == 400 and "leave out the header or the images" in answer["error"]["message"]
+def letters_only(model: Path) -> dict[str, float]:
+    """Return a `logit_bias` with which a reply is spelled as its text is encoded."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    n_tokens = tokenizer.get_vocab_size()
+    texts = {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(n_tokens)}
+    return {str(i): -100.0 for i, text in texts.items() if not re.fullmatch(" [a-zA-Z]", text)}
+
+
+class Shown:
+    """A conversation about pictures that sends back what it got."""
+
+    def __init__(self, store: Path, session: str, model: Path) -> None:
+        self.store, self.session = store, session
+        self.params: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
+        self.params["logit_bias"] = letters_only(model)
+        self.messages: list[Message] = [{"role": "system", "content": synthetic_text(200)}]
+        self.reused: list[int] = []
+        self.prompts: list[int] = []
+
+    def turn(self, server: ServerProcess, question: str, *urls: str) -> str:
+        """Ask with pictures, then a question; return the reply."""
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content = [*images, {"type": "text", "text": question}]
+        self.messages.append({"role": "user", "content": content if urls else question})
+        reply = server.chat(self.messages, self.session, **self.params)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        self.reused.append(reply.cached_tokens)
+        self.prompts.append(reply.prompt_tokens)
+        known = reply.prompt_tokens + reply.completion_tokens - 1  # the last token was not fed
+        wait_until(lambda: n_tokens(self.store, self.session) >= known, f"{known} tokens")
+        wait_for_reply(server)
+        return reply.text
+
+
+LARGE, WIDE, SMALL = (20 * SIDE, 15 * SIDE), (9 * SIDE, 4 * SIDE), (SIDE, SIDE)
+TURNS = {
+    "an image first": [[LARGE], [], [SMALL, WIDE]],
+    "an image later": [[], [LARGE, LARGE], []],
+    "an image in each turn": [[SMALL], [WIDE], [LARGE]],
+}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param((), marks=pytest.mark.slow), ("--kvpersist-kv-bits", "16")],
+    ids=["4", "16"],
+)
+def test_conversations_with_images_survive_kill_9(
+    start_server: StartServer, start_vision: Any, vision_model: Path, precision: tuple[str, ...]
+) -> None:
+    """Each reply is that of a server that computed all, and nothing known is computed again."""
+    options = *precision, "--kvpersist-max-loss-s", "0"
+    server = start_vision(start_server, *options)
+    talks = {name: Shown(start_server.store, name, vision_model) for name in TURNS}
+    replies: dict[str, list[str]] = {name: [] for name in TURNS}
+    for number in range(3):
+        for name, talk in talks.items():
+            urls = [
+                picture(*size, changed=(number, i)) for i, size in enumerate(TURNS[name][number])
+            ]
+            replies[name].append(talk.turn(server, f"{name}: {number}?", *urls))
+        server.restart(kill=True)
+    for talk in talks.values():
+        assert all(
+            reused >= prompt - 1
+            for reused, prompt in zip(talk.reused[1:], talk.prompts, strict=False)
+        ), (talk.reused, talk.prompts)
+    server.stop()
+    cold: ServerProcess
+    if precision:
+        cold = start_server(vision_model, launcher=server.launcher)  # stock's
+    else:
+        folder = str(start_server.store.with_name("another"))
+        cold = start_vision(start_server, "--kvpersist-dir", folder)
+    for name, talk in talks.items():
+        for number in range(3):
+            messages = [spelled(message) for message in talk.messages[: 2 * number + 2]]
+            reply = cold.chat(messages, headers={"X-KVPersist-Keep": "no"}, **talk.params)
+            assert reply.text == replies[name][number], (name, number)
+            assert reply.prompt_tokens == talk.prompts[number]
+
+
+def spelled(message: Message) -> Message:
+    """Return a message with the space that a reply begins with, which the server drops."""
+    if message["role"] == "assistant":
+        return {**message, "content": f" {message['content'].lstrip()}"}
+    return message
+
+
+def test_an_image_is_the_same_however_it_comes_and_another_with_one_pixel_changed(
+    start_server: StartServer,
+    start_vision: Any,
+    vision_model: Path,
+    served: Callable[[bytes], str],
+) -> None:
+    server = start_vision(start_server)
+    talk = Shown(start_server.store, "ways", vision_model)
+    first = picture(*WIDE)
+    talk.turn(server, "What is this?", first)
+
+    def n_reused(url: str) -> int:
+        messages = json.loads(json.dumps(talk.messages))
+        messages[1]["content"][0]["image_url"]["url"] = url
+        messages.append({"role": "user", "content": "Sure?"})
+        return int(server.chat(messages, "ways", **talk.params).cached_tokens)
+
+    same = [
+        first,
+        picture(*WIDE, form="BMP"),
+        served(base64.b64decode(first.partition(",")[2])),
+    ]
+    n_known = talk.prompts[0]
+    assert all(n_reused(url) >= n_known for url in same)
+    assert n_reused(picture(*WIDE, changed=(3, 2))) < n_known - 9 * 4
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[bytes], str]]:
+    """Serve a picture over HTTP, and return its URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def serve(content: bytes) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", "image/png")
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=partial(server.serve_forever, 0.05), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/a.png"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_image_is_not_kept_where_that_is_asked(of_images: ServerProcess) -> None:
+    path, talk = "/v1/chat/completions", [("user", Image, "A secret.")]
+    for _ in range(2):
+        status, answer = ask(of_images, path, talk, **{"X-KVPersist-Keep": "no"})
+        assert (status, answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -57,12 +58,16 @@ def canary_difference(
     the median over tokens of |new - old| / |old|. Afterwards the caches hold the stored values
     again, so a reply does not depend on the canary. The result is 0 if the caches cannot step back:
     states never can, windows cannot once they have dropped tokens. Where a block of the grid ends,
-    its tokens see each other quantized now, so half the difference is returned.
+    its tokens see each other quantized now, so half the difference is returned. Only tokens after
+    the last image are run: ids do not say what it looked like.
     """
     if spec.recurrent or any(len(ids) >= window for window in spec.sliding):
         return 0.0
     n_own = len(ids) % GRID if spec.quantized else len(ids)
-    n_tokens = min(CANARY_TOKENS, n_own or len(ids))
+    text = takewhile(lambda token_id: token_id >= 0, reversed(ids[-CANARY_TOKENS:]))
+    n_tokens = min(len(list(text)), n_own or len(ids))
+    if n_tokens == 0:
+        return 0.0
     start, stop = len(ids) - n_tokens, len(ids)
     slots = slots_of(caches)
     used = [slots[number] for group in spec.groups for number in group.slots]

@@ -25,6 +25,7 @@ from ..attachments import fit_attachments
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens
 from .context_length import check_length
+from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import SinglePrompt
@@ -249,7 +250,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self.prompt_cache.single = SinglePrompt(model, reply, request[2], step_size)
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
-        self._trim_prompt_cache()
 
     # Tokenizing.
 
@@ -272,9 +272,14 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if taken is None or prompt is None:
             return rendered.stock
         taken.reply = waiting.reply if waiting is not None else None
+        fed = TakenTokens(prompt.ids, taken)
         # Stock changes these lists.
         segments, types = [list(ids) for ids in prompt.segments], list(prompt.segment_types)
-        return TakenTokens(prompt.ids, taken), segments, types, *rendered.stock[3:]
+        vision = vision_of(rendered.stock)
+        if vision is None:
+            return fed, segments, types, *rendered.stock[3:]
+        taken.images = images = Images.of(fed, rendered.stock[0], vision)
+        return images.read, segments, types, rendered.stock[3], images.vision
 
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
@@ -333,25 +338,20 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         finally:
             request.messages, request.tools = given
         check_prompt_ids(stock[0])
-        ids, segments, segment_types, *rest = stock
-        # From 0.32.1 the images of a prompt come last; their positions refer to these ids.
-        has_images = len(rest) > 1 and rest[1] is not None
+        ids, segments, segment_types, *_ = stock
+        if (vision := vision_of(stock)) is not None:
+            ids = with_images(ids, vision)
+            segments, segment_types = [ids], ["user"]
+            messages = named(messages, ids)
         prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
-        seen = ClientRequest.of(request)
-        request.rendered = made = Rendered(seen, tokenizer, stock, None if has_images else prompt)
+        request.rendered = made = Rendered(ClientRequest.of(request), tokenizer, stock, prompt)
         return made
-
-    def _trim_prompt_cache(self) -> None:
-        """Let stock's own prompt cache, which has the prompts with images, hold what it may."""
-        if len(cache := self.prompt_cache):
-            cache.trim_to(n_bytes=account_of(self.model_provider).most_kept(cache.nbytes))
 
     def _log_cache_stats(self) -> None:
         """Log stock's lines on its own prompt cache, unless plugins take the requests from it.
 
         Stock calls this for each request that enters, before it looks there.
         """
-        self._trim_prompt_cache()
         if len(self.prompt_cache) or not manager.is_implemented("take_request"):
             super()._log_cache_stats()
 

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..answers import PREFILL, PrefillLimits
 from ..manager import TakenTokens
+from .images import Images
 from .model_provider import PluginCaches
 from .prefill import IDLE_CHUNK, IDLE_CHUNK_S, chunk_size
 from .reply import ReplyQueue
@@ -31,14 +32,19 @@ class _Computed:
     n_tokens: int
     limits: PrefillLimits
 
-    def compute(self, ids: list[int], step_size: int) -> None:
+    def compute(self, ids: list[int], step_size: int, images: Images | None) -> None:
         """Compute some of the next `ids`: as many as nobody minds to wait for."""
         position, limits = self.n_tokens, self.limits
         most = min(step_size, limits.most_tokens(position))
         most = min(most, max(IDLE_CHUNK, limits.pace.tokens(position, IDLE_CHUNK_S)))
         ids = ids[: chunk_size(position, most)]
+        given: dict[str, Any] = {}
+        if images is not None:
+            embedded = images.embedded(self.model, position, position + len(ids))
+            if embedded is not None:
+                ids, given = ids[: embedded.shape[1]], {"input_embeddings": embedded}
         started = time.perf_counter()
-        self.model(mx.array([ids]), cache=self.caches)
+        self.model(mx.array([ids]), cache=self.caches, **given)
         mx.eval([cache.state for cache in self.caches])
         limits.pace.learn(position, len(ids), time.perf_counter() - started)
         if mx.get_cache_memory() > limits.max_unused_bytes:
@@ -75,13 +81,16 @@ class SinglePrompt:
         limits = made.limits if isinstance(made, PluginCaches) else None
         if limits is None or taken.prompt is None:
             return caches, tokens[n_cached:]
-        stop = len(tokens) - self._n_left
+        images, stop = taken.images, len(tokens) - self._n_left
+        if images is not None and stop > 0:
+            stop = images.begin_of(stop)  # stock embeds whole images only
+        read = tokens if images is None else images.read
         ends = [min(end, stop) for end in accumulate(map(len, taken.prompt.segments))]
         one = _Computed(self._model, caches or make_prompt_cache(self._model), n_cached, limits)
         while one.n_tokens < stop:
             self._reply.put((one.n_tokens - n_cached, len(tokens) - n_cached))
             segment = bisect_right(ends, one.n_tokens)
-            one.compute(tokens[one.n_tokens : ends[segment]], self._step_size)
+            one.compute(read[one.n_tokens : ends[segment]], self._step_size, images)
             is_end = one.n_tokens == ends[segment]
             cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
             taken.insert(tokens[: one.n_tokens], one.caches, cache_type)

@@ -25,19 +25,16 @@ LARGE_S = 0.25
 
 @dataclass(frozen=True)
 class Rendered:
-    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it.
-
-    `prompt` is None if it has images: plugins must not change it.
-    """
+    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it."""
 
     request: ClientRequest
     tokenizer: Any
     stock: tuple[Any, ...]
-    prompt: Prompt | None
+    prompt: Prompt
 
     def take(self) -> Taken | None:
         """Ask the plugins who takes the request; None leaves it to stock."""
-        return take_request(self.request, self.prompt) if self.prompt is not None else None
+        return take_request(self.request, self.prompt)
 
 
 @dataclass(eq=False)

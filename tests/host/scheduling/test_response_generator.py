@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, RequestRefused
@@ -174,21 +176,48 @@ def test_a_prompt_longer_than_the_context_is_refused(patched_server: ModuleType)
         assert tokenize(patched_server, text="abcd", max_context=4)[1][0] == [97, 98, 99, 100]
 
 
-def test_a_prompt_with_images_is_not_touched() -> None:
-    """From 0.32.1 stock returns the images last; their positions belong to these ids."""
-    vision = object()
+@dataclass
+class Vision:
+    """As stock has it from 0.32.1."""
+
+    pixel_values: list[mx.array]
+    starts: list[int]
+    cache_key: list[int]
+
+
+def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
+    patch, pixels = 7, mx.arange(12).reshape(3, 2, 2)
+    given = [1, patch, patch, 2, patch]
+    vision = Vision([pixels, pixels + 1], [1, 4], [1, -5, -5, 2, -6])
 
     class Stock:
         def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-            return [1, 2], [[1, 2]], ["assistant"], "normal", vision
+            return given, [given], ["assistant"], "normal", vision
 
+    class Longer:
+        @hookimpl
+        def take_request(self, prompt: Prompt) -> TakenRequest:
+            prompts.append(prompt)
+            return TakenRequest(Prompt([0, *prompt.ids], [[0], prompt.ids], ["system", "user"]))
+
+    prompts: list[Prompt] = []
     generator = type("Patched", (PluginResponseGenerator, Stock), {})()
-    generator.model_provider = SimpleNamespace(max_context=2, reads_images=True)
-    request = SimpleNamespace(request_type="chat", prompt="", messages=[], tools=None)
-    with plugged(Prepares(Prompt([9], [[9]], ["user"]))):
-        result = generator._tokenize(None, request, GENERATION_ARGS)
-    assert result == ([1, 2], [[1, 2]], ["assistant"], "normal", vision)
-    assert type(result[0]) is list
+    generator.model_provider = SimpleNamespace(max_context=5, reads_images=True)
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "?"}]
+    messages = [{"role": "user", "content": [*parts, parts[0]]}]
+    request = SimpleNamespace(request_type="chat", prompt="", messages=messages, tools=None)
+    with plugged(Longer()):
+        ids, segments, types, state, fed = generator._tokenize(None, request, GENERATION_ARGS)
+    (prompt,) = prompts
+    first, second = prompt.ids[1], prompt.ids[4]
+    assert prompt.ids == (1, first, -1, 2, second)
+    assert first < -(2**256) and second < -(2**256) and first != second
+    names = [{"type": "image", "image": f"{-one:x}"} for one in (first, second)]
+    assert prompt.messages == [{"role": "user", "content": [names[0], parts[1], names[1]]}]
+    assert (ids, types, state) == ([0, *given], ["system", "user"], "normal")
+    assert (fed.starts, fed.cache_key) == ([2, 5], [0, *prompt.ids])
+    assert isinstance(fed.cache_key, TakenTokens)
+    assert vision.starts == [1, 4]  # as stock made them, for the next time
 
 
 class Times:

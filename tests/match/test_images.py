@@ -1,0 +1,162 @@
+"""Prompts with images: each matches as a whole and by its whole hash, text beside it by text."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_lm_kvpersist.block import IMAGE_GOES_ON, Block, block_key, pack_ids, unpack_ids
+from mlx_lm_kvpersist.match.text import TokenText
+from mlx_lm_kvpersist.match.tree import before_image, match_prompt, splice
+
+from .conftest import EXAMPLES
+from .test_tree import sequences
+from .tree_in_memory import ROOT, MemoryTree
+
+
+def image(number: int, n_tokens: int) -> list[int]:
+    digest = sha256(number.to_bytes(4, "big")).digest()
+    return [-int.from_bytes(b"\1" + digest, "big"), *[IMAGE_GOES_ON] * (n_tokens - 1)]
+
+
+IMAGES = [image(number, n_tokens) for number, n_tokens in enumerate([1, 2, 5, 11])]
+
+
+def of_images(ids: list[int]) -> list[int]:
+    return [one for one in ids if one < 0]
+
+
+def talks(tokenizer: Any) -> st.SearchStrategy[list[int]]:
+    """Ids of text, however spelled, with images between."""
+    parts = st.lists(st.sampled_from(IMAGES) | sequences(tokenizer), min_size=1, max_size=5)
+    return parts.map(lambda ids: sum(ids, [5]))
+
+
+@given(st.lists(st.sampled_from(IMAGES) | st.lists(st.integers(0, 2**31 - 1))))
+def test_packed_ids_of_images_are_the_same_again(parts: list[list[int]]) -> None:
+    ids = list(chain.from_iterable(parts))
+    packed = pack_ids(ids)
+    assert unpack_ids(packed) == ids
+    block = Block(block_key(ROOT, packed), ROOT, 3, packed)
+    assert (block.n_tokens, block.ids) == (len(ids), ids)
+    assert all(packed.startswith(pack_ids(ids[:n])) for n in range(len(ids)))
+
+
+@given(st.binary(max_size=200))
+def test_packed_ids_that_are_damaged_raise_nothing(packed: bytes) -> None:
+    unpack_ids(packed[: len(packed) // 4 * 4])
+
+
+def test_every_bit_of_an_images_hash_counts() -> None:
+    """Stock's ids have 60 bits, a key 128 of a hash of all."""
+    (first,) = image(0, 1)
+    packed = [pack_ids([-(-first ^ 1 << bit)]) for bit in range(256)]
+    assert len({pack_ids([first]), *packed}) == 257
+
+
+def test_an_image_is_known_and_is_text_at_its_first_token(token_text: TokenText) -> None:
+    ids = [5, *IMAGES[2], 6]
+    assert token_text.covers(ids) and not token_text.covers([*ids, 10**6])
+    text = token_text.decode(ids)
+    assert text == token_text.known_text(ids)
+    assert token_text.feed(ids[3:], token_text.feed(ids[:3])[1])[0] == token_text.decode([6])
+    assert token_text.decode(IMAGES[1]) == f"\ufffc1{sha256(bytes([0, 0, 0, 1])).hexdigest()}"
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_match_ends_in_no_image_and_is_as_long_as_can_be(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
+    tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
+    stored = data.draw(st.lists(talks(tokenizer), min_size=1, max_size=3))
+    stored[0] = stored[0][: data.draw(st.integers(0, len(stored[0])))]
+    for ids in stored:
+        tree.add(ids)
+    base = data.draw(st.sampled_from(stored))
+    n_kept = before_image(base, data.draw(st.integers(0, len(base))))
+    prompt = base[:n_kept] + data.draw(talks(tokenizer))
+    longest = max(
+        n
+        for ids in stored
+        for n in range(len(ids) + 1)
+        if ids[:n] == prompt[:n] and before_image(prompt, n) == n
+    )
+    by_ids = match_prompt(tree, ROOT, pack_ids(prompt))
+    assert by_ids.ids == prompt[: by_ids.n_tokens] and by_ids.n_tokens == longest
+    assert before_image(prompt, longest) == longest
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer.encode(part, add_special_tokens=False))
+
+    text = token_text.decode(prompt)
+    match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
+    assert text.startswith(token_text.decode(match.ids))
+    if pack_ids(prompt).startswith(match.packed_ids):
+        assert match.n_tokens >= longest and before_image(prompt, match.n_tokens) == match.n_tokens
+        return
+    result = splice(prompt, text, match, token_text, encode)
+    if result is not None:
+        assert token_text.decode(result.ids) == text and of_images(result.ids) == of_images(prompt)
+        assert before_image(result.ids, result.n_stored) == result.n_stored
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 11, 300])
+def test_an_image_that_nothing_follows_is_matched_over_blocks(
+    token_text: TokenText, n_tokens: int
+) -> None:
+    tree = MemoryTree(token_text, block_tokens=4)
+    shown = [7, 8, *image(3, n_tokens)]
+    tree.add([*shown, 9])
+    prompt = [*shown, 11]
+    text = token_text.decode(prompt)
+    match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
+    assert match.ids == shown
+
+
+def test_text_beside_an_image_matches_by_text(tokenizer: Any, token_text: TokenText) -> None:
+    """A reply is spelled as it was sampled, before an image and after one."""
+    word = [i for i in tokenizer.encode(" conversation", add_special_tokens=False)]
+    spelled = [
+        next(i for i in range(600) if token_text.to_bytes([i]) == bytes([byte]))
+        for byte in token_text.to_bytes(word)
+    ]
+    assert spelled != word
+    end = [tokenizer.eos_token_id]
+    tree = MemoryTree(token_text, block_tokens=4)
+    stored = [*end, *spelled, *end, *IMAGES[3], *end, *spelled, *end]
+    tree.add(stored)
+    prompt = [*end, *word, *end, *IMAGES[3], *end, *word, *end, 9]
+    text = token_text.decode(prompt)
+    match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
+    result = splice(prompt, text, match, token_text, lambda part: [])
+    assert result is not None and result.ids == [*stored, 9]
+
+
+def test_an_image_in_words_is_no_image(tokenizer: Any, token_text: TokenText) -> None:
+    """A client that writes what stands for an image gets its own words, and the other way."""
+    shown = [5, *IMAGES[2], 6]
+    text = token_text.decode(shown)
+    written = list(tokenizer.encode(text, add_special_tokens=False))
+    if token_text.decode(written) != text:
+        pytest.skip("this tokenizer puts a space in front")
+    for stored, prompt in ((shown, written), (written, shown)):
+        tree = MemoryTree(token_text, block_tokens=4)
+        tree.add(stored)
+        match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
+        assert splice([*prompt, 7], text + token_text.decode([7]), match, token_text, list) is None
+
+
+def test_near_equal_images_never_match(token_text: TokenText) -> None:
+    tree = MemoryTree(token_text, block_tokens=8)
+    for number in range(1000):
+        tree.add([5, *image(number, 9), 6])
+    for number in range(1000, 2000):
+        prompt = [5, *image(number, 9), 6]
+        by_ids = match_prompt(tree, ROOT, pack_ids(prompt))
+        assert by_ids.n_tokens == 1
