@@ -149,7 +149,10 @@ def test_an_image_in_words_is_no_image(tokenizer: Any, token_text: TokenText) ->
         tree = MemoryTree(token_text, block_tokens=4)
         tree.add(stored)
         match = match_prompt(tree, ROOT, text, token_text, pack_ids(prompt))
-        assert splice([*prompt, 7], text + token_text.decode([7]), match, token_text, list) is None
+        assert (
+            splice([*prompt, 7], text + token_text.decode([7]), match, token_text, lambda part: [])
+            is None
+        )
 
 
 def test_near_equal_images_never_match(token_text: TokenText) -> None:

@@ -21,7 +21,6 @@ from tests.support import (
     StartServer,
     synthetic_text,
     wait_until,
-    whole_characters,
 )
 from tests.support.scripted import make_thinking_model
 from tests.support.vision import LAUNCHER, SIDE, make_vision_model, picture

@@ -120,7 +120,7 @@ TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
 
 def block(parent: Block | None, rng: random.Random) -> Block:
     """Return a block of random tokens below another one, or below the root."""
-    packed = pack_ids(rng.randrange(len(WORDS)) for _ in range(N_BLOCK_TOKENS))
+    packed = pack_ids([rng.randrange(len(WORDS)) for _ in range(N_BLOCK_TOKENS)])
     above = parent.key if parent else ROOT.key
     text = TOKENS.decode(unpack_ids(packed))
     return Block(block_key(above, packed), above, parent.stop if parent else 0, packed, text)

@@ -39,8 +39,8 @@ from mlx_lm_kvpersist._startup import serve
 
 serve(sys.argv[1:])
 """
-"""Its kernels are Metal's; elsewhere others take their place. It rounds to bfloat16; here not, so that
-replies can be compared."""
+"""Its kernels are Metal's; elsewhere others take their place. It rounds to bfloat16, but not here:
+replies are compared."""
 
 IMAGE_TEMPLATE = TEMPLATE.replace(
     "{{ message.content or '' }}",

@@ -111,12 +111,13 @@ class Images:
         if self._rows is None:
             if min(ids[start:stop]) >= 0:
                 return None
-            while stop < len(ids) and ids[stop] == GOES_ON:
-                stop += 1
+            end = stop
+            while end < len(ids) and ids[end] == GOES_ON:
+                end += 1
             both = zip(self.vision.starts, self.vision.pixel_values, strict=True)
-            pixels = [one for place, one in both if start <= place < stop]
+            pixels = [one for place, one in both if start <= place < end]
             self._start = start
-            self._rows = model.embed_inputs(mx.array(self.read[start:stop]), pixel_values=pixels)
+            self._rows = model.embed_inputs(mx.array(self.read[start:end]), pixel_values=pixels)
             mx.eval(self._rows)
         rows = self._rows[start - self._start : stop - self._start]
         if start + len(rows) == self._start + len(self._rows):

@@ -207,7 +207,7 @@ def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
     messages = [{"role": "user", "content": [*parts, parts[0]]}]
     request = SimpleNamespace(request_type="chat", prompt="", messages=messages, tools=None)
     with plugged(Longer()):
-        ids, segments, types, state, fed = generator._tokenize(None, request, GENERATION_ARGS)
+        ids, _, types, state, fed = generator._tokenize(None, request, GENERATION_ARGS)
     (prompt,) = prompts
     first, second = prompt.ids[1], prompt.ids[4]
     assert prompt.ids == (1, first, -1, 2, second)
