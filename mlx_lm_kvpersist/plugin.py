@@ -109,9 +109,12 @@ class KVPersistPlugin:
         if self._warm_model is None:
             logger.info("kvpersist: %s", places(self._store))
 
-    def _token_s(self) -> float | None:
-        serving = self._serving
-        return serving.model.speed.token_s() if serving else None
+    def _token_s(self, root: Root) -> float | None:
+        """Return the seconds that a token takes of the model, or draft model, of a root."""
+        model: LoadedModel | None = serving.model if (serving := self._serving) else None
+        if model is not None and model.draft is not None and root.fingerprint != model.fingerprint:
+            model = model.draft
+        return model.speed.token_s() if model is not None else None
 
     @hookimpl
     def shutdown(self) -> None:
@@ -163,15 +166,28 @@ class KVPersistPlugin:
             Guard(serving, asked.precision, fit, step_s).steps(),
             step_s,
         )
+        draft = None
+        if model.draft is not None:
+            logger.info("kvpersist: with a draft model requests are served one after another")
+            make_drafts = partial(self._make_caches, serving, of_draft=True)
+            draft = ModelSupport(make_drafts, limits=model.draft.speed.limits(asked.max_stall_s))
         return ModelSupport(
-            # The model may be replaced. Once it is refused, it makes the caches of its class.
-            lambda: serving.model.spec.make_cache() if self._serving is serving else None,
+            partial(self._make_caches, serving),
             batch_of,
             lambda rows, n_tokens: rows_of(rows, n_tokens) if serving.model.spec.joins else None,
             model.spec.batches,
             model.speed.limits(asked.max_stall_s, store.writer.stepped),
             memory,
+            draft,
         )
+
+    def _make_caches(self, serving: Serving, *, of_draft: bool = False) -> list[Any] | None:
+        """Return empty caches of the model, which may be replaced, or of its draft model.
+
+        None once it is refused: then it makes the caches of its class.
+        """
+        model = serving.model.draft if of_draft else serving.model
+        return model.spec.make_cache() if model is not None and self._serving is serving else None
 
     def _drop_model(self, *, saves: bool = True) -> None:
         """Forget the loaded model. What is being found out of it ends now, files closed."""
@@ -206,7 +222,7 @@ class KVPersistPlugin:
             level = logging.DEBUG if isinstance(error, KVPersistError) else logging.ERROR
             logger.log(level, "kvpersist: the model could not be examined", exc_info=True)
             preparation.doing = refusal = str(error) or repr(error)
-        if refusal or preparation.model.spec != serving.model.spec:
+        if refusal or preparation.model.specs != serving.model.specs:
             preparation.doing = "the replies that run come to their end"
             batches = bool(refusal) or preparation.model.spec.batches
             yield from self._between_batches(provider, batches)

@@ -184,7 +184,8 @@ class ModelSupport:
     for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
     are computed in one call, padded on the right; or None, if they are computed by themselves.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
-    computed as in stock, and nothing is weighed.
+    computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
+    model, if one was loaded.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -193,6 +194,7 @@ class ModelSupport:
     batches: bool = True
     limits: PrefillLimits | None = None
     memory: BatchMemory = field(default_factory=BatchMemory)
+    draft: ModelSupport | None = None
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,13 @@ class Prepared:
     """A prompt that enters: what the model reads, and caches that hold its beginning.
 
     `caches`, one per layer, hold the first `n_cached` tokens, at least one less than all; None
-    stands for empty caches.
+    stands for empty caches. `draft` has those of the draft model, which may hold more or fewer.
     """
 
     prompt: Prompt
     caches: Sequence[Any] | None = None
     n_cached: int = 0
+    draft: Prepared | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,9 @@ class TakenRequest:
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save the caches of the first `tokens` of the prompt, and of its reply.
 
+        With a draft model its caches follow those of the model. Those of either may hold fewer
+        tokens: that of the last token is computed with the next one.
+
         cache_type: "prefill" after a chunk of a prompt, where no part of it ends; "system" or
         "user" at the end of that part of the prompt, "assistant" at the end of the reply, or
         where its client left; "parked" where the reply was taken out of the batch.
@@ -273,6 +279,8 @@ def check_support(answer: Any) -> None:
     expect(callable(answer.merge), answer.merge, "merge to be a function")
     expect(callable(answer.together), answer.together, "together to be a function")
     expect(isinstance(answer.memory, BatchMemory), answer.memory, "memory to be a BatchMemory")
+    if answer.draft is not None:
+        check_support(answer.draft)
     limits = answer.limits
     if limits is not None:
         expect(isinstance(limits, PrefillLimits), limits, "limits to be PrefillLimits or None")
@@ -313,6 +321,8 @@ def check_prepared(answer: Any) -> None:
     expect(0 <= n_cached < n_ids, f"{n_cached} cached of {n_ids} tokens", "one left to compute")
     is_right = (n_cached > 0) == bool(answer.caches)
     expect(is_right, f"{n_cached} cached tokens", "caches where tokens are cached, else None")
+    if answer.draft is not None:
+        check_prepared(answer.draft)
 
 
 def check_headers(answer: Any) -> None:

@@ -200,6 +200,8 @@ class Taken:
     n_cached: int = 0
     prompt: Prompt | None = None
     """What is fed, once it has entered."""
+    draft: Prepared | None = None
+    """The same prompt for the draft model, and its caches."""
     images: Any = None
     """Those of the prompt (`images.Images`)."""
     reply: Any = None
@@ -225,7 +227,7 @@ class Taken:
         if prepared is None:
             return None
         self.caches, self.n_cached = prepared.caches, prepared.n_cached
-        self.prompt = prepared.prompt
+        self.prompt, self.draft = prepared.prompt, prepared.draft
         return prepared.prompt
 
     def insert(self, tokens: Iterable[int], caches: Iterable[Any], cache_type: str) -> None:

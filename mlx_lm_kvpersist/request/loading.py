@@ -18,6 +18,7 @@ from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ from ..cache.geometry.fingerprint import (
     local_path,
     model_fingerprint,
 )
+from ..cache.geometry.kinds import GroupKind
 from ..cache.geometry.on_grid import end_on_grid
 from ..cache.geometry.precision import PrecisionChoice, layout_in_words
 from ..cache.geometry.probe import probing
@@ -84,9 +86,9 @@ class Preparation:
     """A model that the provider has loaded: what is known of it, and the steps to all of it.
 
     `doing` says what is being found out; it is "" once `model` is ready, so that conversations may
-    be stored and restored. `prove` returns steps that check, for a precision, that what is stored
-    and restored gives the logits that it should. They are done once for a combination of versions,
-    device and options.
+    be stored and restored. A draft model is prepared as the model is, after it. `prove` returns
+    steps that check, for a precision, that what is stored and restored gives the logits that it
+    should. They are done once for a combination of versions, device and options.
 
     Raises:
         ModelNotSupported: the model's conversations cannot be kept. The steps may raise it, too,
@@ -101,8 +103,6 @@ class Preparation:
         prove: Callable[[PrecisionChoice], Steps[None]],
     ) -> None:
         model_path, adapter_path, draft_path = provider.model_key
-        if draft_path is not None:
-            raise ModelNotSupported("a draft model is in use")
         self._store, self._asked, self._prove = store, asked, prove
         self._state = _State(store)
         adapter = Path(adapter_path) if adapter_path else None
@@ -119,10 +119,41 @@ class Preparation:
         speed = Speed(PrefillMemory.of(spec, asked.max_prefill_bytes))
         about = provider.tokenizer, spec, self._fingerprint, text, str(model_path)
         self.model = LoadedModel(self._model, *about, speed, verdict)
+        self._is_known = known is not None
         if known is not None:
             self.model = self._fitted(spec, known, verdict)
         else:
             self._say(0)
+        self._draft = self._of_draft(provider, draft_path, prove) if draft_path else None
+        if self._draft is not None:
+            self.model = replace(self.model, draft=self._draft.model)
+            self.doing = self.doing or self._draft.doing
+
+    def _of_draft(
+        self, provider: Any, path: str, prove: Callable[[PrecisionChoice], Steps[None]]
+    ) -> Preparation:
+        """Return what is known of the draft model. It reads the ids of the other's tokenizer.
+
+        Raises ModelNotSupported where tokens cannot be taken back from the caches of one of them,
+        as mlx-lm does with those of a draft.
+        """
+        about = {"model": provider.draft_model, "tokenizer": provider.tokenizer}
+        loaded = SimpleNamespace(**about, model_key=(path, None, None))
+        draft = Preparation(loaded, self._store, replace(self._asked, with_text=False), prove)
+        for name, spec in (("model", self.model.spec), ("draft model", draft.model.spec)):
+            for group in spec.groups:
+                if group.kind is not GroupKind.FULL:
+                    raise ModelNotSupported(
+                        f"a draft model is in use, and layer {group.slots[0]} of the {name} has a "
+                        f"{group.cache}, from which tokens cannot be taken back"
+                    )
+        n_caches, n_layers = len(self.model.spec.template), len(provider.model.layers)
+        if n_caches != n_layers:
+            raise ModelNotSupported(
+                f"a draft model is in use, and the model has {n_caches} caches for its {n_layers} "
+                "layers: mlx-lm takes those of the draft model for its own"
+            )
+        return draft
 
     def _choice(self) -> tuple[Verdict | None, PrecisionChoice]:
         """Return what the guard found, and the model's precision, as far as they are known."""
@@ -139,19 +170,27 @@ class Preparation:
             self._tell()
 
     def _steps(self) -> Steps[None]:
-        if not self.doing:
-            if _has_kernels():
-                logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
+        yield from self._warmed() if self._is_known else self._found()
+        if self._draft is not None:
+            for _ in self._draft._steps():
+                self.doing = self._draft.doing
                 yield
-                yield from warming_up(self._model, self.model.spec)
-            return
+            self.model = replace(self.model, draft=self._draft.model)
+        self.doing = ""
+
+    def _warmed(self) -> Steps[None]:
+        if _has_kernels():
+            logger.info("kvpersist: %s: the device's kernels are loaded", self.model.name)
+            yield
+            yield from warming_up(self._model, self.model.spec)
+
+    def _found(self) -> Steps[None]:
         while not self._fingerprint:
             self._say(0, self._files.progress)
             yield
             self._fingerprint = self._files.read() or ""
         verdict, choice = self._choice()
         self.model = yield from self.fit(choice, verdict, self._say)
-        self.doing = ""
 
     def fit(
         self,

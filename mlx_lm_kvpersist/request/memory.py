@@ -105,6 +105,8 @@ class Memory(BatchMemory):
     def serve(self, model: LoadedModel) -> None:
         """Count by what a model's caches take from now on. No sequence runs."""
         self._takes = SequenceMemory.of(model.spec, model.speed.memory)
+        if model.draft is not None:
+            self._takes = self._takes.with_draft(SequenceMemory.of(model.draft.spec, None))
         # Metal ends a process that holds more buffers than this.
         most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
         self._most_blocks = most_buffers * 3 // 4 // self._takes.n_arrays

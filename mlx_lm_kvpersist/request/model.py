@@ -102,6 +102,13 @@ class LoadedModel:
     speed: Speed = field(default_factory=Speed, compare=False)
     verdict: Verdict | None = field(default=None, compare=False)
     """What the guard found, if it judged the default precision of this model."""
+    draft: LoadedModel | None = field(default=None, compare=False)
+    """The draft model, whose caches are kept below a root of its own."""
+
+    @property
+    def specs(self) -> tuple[ModelCacheSpec | None, ...]:
+        """What its caches are, and those of its draft model."""
+        return self.spec, self.draft.spec if self.draft is not None else None
 
     @property
     def precision(self) -> str:

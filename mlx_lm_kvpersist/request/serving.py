@@ -107,6 +107,8 @@ class RunningSequence:
     ids: Sequence[int] = field(default=(), repr=False)
     is_computed: bool = False
     """Whether all of its prompt was computed."""
+    draft: RunningSequence | None = None
+    """The same tokens in the caches of the draft model."""
 
     @property
     def n_saved(self) -> int:
@@ -167,10 +169,17 @@ class Serving:
         self.model = model
         self.memory.serve(model)
 
-    def root_of(self, state: RequestState) -> Root:
-        """Return the root of the tree that the request's tenant may see."""
+    def root_of(self, state: RequestState, model: LoadedModel | None = None) -> Root:
+        """Return the root of the model's tree, or another's, that the request's tenant may see."""
         session = (state.session or "") if self.isolated else ""
-        return replace(self.model.root, namespace=state.namespace, session=session)
+        root = (model or self.model).root
+        return replace(root, namespace=state.namespace, session=session)
+
+    def _take_root(self, sequence: RunningSequence) -> None:
+        """Give a sequence that began before the model was known its place in the store."""
+        sequence.request.root = self.root_of(sequence.request)
+        if sequence.draft is not None:
+            sequence.draft.request.root = self.root_of(sequence.request, self.model.draft)
 
     def save(
         self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
@@ -181,7 +190,7 @@ class Serving:
             self._store(sequence, tokens, caches, cache_type)
         elif not self.doing:
             if self._keeps_old:  # it began before the model was known
-                sequence.request.root = self.root_of(sequence.request)
+                self._take_root(sequence)
                 self.save(sequence, tokens, caches, cache_type)
         elif cache_type not in (PREFILL, PARKED) and not self._has_ended:
             mx.eval([cache.state for cache in caches])  # a view would slow down what it is of
@@ -195,10 +204,16 @@ class Serving:
     def _store(
         self, sequence: RunningSequence, tokens: Sequence[int], caches: list[Any], cache_type: str
     ) -> None:
-        try:
-            insert(sequence, tokens, caches, cache_type, self.store, self.model)
-        except Exception:
-            logger.exception("kvpersist: a turn could not be saved")
+        n_layers, parts = len(self.model.spec.template), [(sequence, self.model)]
+        if sequence.draft is not None and self.model.draft is not None:
+            # First: what is asked of a session by name is said of the one that was saved last.
+            parts.insert(0, (sequence.draft, self.model.draft))
+        for one, model in parts:
+            its = caches[:n_layers] if model is self.model else caches[n_layers:]
+            try:
+                insert(one, tokens, its, cache_type, self.store, model)
+            except Exception:
+                logger.exception("kvpersist: a turn could not be saved")
         self.remember(sequence.request)
 
     def _store_held(self, sequence: RunningSequence) -> None:
@@ -214,11 +229,11 @@ class Serving:
         before = self.model
         self.serve(self.preparation.model)
         self.preparation = None
-        self._keeps_old = self.model.spec == before.spec
+        self._keeps_old = self.model.specs == before.specs
         if not self._keeps_old:
             self._held.clear()  # it is of other caches, or wrong in a batch
         for sequence in self._held:
-            sequence.request.root = self.root_of(sequence.request)
+            self._take_root(sequence)
         while self._held:
             self._store_held(next(iter(self._held)))
             yield
@@ -322,14 +337,7 @@ class ServedRequest(TakenRequest):
         self._claim.lookup = state.lookup
         serving.memory.enters(self._claim)
         lookup, state.lookup = state.lookup, None
-        reuse = None
-        if lookup is not None:
-            try:
-                reuse = lookup.restore(lambda: self._request.client_gone)
-            except ClientGone:
-                raise
-            except Exception:
-                logger.exception("kvpersist: the prompt could not be restored")
+        reuse = self._restored(lambda: lookup) if lookup is not None else None
         if reuse is None:
             fed, doing = self._rendered, serving.doing
             reason = Reason.NOT_READY if doing else Reason.STORE_FAILED
@@ -345,11 +353,36 @@ class ServedRequest(TakenRequest):
         self._sequence = RunningSequence(
             state, len(fed.ids), n_reused, reuse.chain, n_system, fed.ids
         )
+        draft = self._draft_of(fed, self._sequence)
         if state.is_kept and state.root is not None:
             running = serving.computing
             running = [one for one in running if not (one.is_computed or one.request.is_over)]
             serving.computing = [*running, self._sequence]
+        return Prepared(fed, reuse.caches, n_reused, draft)
+
+    def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
+        """Restore what is stored of the same tokens for the draft model, if there is one."""
+        serving, state = self._serving, self._state
+        if (model := serving.model.draft) is None:
+            return None
+        its, reuse = replace(state, lookup=None), None
+        if state.root is not None:
+            its.root = root = serving.root_of(state, model)
+            reuse = self._restored(lambda: Lookup(fed, root, serving.store, model))
+        reuse = reuse or Reuse(fed, Outcome(Kind.MISS, len(fed.ids)))
+        n_reused = reuse.outcome.n_reused
+        sequence.draft = RunningSequence(its, len(fed.ids), n_reused, reuse.chain)
         return Prepared(fed, reuse.caches, n_reused)
+
+    def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
+        """Restore what a lookup found, None if that fails. Raises ClientGone."""
+        try:
+            return find().restore(lambda: self._request.client_gone)
+        except ClientGone:
+            raise
+        except Exception:
+            logger.exception("kvpersist: the prompt could not be restored")
+            return None
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save what the server has computed."""

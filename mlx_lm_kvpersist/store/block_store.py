@@ -162,7 +162,7 @@ class BlockStore:
         """Tokens of prompts that were not computed again, by the tier that had them."""
         self.blocks_quarantined = 0
         """Blocks and checkpoints that were found damaged since the store was opened."""
-        self.token_s: Callable[[], float | None] = lambda: None
+        self.token_s: Callable[[Root], float | None] = lambda root: None
         """The seconds that a token takes to compute; None where it is not known. Asked once for
         each commit, by the thread that commits."""
         self.score: Callable[[Root, Block], float] | None = None
@@ -280,7 +280,7 @@ class BlockStore:
         pinned = [self._pinned(one.records, entries) for one in (commit, postponed)]
         self.pool.touch(chain)
         share = self.pool.share_of(chain[-1]) if chain else 1.0
-        commit = replace(commit, token_s=self.token_s(), share=share)
+        commit = replace(commit, token_s=self.token_s(commit.root), share=share)
         self.n_changes += 1
         self.writer.withdraw([*goes_on, *(one.block for one in commit.superseded)])
         self.turns_not_saved += self.writer.submit_commit(self._task(commit, pinned[0]))

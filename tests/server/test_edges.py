@@ -181,17 +181,6 @@ def test_an_adapter_makes_another_model(
     )
 
 
-def test_a_draft_model_is_served_as_stock(server: ServerProcess, tiny_model: Path) -> None:
-    question = [SYSTEM, user("Who drafts?")]
-    plain = server.chat(question)
-    drafted = server.chat(question, model=str(tiny_model), draft_model=str(tiny_model))
-    # Stock's caches are not in 4 bits, so the two may differ in words.
-    assert drafted.completion_tokens == plain.completion_tokens
-    assert_says_stock(server, drafted, "a draft model is in use")
-    again = server.chat(question)
-    assert (again.text, again.cached_tokens) == (plain.text, plain.prompt_tokens - 1)
-
-
 def test_a_cache_of_the_models_own_is_served_as_stock(
     server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import Message, ServerProcess, StartServer, synthetic_text
+from tests.support import Message, ServerProcess, StartServer, make_zoo_model, synthetic_text
 
 from .stored import block_files, wait_for_reply, wait_for_writer
 
@@ -116,9 +116,12 @@ def test_a_value_that_is_neither_yes_nor_no_is_refused(server: ServerProcess) ->
 def test_the_stock_servers_own_cache_keeps_nothing_either(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """With a draft model nothing is restored by the plugin; stock's cache holds what it served."""
+    """A model with windows is not kept with a draft; stock's cache holds what it served."""
+    model = make_zoo_model(tmp_path / "model", "gemma3_text")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))
     options = ("--draft-model", str(tiny_model), "--kvpersist-dir", str(tmp_path / "store"))
-    server = started.with_plugin(tiny_model, *options)
+    server = started.with_plugin(model, *options)
     for n_cached in (0, 0):
         reply = server.chat([SYSTEM, ASK], headers=NO, max_tokens=4)
         assert (reply.kvpersist["outcome"], reply.cached_tokens) == ("STOCK", n_cached)

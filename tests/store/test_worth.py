@@ -312,7 +312,7 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
 
 def test_new_blocks_are_scored_and_timed(tmp_path: Path, limits: StoreLimits) -> None:
     with closing(BlockStore(tmp_path / "store", limits)) as store:
-        store.token_s = lambda: 2.0
+        store.token_s = lambda root: 2.0
         asked: list[int] = []
 
         def score(root: Root, block: Block) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..geometry.spec import ModelCacheSpec, state_arrays, token_arrays
 from ..live.packed import GRID
@@ -40,6 +40,15 @@ class SequenceMemory:
             max(1, len(spec.template)),
             max(1, n_arrays),
             prefill,
+        )
+
+    def with_draft(self, draft: SequenceMemory) -> SequenceMemory:
+        """Return that of sequences which have the caches of a draft model, too."""
+        return replace(
+            self,
+            token_bytes=self.token_bytes + draft.token_bytes,
+            row_bytes=self.row_bytes + draft.row_bytes,
+            n_arrays=max(self.n_arrays, draft.n_arrays),
         )
 
     @property

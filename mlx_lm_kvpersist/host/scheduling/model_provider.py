@@ -73,6 +73,9 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                 self.model.make_cache = made = PluginCaches(self.model, plugin, support)
                 can_merge = all(hasattr(cache, "merge") for cache in made.make(raised=Exception))
                 self.is_batchable = self.draft_model is None and can_merge and support.batches
+                if self.draft_model is not None and support.draft is not None:
+                    draft = PluginCaches(self.draft_model, plugin, support.draft)
+                    self.draft_model.make_cache = draft
         except Exception as error:
             # Otherwise the next request would find this model loaded, without its plugins.
             if hasattr(self, "reset"):  # from 0.32.0

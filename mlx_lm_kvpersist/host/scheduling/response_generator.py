@@ -246,8 +246,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             reply.stops_by_raising = True
             reply.weigh = lambda n_tokens: memory.weigh((), (n_tokens,), None)
             step_size = self.cli_args.prefill_step_size
-            model = self.model_provider.model
-            self.prompt_cache.single = SinglePrompt(model, reply, request[2], step_size)
+            models = self.model_provider.model, self.model_provider.draft_model
+            self.prompt_cache.single = SinglePrompt(models, reply, request[2], step_size)
         super()._serve_single(request, *args)
         self.prompt_cache.single = None
 

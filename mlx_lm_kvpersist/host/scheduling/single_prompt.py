@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -55,12 +56,14 @@ class _Computed:
 class SinglePrompt:
     """Computes the prompt of one request, once a plugin has taken it. Generation thread.
 
-    `reply` is told how far it is; that raises ClientGone where nobody waits any more. `step_size`
-    are the tokens that stock would compute at once.
+    `models` are the loaded one and its draft model, or None. `reply` is told how far the prompt is;
+    that raises ClientGone where nobody waits any more. `step_size` are the tokens that stock would
+    compute at once.
     """
 
-    def __init__(self, model: Any, reply: ReplyQueue, args: Any, step_size: int) -> None:
-        self._model, self._reply, self._step_size = model, reply, step_size
+    def __init__(self, models: Sequence[Any], reply: ReplyQueue, args: Any, step_size: int) -> None:
+        self._models = [model for model in models if model is not None]
+        self._reply, self._step_size = reply, step_size
         asked = args.logits
         penalties = (
             (asked.repetition_penalty, asked.repetition_context_size),
@@ -76,23 +79,41 @@ class SinglePrompt:
 
         Without limits of a plugin stock computes the prompt.
         """
-        taken, made = tokens.taken, getattr(self._model, "make_cache", None)
+        taken = tokens.taken
         n_cached = taken.n_cached if caches is not None else 0
-        limits = made.limits if isinstance(made, PluginCaches) else None
-        if limits is None or taken.prompt is None:
-            return caches, tokens[n_cached:]
-        images, stop = taken.images, len(tokens) - self._n_left
+        draft, images, taken.draft = taken.draft, taken.images, None
+        drafted = (None, 0) if draft is None else (draft.caches, draft.n_cached)
+        held = zip(self._models, ((caches, n_cached), drafted), strict=False)
+        parts = [part for model, one in held if (part := _computed(model, *one)) is not None]
+        is_one = len(self._models) == 1
+        if len(parts) < len(self._models) or taken.prompt is None or not (is_one or images is None):
+            # The draft's caches are missing; or there are images, which stock refuses with a draft.
+            return (caches, tokens[n_cached:]) if is_one else (None, tokens)
+        stop = len(tokens) - self._n_left
         if images is not None and stop > 0:
             stop = images.begin_of(stop)  # stock embeds whole images only
+        stop = max(stop, *(part.n_tokens for part in parts))
         read = tokens if images is None else images.read
         ends = [min(end, stop) for end in accumulate(map(len, taken.prompt.segments))]
-        one = _Computed(self._model, caches or make_prompt_cache(self._model), n_cached, limits)
-        while one.n_tokens < stop:
-            self._reply.put((one.n_tokens - n_cached, len(tokens) - n_cached))
-            segment = bisect_right(ends, one.n_tokens)
-            one.compute(read[one.n_tokens : ends[segment]], self._step_size, images)
-            is_end = one.n_tokens == ends[segment]
+        all_caches = [cache for part in parts for cache in part.caches]
+        while (least := min(parts, key=lambda part: part.n_tokens)).n_tokens < stop:
+            self._reply.put((max(0, least.n_tokens - n_cached), len(tokens) - n_cached))
+            segment = bisect_right(ends, least.n_tokens)
+            # Models that are apart first come to one place.
+            further = (part.n_tokens for part in parts if part.n_tokens > least.n_tokens)
+            end = min([ends[segment], *further])
+            least.compute(read[least.n_tokens : end], self._step_size, images)
+            is_end = all(part.n_tokens == ends[segment] for part in parts)
             cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
-            taken.insert(tokens[: one.n_tokens], one.caches, cache_type)
+            taken.insert(tokens[: parts[0].n_tokens], all_caches, cache_type)
         self._reply.n_cached = n_cached
-        return one.caches, tokens[one.n_tokens :]
+        return all_caches, tokens[stop:]
+
+
+def _computed(model: Any, caches: Sequence[Any] | None, n_tokens: int) -> _Computed | None:
+    """Return a model and its caches, None if no plugin limits its chunks."""
+    made = getattr(model, "make_cache", None)
+    limits = made.limits if isinstance(made, PluginCaches) else None
+    if limits is None:
+        return None
+    return _Computed(model, list(caches or make_prompt_cache(model)), n_tokens, limits)

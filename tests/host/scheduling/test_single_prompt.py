@@ -42,7 +42,7 @@ class Single:
     def compute(self, caches: Any = None, n_cached: int = 0) -> tuple[Any, list[int]]:
         prompt = Prompt(IDS, [IDS[:N_SYSTEM], IDS[N_SYSTEM:]], ["system", "user"])
         taken = Taken("saves", Saving(self.plugin, prompt), n_cached=n_cached, prompt=prompt)
-        single = SinglePrompt(self.model, self.reply, self.args, 2048)
+        single = SinglePrompt([self.model, None], self.reply, self.args, 2048)
         return single.compute(TakenTokens(IDS, taken), caches)
 
 

@@ -1,0 +1,224 @@
+"""Conversations with a draft model, as mlx-lm's speculative loop leaves their caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.utils import load
+
+from mlx_lm_kvpersist.cache.geometry.kinds import slots_of
+from mlx_lm_kvpersist.cache.steps import completed
+from mlx_lm_kvpersist.config import KV_BITS
+from mlx_lm_kvpersist.errors import ModelNotSupported
+from mlx_lm_kvpersist.host.answers import REPLY, ClientRequest, ModelSupport, Prompt
+from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
+from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
+from mlx_lm_kvpersist.host.scheduling.single_prompt import SinglePrompt
+from mlx_lm_kvpersist.request.loading import Asked, Preparation
+from mlx_lm_kvpersist.request.lookup import Lookup
+from mlx_lm_kvpersist.request.machine import Pressure
+from mlx_lm_kvpersist.request.memory import Memory
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.serving import ServedRequest, Serving
+from mlx_lm_kvpersist.store.block_store import BlockStore
+from tests.support import make_tiny_model, make_zoo_model
+from tests.support.drafts import make_draft
+from tests.support.host import patched_attention
+
+from .conftest import store_in, unproven
+
+NO_PENALTIES = SimpleNamespace(
+    **{f"{kind}_penalty": 0.0 for kind in ("repetition", "presence", "frequency")},
+    **{f"{kind}_context_size": 20 for kind in ("repetition", "presence", "frequency")},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched() -> Iterator[None]:
+    with patched_attention():
+        yield
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model, and two drafts."""
+    folder = tmp_path_factory.mktemp("drafts")
+    model = make_tiny_model(folder / "model")
+    return [str(model), *(str(make_draft(model, folder / f"draft-{n}", n)) for n in range(2))]
+
+
+def provided(model: str, draft: str | None) -> Any:
+    loaded, tokenizer = load(model)
+    draft_model = load(draft)[0] if draft else None
+    return SimpleNamespace(
+        model=loaded, tokenizer=tokenizer, draft_model=draft_model, model_key=(model, None, draft)
+    )
+
+
+class Server:
+    """What serves a model, with a draft or without, over a store; no HTTP."""
+
+    def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
+        self.provider, self.store = provided(*paths), store
+        asked = Asked(KV_BITS[bits], "dequantize", 1 << 30, with_text=True)
+        made = Preparation(self.provider, store, asked, lambda choice: unproven())
+        completed(made.steps())
+        assert made.doing == ""
+        self.loaded = made.model
+        memory = Memory(1 << 30, 0, store, Pressure())
+        self.serving = Serving(store, made.model, lambda *_: None, False, 0.1, memory)
+        parts = (self.provider.model, made.model), (self.provider.draft_model, made.model.draft)
+        for model, about in parts:
+            if about is not None:
+                support = ModelSupport(about.spec.make_cache, limits=about.speed.limits(0.1))
+                model.make_cache = PluginCaches(model, "kvpersist", support)
+        self.n_reused: list[int] = []
+
+    def turn(self, ids: list[int], max_tokens: int, stop_at: int, n_drafted: int = 3) -> list[int]:
+        """Serve a prompt as stock does, up to a stop; return the reply."""
+        sent = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
+        prompt = Prompt(ids, [ids], ["user"])
+        taken = Taken("kvpersist", ServedRequest(self.serving, sent, prompt))
+        assert taken.enter() == prompt
+        its = [one.n_cached for one in (taken, taken.draft) if one is not None]
+        self.n_reused = its
+        models = self.provider.model, self.provider.draft_model
+        single = SinglePrompt(
+            models, ReplyQueue(Queue(), sent), SimpleNamespace(logits=NO_PENALTIES), 2048
+        )
+        caches, rest = single.compute(TakenTokens(ids, taken), list(taken.caches or []) or None)
+        stock: Any = {"max_tokens": max_tokens, "prompt_cache": caches}
+        if self.provider.draft_model is None:
+            steps = generate_step(mx.array(rest), models[0], **stock)
+        else:
+            stock["num_draft_tokens"] = n_drafted
+            steps = speculative_generate_step(mx.array(rest), *models, **stock)
+        reply: list[int] = []
+        self.n_accepted = 0
+        for token, _, *is_drafted in steps:
+            reply.append(token)
+            self.n_accepted += sum(is_drafted)
+            if len(reply) == stop_at:
+                break
+        steps.close()
+        taken.insert([*ids, *reply], caches, REPLY)
+        return reply
+
+    def check(self, ids: list[int], n_least: int) -> None:
+        """Check all that is stored of ids against a cold computation of them."""
+        parts = (self.provider.model, self.loaded), (self.provider.draft_model, self.loaded.draft)
+        for model, about in parts:
+            if about is not None:
+                self._check(model, about, ids, n_least)
+
+    def _check(self, model: Any, about: LoadedModel, ids: list[int], n_least: int) -> None:
+        asked = [*ids, 5, 5]  # another token, so that all of them can be restored
+        lookup = Lookup(Prompt(asked, [asked], ["user"]), about.root, self.store, about)
+        reuse = lookup.restore()
+        n_tokens = reuse.outcome.n_reused
+        assert n_least <= n_tokens <= len(ids)
+        if reuse.caches is None:
+            return
+        cold = about.spec.make_cache()
+        model(mx.array([ids[:n_tokens]]), cache=cold)
+        for restored, computed in zip(slots_of(reuse.caches), slots_of(cold), strict=True):
+            if about.spec.quantized:
+                restored.plan = computed.plan = None  # then it gives arrays
+                both = [slot.keys_and_values() for slot in (restored, computed)]
+            else:
+                both = [(slot.keys, slot.values) for slot in (restored, computed)]
+            for found, expected in zip(*both, strict=True):
+                found, expected = found[:, :, :n_tokens], expected[:, :, :n_tokens]
+                most = mx.abs(expected).max() * (0.1 if about.spec.quantized else 1e-5)
+                assert (mx.abs(found - expected).max() <= most).item()
+
+
+def random_ids(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(10, 500) for _ in range(n)]
+
+
+@pytest.mark.parametrize("n_turns", [8, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", ["16", "k6v4"])
+def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
+    paths: list[str], tmp_path: Path, bits: str, n_turns: int
+) -> None:
+    """The next turn says what one without a draft says, and reuses all of this one."""
+    rng, store = random.Random(7), store_in(tmp_path / "store")
+    drafted, plain = (Server((paths[0], draft), store, bits) for draft in (paths[1], None))
+    assert drafted.loaded.root == plain.loaded.root
+    n_accepted = 0
+    for n in range(n_turns):
+        ids = random_ids(rng, rng.randrange(2, 600))
+        max_tokens, stop_at = rng.randrange(1, 30), rng.randrange(1, 30)
+        reply = drafted.turn(ids, max_tokens, stop_at, n_drafted=1 + n % 5)
+        n_accepted += drafted.n_accepted
+        whole = [*ids, *reply]
+        drafted.check(whole, len(whole) - len(reply) - 1 if bits == "16" else 0)
+        more = [*whole, *random_ids(rng, 9)]
+        expected = plain.turn(more, 8, 8)
+        assert len(whole) - plain.n_reused[0] <= (1 if bits == "16" else 256)
+        assert drafted.turn(more, 8, 8) == expected
+        assert all(n >= len(whole) - (2 if bits == "16" else 256) for n in drafted.n_reused)
+    assert n_accepted > n_turns
+    store.close()
+
+
+def test_a_draft_that_is_another_or_behind_catches_up(paths: list[str], tmp_path: Path) -> None:
+    """The target's part is reused; what the draft lacks is computed by it alone."""
+    rng, store = random.Random(3), store_in(tmp_path / "store")
+    ids = random_ids(rng, 700)
+    plain = Server((paths[0], None), store, "16")
+    whole = [*ids, *plain.turn(ids, 10, 10)]
+    n_most = len(whole)
+    for draft, n_stored in ((paths[1], 0), (paths[2], 0), (paths[1], n_most), (paths[2], n_most)):
+        server = Server((paths[0], draft), store, "16")
+        more = [*whole, *random_ids(rng, 30)]
+        expected = plain.turn(more, 8, 8)
+        assert server.turn(more, 8, 8) == expected
+        # Of another turn with the same draft only what both begin with.
+        assert server.n_reused[0] >= n_most and n_stored <= server.n_reused[1]
+        assert server.n_reused[1] == 0 or n_stored
+        server.check([*more, *expected], n_most)
+    store.close()
+
+
+def test_no_draft_reads_what_another_model_computed(paths: list[str], tmp_path: Path) -> None:
+    store = store_in(tmp_path / "store")
+    loaded = [Server((paths[0], draft), store, "16").loaded for draft in paths[1:]]
+    roots = {one.root.key for two in loaded for one in (two, two.draft) if one is not None}
+    assert len(roots) == 3
+    store.close()
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_caches_that_cannot_be_trimmed_are_refused_by_name(
+    paths: list[str], tmp_path: Path, is_draft: bool
+) -> None:
+    windows = str(make_zoo_model(tmp_path / "windows", "gemma3_text"))
+    both = (paths[0], windows) if is_draft else (windows, paths[1])
+    store = store_in(tmp_path / "store")
+    asked = Asked(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
+    named = "layer 0 of the draft model has a RotatingKVCache, from which tokens cannot be taken"
+    with pytest.raises(ModelNotSupported, match=named if is_draft else named.replace("draft ", "")):
+        Preparation(provided(*both), store, asked, lambda choice: unproven())
+    store.close()
+
+
+def test_the_draft_is_part_of_the_account(paths: list[str], tmp_path: Path) -> None:
+    store = store_in(tmp_path / "store")
+    needed = []
+    for draft in (None, paths[1]):
+        memory = Server((paths[0], draft), store, "16").serving.memory
+        memory.weigh((), (1000,), None)
+        needed.append(memory.live_bytes)
+    assert needed[1] == 2 * needed[0]
+    store.close()
