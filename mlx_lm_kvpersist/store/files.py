@@ -54,10 +54,9 @@ def checkpoint_path(folder: Path, key: bytes) -> Path:
     return block_path(folder, key, Checkpoint.folder)
 
 
-def key_of(path: Path) -> bytes | None:
-    """Return the key that a file is named by; None for a temporary name."""
-    name = path.name.removesuffix(".safetensors")
-    return None if name.startswith(".") else bytes.fromhex(name)
+def key_of(path: Path) -> bytes:
+    """Return the key that a file of a block or checkpoint is named by."""
+    return bytes.fromhex(path.stem)
 
 
 def write_block(path: Path, block: Record, root: Root, arrays: Arrays) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..block import Block, Checkpoint
 from ..errors import BlockCorrupt, StoreFormatError
-from .files import key_of, read_record
+from .files import read_record
 from .folder import make_private, move, own_files, remove
 from .index import Index, session_row
 from .index_schema import OTHER_TABLES, TABLES_OF_FILES, is_damage, recount, sound
@@ -104,12 +104,7 @@ def _replaced_within(path: Path, fresh_path: Path) -> bool:
 
 def fill(folder: Path, index: Index, progress: Callable[[int, int], None]) -> None:
     """Add all that the files of a folder say to an empty index, in one transaction."""
-    paths = [
-        path
-        for name in ("blocks", "checkpoints")
-        for path in sorted(own_files(folder, name))
-        if key_of(path) is not None
-    ]
+    paths = [path for name in ("blocks", "checkpoints") for path in sorted(own_files(folder, name))]
     with index.database.transaction():
         for number, path in enumerate(paths):
             try:

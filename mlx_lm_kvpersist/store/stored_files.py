@@ -233,8 +233,7 @@ class StoredFiles:
             for name in ("blocks", "checkpoints"):
                 known, present = self.index.keys(name), set[bytes]()
                 for path in own_files(self.folder, name):
-                    key = key_of(path)
-                    if key is not None and key in known:
+                    if (key := key_of(path)) in known:
                         present.add(key)
                     else:
                         n_swept += remove(self.folder, path)

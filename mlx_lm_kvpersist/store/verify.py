@@ -159,7 +159,7 @@ def _check_file(folder: Path, index: Index, path: Path) -> Problem | None:
     if path.parent == folder / "sessions":
         known = path.suffix == ".json" and index.session(path.stem) is not None
     else:
-        key, table = key_of(path) or b"", path.relative_to(folder).parts[0]
+        key, table = key_of(path), path.relative_to(folder).parts[0]
         is_in_place = path == block_path(folder, key, table)
         known = is_in_place and bool(index.ask(f"SELECT 1 FROM {table} WHERE key = ?", key))
     if known or not path.exists():
