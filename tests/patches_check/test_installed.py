@@ -98,20 +98,6 @@ def test_a_patch_that_stays_is_found(server: ModuleType, monkeypatch: pytest.Mon
         vars(server)["argparse"] = stock
 
 
-def test_a_patch_that_is_applied_twice_is_found(
-    server: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def apply(self: PatchSet, patches: Any) -> None:
-        for patch in patches:
-            self._applied.append((patch, stock := getattr(patch.module, patch.attribute)))
-            setattr(patch.module, patch.attribute, patch.replace(stock))
-
-    monkeypatch.setattr(PatchSet, "apply", apply)
-    lenient = changed(expect=())
-    with pytest.raises(SelfTestFailed, match=r"replaces .* twice"):
-        check_patch(lenient)
-
-
 def test_a_broken_patch_fails_the_command(tmp_path: Path) -> None:
     """As in CI: the exit status is 1, and the last line says which patch, and why."""
     script = tmp_path / "broken.py"

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 
 from ...errors import RequestRefused
-from ...fields import require, require_text
+from ...fields import require, require_objects, require_text
 from ..attachments import IMAGE_KINDS, PART_KINDS
 
 MAX_BODY_BYTES = 256 << 20
@@ -127,9 +127,7 @@ def check_chat(body: Mapping[str, Any]) -> None:
 
 def check_messages(messages: Any) -> None:
     """Refuse messages of a form that stock cannot render. Any thread."""
-    require(isinstance(messages, list), "messages", messages, "a list of messages")
-    for i, message in enumerate(messages):
-        require(isinstance(message, dict), f"messages[{i}]", message, "an object")
+    for i, message in enumerate(require_objects("messages", messages)):
         content = message.get("content")
         if isinstance(content, str):
             require_text(f"messages[{i}].content", content)

@@ -131,11 +131,7 @@ class PatchSet:
         return bool(self._applied)
 
     def apply(self, patches: Sequence[Patch]) -> None:
-        """Apply all patches, or none: the first that fails undoes those before it.
-
-        Those that are in place already stay as they are.
-        """
-        patches = [each for each in patches if all(each is not one for one, _ in self._applied)]
+        """Apply all patches, or none: the first that fails undoes those before it."""
         try:
             # The whole host is checked before the first patch changes any of it.
             for patch in patches:
