@@ -20,7 +20,6 @@ from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthe
 
 LONGEST_S = 0.1
 """A kill comes so long after the last byte at most."""
-N_CHARS = 3000
 SHORT, LONG = 20, 600
 """Tokens of replies at most: half of them are short, and end before their prompt was written."""
 
@@ -46,9 +45,9 @@ class Left:
 class Client:
     """A conversation of one new prompt, and its next turn after the kill."""
 
-    def __init__(self, number: int, rng: random.Random) -> None:
+    def __init__(self, number: int, n_chars: int, rng: random.Random) -> None:
         self._session, self._rng = f"talk {number}", rng
-        text = f"{number}. {synthetic_text(N_CHARS, seed=number)}"
+        text = f"{number}. {synthetic_text(n_chars, seed=number)}"
         self._messages: list[Message] = [{"role": "user", "content": text}]
         self.reply: Reply | None = None
 
@@ -71,11 +70,11 @@ class Client:
         return Left(*counts, int(again.kvpersist["reused"]))
 
 
-def killed(server: ServerProcess, n_kills: int, n_clients: int) -> Iterator[Left]:
+def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) -> Iterator[Left]:
     """Kill a server so often, each time after the first end of a reply; yield what is left."""
     rng = random.Random(n_clients)
     for kill in range(n_kills):
-        clients = [Client(n_clients * kill + n, rng) for n in range(n_clients)]
+        clients = [Client(n_clients * kill + n, n_chars, rng) for n in range(n_clients)]
         ended = threading.Event()
         with ThreadPoolExecutor(n_clients) as pool:
             asked = [pool.submit(client.ask, server, ended) for client in clients]
@@ -90,18 +89,18 @@ def killed(server: ServerProcess, n_kills: int, n_clients: int) -> Iterator[Left
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("n_kills", "n_clients"),
-    [(3, 4), *(pytest.param(200, n, marks=pytest.mark.slow) for n in (1, 4))],
+    ("n_kills", "n_clients", "n_chars"),
+    [(3, 2, 1500), *(pytest.param(200, n, 3000, marks=pytest.mark.slow) for n in (1, 4))],
 )
 def test_what_the_client_has_read_outlives_a_kill(
-    tmp_path: Path, n_kills: int, n_clients: int
+    tmp_path: Path, n_kills: int, n_clients: int, n_chars: int
 ) -> None:
     # It computes quickly, and a block has as many bytes as one of a model of some billion weights.
     model = make_tiny_model(tmp_path / "model", n_layers=4, n_heads=8, n_kv_heads=8)
     options = ("--kvpersist-kv-bits", "16", "--kvpersist-attention", "dequantize")
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"), *options)
     with ServerProcess(model, *plugin, log_path=tmp_path / "server.log") as server:
-        left = list(killed(server, n_kills, n_clients))
+        left = list(killed(server, n_kills, n_clients, n_chars))
     print(f"lost after {n_kills} kills: {sorted(one.lost for one in left)}")
     assert len(left) >= n_kills
     assert max(one.lost_of_prompt for one in left) <= BLOCK_TOKENS, left
