@@ -4,6 +4,7 @@
 #              none, where npm is installed
 # make patches checks what is changed in the installed mlx-lm; a few seconds, and a server that is
 #              killed
+# make own-tests  mlx-lm's own tests of its server, in its oldest and newest version, with our changes
 # make soak    two streams of long prompts over small budgets, for MINUTES=5; MODEL=PATH any model
 # PYTHON=python3.12 chooses the interpreter that .venv is made with.
 
@@ -32,7 +33,7 @@ INSTALL := $(UV) pip install --quiet --python $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-slow patches matrix dist docs picture mutate lint format dev clean
+.PHONY: help demo soak test test-slow patches own-tests matrix dist docs picture mutate lint format dev clean
 
 help:
 	@echo "make demo       make .venv and a tiny model, kill the server, see the conversation go on"
@@ -42,6 +43,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make docs       remake the parts of docs/ that come from the code, and the site (build/site)"
 	@echo "make patches    check what is changed in the installed mlx-lm"
+	@echo "make own-tests  mlx-lm's own tests with that in place; about a minute"
 	@echo "make matrix     the same for other versions, each in an environment of its own"
 	@echo "make dist       build the wheel and the source distribution, and try the wheel"
 	@echo "make mutate     change the source in small ways, and list what no test notices"
@@ -129,6 +131,10 @@ picture: $(VENV)/.installed-dev
 patches: $(VENV)/.installed
 	$(SAY) "what is changed in the installed mlx-lm, and a conversation with a server that is killed"
 	$(BIN)/python -m patches_check --conversation
+
+own-tests: $(VENV)/.installed-dev
+	$(SAY) "mlx-lm's own tests with our changes in place, two versions, about a minute"
+	$(BIN)/python -m patches_check --own-tests
 
 # CHECKOUT=PATH adds a row for mlx-lm from a folder. OUTPUT=FILE writes the outcome there, and
 # changes nothing here.

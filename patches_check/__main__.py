@@ -27,6 +27,12 @@ def main(argv: Sequence[str]) -> int:
         help="also start a server, chat, kill -9 it, restart it and chat on",
     )
     parser.add_argument(
+        "--own-tests",
+        action="store_true",
+        help="run mlx-lm's own tests of its server with all changes in place, for the oldest and "
+        "the newest version; nothing else is checked",
+    )
+    parser.add_argument(
         "--matrix",
         choices=("print", "run", "write"),
         help="print the rows of versions.toml; run them; or only write the table and the bounds "
@@ -61,6 +67,13 @@ def main(argv: Sequence[str]) -> int:
         "what is written from it",
     )
     args = parser.parse_args(argv)
+    if args.own_tests:
+        from . import own_tests  # needs what only the environment of developers has
+
+        failures = own_tests.run()
+        for failure in failures:
+            print(failure)
+        return int(bool(failures))
     if args.matrix is None:
         report = examine(with_conversation=args.conversation)
         if args.json:

@@ -1,0 +1,125 @@
+"""mlx-lm's own tests of its server, its generator and its prompt cache, with our changes in place.
+
+They come from the source distribution of each version on PyPI, and load one model of the hub. A
+tiny model stands for it, so those that need its words are left out, and so is what we change.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+from mlx_lm_kvpersist.host.patching.versions import installed
+from tests.support import make_tiny_model
+
+from .matrix import NEWEST, REPOSITORY, Row, RowFailed, build_wheel, make_environment, uv
+
+VERSIONS = ("0.31.3", "0.32.2")
+MODULES = ("test_server.py", "test_generate.py", "test_prompt_cache.py")
+MODEL = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
+"""What the tests load."""
+LEFT_OUT = {
+    "test_server.py::TestLRUPromptCache::test_lru": "A fetch that leaves no token to compute ends "
+    "the generation thread, so ours leaves one.",
+    "test_server.py::TestLRUPromptCache::test_insert_empty_tokens_does_not_self_destruct": "The "
+    "same: nothing is found of an empty prompt.",
+    "test_server.py::TestGenerationThreadDeath": "Our server ends when its generation thread has, "
+    "and tells its clients. Stock's goes on and answers 404.",
+    "test_server.py::TestModelSwapClearsCache": "Its model is a mock, whose bytes cannot be "
+    "counted.",
+    "test_generate.py::TestGenerate::test_generate_with_logit_bias": "It names a token of the real "
+    "model.",
+    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": "The real model "
+    "follows an instruction there.",
+    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": "The same.",
+}
+"""Tests that cannot pass, and why. No others may fail."""
+FAIL_IN_STOCK = {
+    "0.31.3": (
+        "test_generate.py::TestGenerate::test_batch_continued_generation_ssm",
+        "test_generate.py::TestGenerate::test_generate_with_processor",
+    )
+}
+"""Further tests, by version, that fail without our changes, too, with this model and MLX."""
+_TESTS_S = 600.0
+
+
+def run() -> list[str]:
+    """Run the tests with each version, and tell of each; return what went wrong, a line each."""
+    failures = []
+    with tempfile.TemporaryDirectory(prefix="own-tests-") as temporary:
+        folder = Path(temporary)
+        hub = stand_in(folder / "hub")
+        for version in VERSIONS:
+            start = time.monotonic()
+            try:
+                said = _run(version, folder / version, hub)
+            except RowFailed as error:
+                failures.append(f"mlx-lm {version}: {error}")
+            else:
+                print(f"mlx-lm {version}: {said} ({time.monotonic() - start:.0f} s)", flush=True)
+    return failures
+
+
+def _run(version: str, folder: Path, hub: Path) -> str:
+    """Run the tests of a version in its environment; return pytest's last line."""
+    python = Path(sys.executable)
+    if version != installed("mlx-lm"):
+        here = ".".join(map(str, sys.version_info[:2]))
+        row = Row(version, NEWEST, here, "serves")
+        found = make_environment(row, folder / "environment", build_wheel(folder))
+        assert found is not None
+        python = found
+        uv("pip", "install", "--quiet", "--python", python, "pytest", "requests")
+    tests = own_tests(version, folder / "source")
+    command = [python, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", tests]
+    command += ["-p", "patches_check.in_place", "-p", "no:cacheprovider"]
+    for name in (*LEFT_OUT, *FAIL_IN_STOCK.get(version, ())):
+        command += ["--deselect", name]
+    variables = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    try:
+        done = subprocess.run(
+            [*map(str, command), *MODULES],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tests,
+            env={**os.environ, **variables},
+            timeout=_TESTS_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise RowFailed(f"its tests did not end within {_TESTS_S:.0f} s") from None
+    if done.returncode:
+        raise RowFailed(f"its own tests fail:\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def own_tests(version: str, folder: Path) -> Path:
+    """Download the source distribution of a version; return the folder of its tests."""
+    package = f"mlx-lm=={version}"
+    uv("tool", "run", "--quiet", "pip", "download", "--quiet", "--no-deps", "--no-binary", "mlx-lm",
+       "--dest", folder, package)  # fmt: skip
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        # Beside the tests lies the package, which would be imported in place of the installed one.
+        tests = [one for one in source.getmembers() if one.name.split("/")[1:2] == ["tests"]]
+        source.extractall(folder, tests, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz") / "tests"
+
+
+def stand_in(hub: Path) -> Path:
+    """Write a tiny model into a cache folder of the hub, under the name of `MODEL`; return it."""
+    repository = hub / f"models--{MODEL.replace('/', '--')}"
+    folder = repository / "snapshots" / "tiny"
+    # 64 dimensions a head: some tests quantize the caches.
+    make_tiny_model(folder, model_type="qwen2", n_heads=4, n_kv_heads=4, hidden_size=256)
+    # Stock lists models that have one.
+    (folder / "model.safetensors.index.json").write_text("{}", encoding="utf-8")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("tiny", encoding="utf-8")
+    return hub
