@@ -126,9 +126,10 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._weigh()
         self._return_parked()
         self._admit()
-        for group in self._prompt_batch.ready(self._returning):
+        beside = len(self._generation_batch) > 0
+        for group in self._prompt_batch.ready(self._returning, beside=beside):
             self._guarded(group, partial(self._begin_replies, group))
-        if len(self._prompt_batch):
+        if self._prompt_batch.unready:
             chunk = {self._prompt_batch.turn(): 0}
             self._guarded(chunk, partial(self._compute, chunk, step_s))
         return self._ended, self._told

@@ -38,10 +38,10 @@ MOST_PASSED_OVER = 3
 def chunk_size(position: int, most: int) -> int:
     """Return how many of `most` tokens are computed at once after `position` cached ones.
 
-    Chunks that end at round places have the shapes of those before them.
+    Long chunks that end at round places have the shapes of those before them.
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
-    return size - position % min(ROUND, size)
+    return size - position % ROUND if size >= ROUND else size
 
 
 @dataclass(eq=False)
@@ -57,6 +57,8 @@ class Prefill:
     tokens: list[int]
     progress: list[Any]
     passed_over: int = 0
+    has_waited: bool = False
+    """Whether it was ready before and others were computed first."""
 
     @property
     def segments(self) -> list[list[int]]:
@@ -89,6 +91,11 @@ class Prefills:
         return len(self.all)
 
     @property
+    def unready(self) -> list[Prefill]:
+        """The prompts with more than one token left."""
+        return [one for one in self.all if not one.is_ready]
+
+    @property
     def uids(self) -> list[int]:
         return [one.uid for one in self.all]
 
@@ -115,8 +122,9 @@ class Prefills:
 
         If all of them aged, short prompts would wait beside many long ones.
         """
-        if (oldest := self.all[0]).passed_over < MOST_PASSED_OVER:
-            return min(self.all, key=lambda one: one.n_left)
+        oldest = (unready := self.unready)[0]
+        if oldest.passed_over < MOST_PASSED_OVER:
+            return min(unready, key=lambda one: one.n_left)
         return oldest
 
     def compute(self, chunk: dict[Prefill, int], step_s: float | None) -> None:
@@ -156,7 +164,7 @@ class Prefills:
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         chunk[turn] = self._size(turn, most)
         joined = dict(chunk)
-        others = [one for one in self.all if one is not turn and chunk[turn] == widest]
+        others = [one for one in self.unready if one is not turn and chunk[turn] == widest]
         for other in sorted(others, key=lambda one: len(one.segments[0])):
             most = min(most, self._most_tokens(other, step_s))
             widest = max(widest, len(other.segments[0]))
@@ -193,12 +201,19 @@ class Prefills:
 
     # The end.
 
-    def ready(self, alone: Collection[int]) -> list[list[Prefill]]:
+    def ready(self, alone: Collection[int], *, beside: bool) -> list[list[Prefill]]:
         """Return the prompts with one token left, in groups that begin to reply together.
 
         What a request brings along may fail: it begins by itself, and so do those of uids `alone`.
+        If no replies run `beside` them, they wait for one chunk of others that have little left.
+        Those would have short chunks only once replies run.
         """
         ready = [one for one in self.all if one.is_ready]
+        is_one_short = any(one.n_left <= IDLE_CHUNK for one in self.unready)
+        if is_one_short and not (beside or any(one.has_waited for one in ready)):
+            for one in ready:
+                one.has_waited = True
+            return []
         single = [one for one in ready if one.uid in alone or any(one.batch.logits_processors)]
         together = [one for one in ready if one not in single]
         return [*([together] if together else []), *([one] for one in single)]

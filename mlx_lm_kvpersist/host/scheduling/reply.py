@@ -37,6 +37,8 @@ class ReplyQueue:
         self._queue, self._request = queue, request
         self._context: Any = None
         self._n_put = 0
+        self.has_begun = False
+        """Whether the reply has tokens."""
         self.is_over = False
 
     @property
@@ -56,6 +58,7 @@ class ReplyQueue:
             if self._n_put % WEIGH_EVERY == 0:
                 self.weigh(len(self._context.prompt) + self._n_put)
             self._n_put += 1
+        self.has_begun = self.has_begun or hasattr(item, "finish_reason")
         if self.n_cached is not None:
             self._context.prompt_cache_count = self.n_cached
         if self.is_gone:

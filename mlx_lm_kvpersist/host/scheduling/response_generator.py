@@ -29,7 +29,7 @@ from .images import Images, named, vision_of, with_images
 from .model_provider import account_of, loaded_name
 from .reply import OpenRequests, ReplyQueue, UntilAsked
 from .single_prompt import SinglePrompt
-from .waiting import Line, Rendered, Waiting
+from .waiting import GAP_S, QUIET_GAP_S, Line, Rendered, Waiting
 
 if TYPE_CHECKING:
     from mlx_lm.server import ResponseGenerator as Stock
@@ -151,7 +151,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         while (queued := super()._next_request(None)) is not None:
             self._line.append(Waiting.of(queued))
         begin = self._begin if manager.is_implemented("take_request") else None
-        ready = self._line.next_ready(self._joins, begin)
+        gap_s = GAP_S if any(one.has_begun for one in self._replies) else QUIET_GAP_S
+        ready = self._line.next_ready(self._joins, begin, gap_s)
         if ready is None and not isinstance(self._time_budget, UntilAsked):
             self._time_budget = UntilAsked(self._time_budget, self._is_asked)
         return ready

@@ -16,6 +16,9 @@ from .reply import ReplyQueue
 GAP_S = 0.05
 """How long requests may begin and enter between two steps of the replies."""
 
+QUIET_GAP_S = 0.25
+"""The same while no reply has begun: then prompts that come together are computed together."""
+
 WORK_S = 0.005
 """If a plugin took longer to answer, it has done a part of the work that the request waits for."""
 
@@ -80,7 +83,8 @@ class Waiting:
 class Line(deque[Waiting]):
     """The requests that have not entered yet, in the order in which they came.
 
-    Between two steps of the replies they may take about GAP_S; at least one of them gets on.
+    Between two steps of the replies they may take about GAP_S, or QUIET_GAP_S while none has begun;
+    at least one of them gets on.
     """
 
     _gap_began_s: float | None = None
@@ -97,19 +101,22 @@ class Line(deque[Waiting]):
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
     def next_ready(
-        self, joins: Callable[[Waiting], bool], begin: Callable[[Waiting], None] | None
+        self,
+        joins: Callable[[Waiting], bool],
+        begin: Callable[[Waiting], None] | None,
+        gap_s: float = GAP_S,
     ) -> Waiting | None:
         """Remove the next request that may enter the batch now; None if a step comes first.
 
         A request that cannot join the batch blocks those behind it. `begin` is called once for each
-        request that joins; without it, requests enter at once.
+        request that joins; without it, requests enter at once. The gap takes about `gap_s`.
         """
         if self._gap_began_s is None:
             self._begin_gap()
         assert self._gap_began_s is not None
         self._is_behind = False
         for waiting in list(self):
-            if self._has_moved and time.perf_counter() - self._gap_began_s > GAP_S:
+            if self._has_moved and time.perf_counter() - self._gap_began_s > gap_s:
                 self._is_behind = True
                 break
             is_joining = joins(waiting)

@@ -216,8 +216,21 @@ def test_replies_that_are_ready_begin_in_one_step(serve: Callable[..., Serving])
     assert steps[0] == [1] * 5 and len(steps) <= 5
 
 
+def test_where_nobody_speaks_a_reply_begins_with_those_that_are_nearly_ready(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(most=256, joins=True)
+    clients = [serving.ask(1000, 40)]
+    for _ in range(2):
+        serving.step()
+    clients += [serving.ask(1000 * i, 2) for i in (2, 3)]
+    serving.run(*clients)
+    assert serving.model.computed[:4] == [[20], [19], [1] * 2, [1] * 3]
+    assert [client.answer for client in clients] == [right_answer(c) for c in clients]
+
+
 @pytest.mark.parametrize(
-    ("most", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 5, 14])]
+    ("most", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 19])]
 )
 def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
     serve: Callable[..., Serving], most: int, chunks: list[int]

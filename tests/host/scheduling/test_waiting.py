@@ -250,6 +250,8 @@ def test_many_that_come_at_once_let_the_replies_go_on(
     generator: Any, works: Works, monkeypatch: pytest.MonkeyPatch, n_restores: int, n_short: int
 ) -> None:
     """They take GAP_S and what one of them takes, and then the replies have a step; all get in."""
+    speaking = SimpleNamespace(has_begun=True, is_over=False, is_stopped=False)
+    generator._replies.append(speaking)
     begun: list[Any] = []
     render = delayed(generator._rendered, GAP_S / 2)
 
