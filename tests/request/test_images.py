@@ -1,0 +1,99 @@
+"""Conversations with images, stored and restored: a cut anywhere, and never inside of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_lm_kvpersist.block import IMAGE_GOES_ON
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.match.tree import before_image
+from mlx_lm_kvpersist.request.model import LoadedModel
+from mlx_lm_kvpersist.request.outcome import Reason
+from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
+from mlx_lm_kvpersist.store.tier import DISK, RAM
+
+from .conftest import Conversations
+from .test_lookup import TOLERANCE
+
+
+def image(number: int, n_tokens: int) -> list[int]:
+    digest = sha256(bytes([number])).digest()
+    return [-int.from_bytes(b"\1" + digest, "big"), *[IMAGE_GOES_ON] * (n_tokens - 1)]
+
+
+def text(first: int, n_tokens: int) -> list[int]:
+    return [(first + i * 37) % 250 + 300 for i in range(n_tokens)]
+
+
+IDS = [*text(0, 90), *image(0, 60), *text(1, 110), *image(1, 263), *text(2, 25), *image(2, 1)]
+IDS += [*text(3, 151), *image(3, 12), *text(4, 100)]
+"""Images end and begin on both sides of lines of the grid: at 150, 523, 549, 712."""
+
+
+pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
+
+
+@dataclass
+class Shown(Conversations):
+    """Images are tokens of the model's own, one for each image, and one for all that go on."""
+
+    def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
+        return super().forward([one if one >= 0 else 5 + -one % 200 for one in ids], caches)
+
+
+@pytest.fixture(scope="module", params=["4", "16"])
+def talk(
+    request: pytest.FixtureRequest, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shown]:
+    choice = PrecisionChoice(16, 16) if request.param == "16" else PrecisionChoice()
+    loaded = replace(loaded, spec=ModelCacheSpec.probe(loaded.model, choice))
+    store = BlockStore(tmp_path_factory.mktemp("images"), StoreLimits(1 << 30, 1 << 30))
+    talk = Shown(loaded, store)
+    talk.remember(IDS, n_prompt=760)
+    yield talk
+    store.close()
+
+
+@pytest.mark.parametrize("is_hot", [True, False], ids=["RAM", "disk"])
+@pytest.mark.parametrize(
+    "n",
+    [50, 89, 90, 150, 151, 257, 261, 400, 512, 523, 524, 530, 548, 549, 600, 712, 713, 767, 811],
+)
+def test_a_prompt_goes_on_as_if_all_of_it_were_computed(talk: Shown, n: int, is_hot: bool) -> None:
+    if not is_hot:
+        talk.forget_hot_blocks()
+    n = before_image(IDS, n)
+    prompt = [*IDS[:n], *image(9, 30), 7, 8]
+    fed, caches, outcome = talk.ask(prompt)
+    assert fed == prompt
+    n_reused = outcome.n_reused
+    assert n_reused == before_image(IDS, n_reused) and n_reused <= n
+    if not talk.loaded.spec.quantized:
+        assert n_reused == n
+    elif n >= 768:  # in the unfinished block, which is stored as it was computed
+        assert n_reused == n and outcome.tier == (RAM if is_hot else DISK)
+    assert outcome.reason not in (Reason.EVICTED, Reason.DAMAGED)
+    restored = talk.forward(fed[n_reused:], caches)
+    computed = talk.forward(fed, talk.loaded.spec.make_cache())
+    assert float(mx.abs(restored - computed).max()) < TOLERANCE
+
+
+def test_another_image_ends_what_is_used(talk: Shown) -> None:
+    first = IDS.index(image(1, 1)[0])
+    prompt = [*IDS[:first], *image(8, 263), *IDS[first + 263 :]]
+    fed, _, outcome = talk.ask(prompt)
+    assert fed == prompt and outcome.n_reused <= first
+
+
+def test_images_are_restored_as_a_part_of_what_follows_them(talk: Shown) -> None:
+    talk.forget_hot_blocks()
+    _, caches, outcome = talk.ask([*IDS, 7, 8])
+    assert outcome.n_reused == len(IDS) and outcome.tier == DISK
+    assert all(cache.size() == len(IDS) for cache in caches)
