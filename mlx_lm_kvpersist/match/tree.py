@@ -97,9 +97,11 @@ def match_prompt(
         if step.position + step.n_equal + 1 <= n_best:
             break
         n_tokens, n_chars = _cut(step, prompt, tokens)
-        # Of an image, only the first token has a text; blocks may follow that have none.
-        goes_on = step.before is best is not None and step.position + n_chars == n_best
-        if n_tokens and (step.position + n_chars > n_best or goes_on):
+        n_more = step.position + n_chars - n_best
+        if best is not None and n_more == 0 and not step.node.has_text_only:
+            # The tokens of an image that follow its first have no text.
+            n_more = step.node.start + n_tokens - best.node.start - n_used
+        if n_tokens and n_more > 0:
             best, n_best, n_used = step, step.position + n_chars, n_tokens
     match = NO_MATCH
     if best is not None:

@@ -75,10 +75,10 @@ def test_a_match_ends_in_no_image_and_is_as_long_as_can_be(
 ) -> None:
     tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
     stored = data.draw(st.lists(talks(tokenizer), min_size=1, max_size=3))
+    base = data.draw(st.sampled_from(stored))
     stored[0] = stored[0][: data.draw(st.integers(0, len(stored[0])))]
     for ids in stored:
         tree.add(ids)
-    base = data.draw(st.sampled_from(stored))
     n_kept = before_image(base, data.draw(st.integers(0, len(base))))
     prompt = base[:n_kept] + data.draw(talks(tokenizer))
     longest = max(
@@ -99,7 +99,8 @@ def test_a_match_ends_in_no_image_and_is_as_long_as_can_be(
     assert text.startswith(token_text.decode(match.ids))
     if pack_ids(prompt).startswith(match.packed_ids):
         assert before_image(prompt, match.n_tokens) == match.n_tokens
-        assert match.n_tokens >= longest or REPLACEMENT in text  # no cut in half a character
+        is_whole = REPLACEMENT not in token_text.decode(prompt[:longest])
+        assert match.n_tokens >= longest or not is_whole  # it may end in half a character
         return
     result = splice(prompt, text, match, token_text, encode)
     if result is not None:
@@ -154,13 +155,3 @@ def test_an_image_in_words_is_no_image(tokenizer: Any, token_text: TokenText) ->
             splice([*prompt, 7], text + token_text.decode([7]), match, token_text, lambda part: [])
             is None
         )
-
-
-def test_near_equal_images_never_match(token_text: TokenText) -> None:
-    tree = MemoryTree(token_text, block_tokens=8)
-    for number in range(1000):
-        tree.add([5, *image(number, 9), 6])
-    for number in range(1000, 2000):
-        prompt = [5, *image(number, 9), 6]
-        by_ids = match_prompt(tree, ROOT, pack_ids(prompt))
-        assert by_ids.n_tokens == 1
