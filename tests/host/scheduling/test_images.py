@@ -132,7 +132,7 @@ def single(penalties: dict[str, float], most: int, n_cached: int = 0) -> tuple[A
     taken = Taken("saves", Saving(one.plugin, prompt), n_cached=n_cached, prompt=prompt)
     tokens = TakenTokens(known, taken)
     taken.images = Images.of(tokens, ids, vision)
-    return one, tokens, SinglePrompt(one.model, one.reply, one.args, 2048)
+    return one, tokens, SinglePrompt([one.model], one.reply, one.args, 2048)
 
 
 @pytest.mark.parametrize("most", [16, 64, 2048])
