@@ -52,8 +52,11 @@ def patched() -> Iterator[None]:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model, and two drafts."""
     folder = tmp_path_factory.mktemp("drafts")
-    model = make_tiny_model(folder / "model")
-    return [str(model), *(str(make_draft(model, folder / f"draft-{n}", n)) for n in range(2))]
+    return with_drafts(make_tiny_model(folder / "model"))
+
+
+def with_drafts(model: Path) -> list[str]:
+    return [str(model), *(str(make_draft(model, model.parent / f"draft-{n}", n)) for n in range(2))]
 
 
 def provided(model: str, draft: str | None) -> Any:
@@ -133,13 +136,16 @@ class Server:
         for restored, computed in zip(slots_of(reuse.caches), slots_of(cold), strict=True):
             if about.spec.quantized:
                 restored.plan = computed.plan = None  # then it gives arrays
+                computed.forget()  # at the end of a block it is not packed yet
                 both = [slot.keys_and_values() for slot in (restored, computed)]
             else:
                 both = [(slot.keys, slot.values) for slot in (restored, computed)]
             for found, expected in zip(*both, strict=True):
                 found, expected = found[:, :, :n_tokens], expected[:, :, :n_tokens]
-                most = mx.abs(expected).max() * (0.1 if about.spec.quantized else 1e-5)
-                assert (mx.abs(found - expected).max() <= most).item()
+                most, share = (1e-3, 1e-3) if about.spec.quantized else (1e-5, 0.0)
+                far: Any = mx.abs(found - expected) > most * mx.abs(expected).max()
+                # A number between two steps of the quantization may go to either.
+                assert far.mean().item() <= share
 
 
 def random_ids(rng: random.Random, n: int) -> list[int]:
@@ -147,17 +153,25 @@ def random_ids(rng: random.Random, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("n_turns", [8, pytest.param(150, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bits", ["16", "k6v4"])
+@pytest.mark.parametrize(
+    ("family", "bits"), [("llama", "16"), ("llama", "k6v4"), ("deepseek_v3", "k6v4")]
+)
 def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
-    paths: list[str], tmp_path: Path, bits: str, n_turns: int
+    paths: list[str], tmp_path: Path, family: str, bits: str, n_turns: int
 ) -> None:
-    """The next turn says what one without a draft says, and reuses all of this one."""
+    """The next turn says what one without a draft says, and reuses all of this one.
+
+    Half of the replies cross the end of a block. The one family's fetches are packed, the other's
+    are arrays.
+    """
+    if family != "llama":
+        paths = with_drafts(make_zoo_model(tmp_path / "model", family))
     rng, store = random.Random(7), store_in(tmp_path / "store")
     drafted, plain = (Server((paths[0], draft), store, bits) for draft in (paths[1], None))
     assert drafted.loaded.root == plain.loaded.root
     n_accepted = 0
     for n in range(n_turns):
-        ids = random_ids(rng, rng.randrange(2, 600))
+        ids = random_ids(rng, rng.randrange(2, 600) if n % 2 else rng.randrange(248, 256))
         max_tokens, stop_at = rng.randrange(1, 30), rng.randrange(1, 30)
         reply = drafted.turn(ids, max_tokens, stop_at, n_drafted=1 + n % 5)
         n_accepted += drafted.n_accepted

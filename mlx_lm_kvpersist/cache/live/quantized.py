@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import gt, sub
@@ -18,6 +19,8 @@ from .newest import Newest
 
 PHASES = ("prefill", "decode", "batch_decode")
 _FEW_ROWS = 2
+_MOST_TAKEN_BACK = 32
+"""A draft's tokens that are taken back are no more, so far after the end of a block."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ class PackedCache(Buffers):
     `group_size` exist only where fetches are packed. Without a plan they are arrays. All queries
     see the same ones, so they should all be of one block of the grid.
 
-    What a query no longer sees as computed is packed, and forgotten before the next fetch: until
-    then a draft's tokens can be taken back. Where a token is not packed, the buffers hold zeros.
+    What a query no longer sees as computed is packed, and forgotten before the next fetch. Where a
+    token is not packed, the buffers hold zeros.
     """
 
     precision: KVPrecision
@@ -262,6 +265,8 @@ class SequenceQuantizedKVCache(PackedCache):
         self.plan = plan
         self.offset = 0
         self.newest = Newest(1)
+        self._before: tuple[int, Newest] | None = None
+        """Where the last block ended, and its tokens as computed, while the next one is short."""
 
     @property
     def lengths(self) -> list[int]:
@@ -300,6 +305,26 @@ class SequenceQuantizedKVCache(PackedCache):
             for packed, computed, side in self._sides
         )
         return keys, values
+
+    def forget(self) -> list[int]:
+        n_own = self.offset % pk.GRID
+        if n_own == 0 and self.newest.size() == pk.GRID:
+            self._before = self.offset, copy.copy(self.newest)
+        elif n_own >= _MOST_TAKEN_BACK:
+            self._before = None
+        return super().forget()
+
+    def trim(self, n: int) -> int:
+        """As above. Taken back over the end of a block, its tokens are as they were computed."""
+        before, self._before = self._before, None
+        if before is None or self.offset - n >= before[0]:
+            self._before = before
+            return super().trim(n)
+        (end, newest), n_after = before, self.offset - before[0]
+        super().trim(n_after)
+        self.newest = newest
+        self._clear(end)
+        return n_after + super().trim(n - n_after)
 
     def recall(self, keys: mx.array, values: mx.array) -> None:
         """Take the last tokens [1, H, n, D] as they were computed, instead of what is packed."""

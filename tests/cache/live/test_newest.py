@@ -18,7 +18,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, Quantization
-from mlx_lm_kvpersist.cache.live import attention
+from mlx_lm_kvpersist.cache.live import attention, quantized
 from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.newest import Newest
 from mlx_lm_kvpersist.cache.live.quantized import (
@@ -134,6 +134,12 @@ class Streams:
             n = 1
         if self.plan is None:
             n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
+        # No draft is longer than a block.
+        n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
+        self.attend(cache, references, n, n_taken)
+
+    def attend(self, cache: Any, references: list[Reference], n: int, n_taken: int) -> None:
+        """Attend over `n` more tokens, then take the last `n_taken` back."""
         self.seed += 1
         n_rows = len(references)
         keys, values = random_kv(self.seed, n, n_rows, dims=self.dims)
@@ -142,8 +148,6 @@ class Streams:
         mask = cache.make_mask(n)
         fetched = cache.update_and_fetch(keys, values)
         found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
-        # No draft is longer than a block.
-        n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
         if n_taken:
             assert cache.trim(n_taken) == n_taken
         for i, reference in enumerate(references):
@@ -180,6 +184,21 @@ def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
     precision: str, plan: str, seed: int
 ) -> None:
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
+
+
+@pytest.mark.parametrize(("precision", "plan"), CASES)
+def test_a_draft_of_many_steps_is_taken_back_over_the_end_of_a_block(
+    precision: str, plan: str
+) -> None:
+    streams = Streams(3, PRECISIONS[precision], PLANS[plan])
+    cache = SequenceQuantizedKVCache(streams.precision, streams.plan)
+    references = [Reference(streams.precision)]
+    for _ in range(30):
+        n_steps = streams.rng.randint(1, 8)
+        n_taken = streams.rng.randint(0, n_steps - 1)
+        for n in range(n_steps):
+            streams.attend(cache, references, 1, n_taken if n == n_steps - 1 else 0)
+    assert streams.worst < TOLERANCE and cache.offset > 3 * GRID
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -247,7 +266,7 @@ def test_a_row_has_zeros_in_front_however_long_the_rows_get() -> None:
         assert (x != 0).any(axis=(1, 3)).tolist() == [[False] * 3 + [True] * 2, [True] * 5]
 
 
-def test_what_is_not_packed_is_zeros() -> None:
+def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
 
     def n_packed() -> int:
@@ -265,9 +284,15 @@ def test_what_is_not_packed_is_zeros() -> None:
     cache.forget()
     assert n_packed() == 2 * GRID
     cache.trim(5)
-    assert n_packed() == 2 * GRID - 5
+    assert n_packed() == GRID, "and while the next one is short"
     cache.update_and_fetch(*random_kv(2, 7))
     assert n_packed() == 2 * GRID
+    monkeypatch.setattr(quantized, "_MOST_TAKEN_BACK", 2)
+    cache.trim(2)
+    for n in range(4):
+        cache.update_and_fetch(*random_kv(n, 1))
+    cache.trim(5)
+    assert n_packed() == cache.offset == 2 * GRID - 1
 
 
 def test_the_buffer_is_one_block_long() -> None:
