@@ -287,8 +287,7 @@ def from_args(args: Namespace) -> Config:
     if not (max_loss_s := args.kvpersist_max_loss_s) >= 0:
         raise ConfigError(f"--kvpersist-max-loss-s {max_loss_s:g} is out of range; give 0 or more")
     folder = args.kvpersist_dir or default_folder()
-    ram, disk = args.kvpersist_ram, args.kvpersist_disk
-    memory = args.kvpersist_memory
+    ram, memory = args.kvpersist_ram, args.kvpersist_memory
     if memory is not None and memory < LEAST_BYTES:
         asked, least = show_bytes(memory), show_bytes(LEAST_BYTES)
         raise ConfigError(f"--kvpersist-memory {asked} is too little; give at least {least}")
@@ -300,18 +299,13 @@ def from_args(args: Namespace) -> Config:
             f"--kvpersist-ram {show_bytes(ram)} is a part of --kvpersist-memory, which is "
             f"{show_bytes(memory)}; give less RAM, or more memory"
         )
-    if disk is None:
-        disk = default_disk_bytes(folder)
     return Config(
         folder=folder,
-        limits=StoreLimits(
+        limits=replace(
+            limits_of(args, folder),
             max_ram_bytes=ram,
-            max_disk_bytes=disk,
-            min_free_bytes=args.kvpersist_min_free,
             max_hourly_bytes=args.kvpersist_max_writes_per_hour,
             max_loss_s=max_loss_s,
-            evict=args.kvpersist_evict,
-            model_share=args.kvpersist_model_share,
         ),
         store_text=not args.kvpersist_no_text,
         namespace_by_key=args.kvpersist_namespace_by_key,
@@ -397,8 +391,14 @@ def device_memory_bytes() -> int:
     return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def default_disk_bytes(folder: Path) -> int:
-    """Return a tenth of the volume that holds `folder` or would hold it, at most 64 GiB."""
-    while not folder.exists():
-        folder = folder.parent
-    return min(shutil.disk_usage(folder).total // 10, DEFAULT_MAX_DISK_BYTES)
+def limits_of(args: Namespace, folder: Path) -> StoreLimits:
+    """Return the limits on disk that the options name.
+
+    The default is a tenth of the volume that holds `folder` or would hold it, at most 64 GiB.
+    """
+    if (disk := args.kvpersist_disk) is None:
+        while not folder.exists():
+            folder = folder.parent
+        disk = min(shutil.disk_usage(folder).total // 10, DEFAULT_MAX_DISK_BYTES)
+    others = {"evict": args.kvpersist_evict, "model_share": args.kvpersist_model_share}
+    return StoreLimits(0, disk, args.kvpersist_min_free, **others)

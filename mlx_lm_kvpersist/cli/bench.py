@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..host.scheduling.model_provider import check_model_name
 from ..units import show_bytes
 from .asking import ask
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
-from .output import ongoing
+from .output import ongoing, utc_time
 from .soak import soak
 from .started_server import Message, Reply, StartedServer
 from .story import document
@@ -216,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
     check_model_name(args.model)
     path = _fetched(args.model)
     about = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": utc_time(time.time()),
         "versions": versions(),
         "device": device(),
         "load_before": round(os.getloadavg()[0], 2),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from ..config import default_disk_bytes, default_folder
+from ..config import default_folder
 from ..errors import StoreError
 from ..store.disk import DiskStore
 from ..store.folder import check_store
@@ -22,20 +22,6 @@ from ..store.records import StoreLimits
 def folder_of(args: argparse.Namespace) -> Path:
     """Return the folder that the options name. It need not exist."""
     return args.kvpersist_dir or default_folder()
-
-
-def limits_of(args: argparse.Namespace, folder: Path) -> StoreLimits:
-    """Return the budgets that the options name, with the server's defaults."""
-    disk = args.kvpersist_disk
-    if disk is None:
-        disk = default_disk_bytes(folder)
-    return StoreLimits(
-        0,
-        disk,
-        args.kvpersist_min_free,
-        evict=args.kvpersist_evict,
-        model_share=args.kvpersist_model_share,
-    )
 
 
 def check_exists(folder: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console
@@ -63,6 +63,11 @@ def named(session: Session) -> str:
 def local_time(time_s: float) -> str:
     """Return seconds since the epoch as local date and time, to the minute."""
     return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M")
+
+
+def utc_time(time_s: float) -> str:
+    """Return seconds since the epoch as JSON has them, such as "2026-01-31T12:00:00+00:00"."""
+    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def print_json(content: Any) -> None:

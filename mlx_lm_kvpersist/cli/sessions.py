@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import datetime, timezone
 from typing import Any
 
 from ..block import Checkpoint
+from ..config import limits_of
 from ..errors import StoreError
 from ..store.disk import DiskStore
 from ..store.index import Index, Session
 from ..store.records import Totals
 from ..store.session_file import SessionFile, export_session, import_session
 from ..units import show_bytes
-from .opening import changing, folder_of, limits_of, reading
-from .output import held, named, progress, record, records, shown, tell
+from .opening import changing, folder_of, reading
+from .output import held, named, progress, record, records, shown, tell, utc_time
 
 _EXCERPT_CHARS = 240
 
@@ -58,13 +58,9 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
         "checkpoints": sum(n_checkpoints for *_, n_checkpoints in chain),
         "bytes": sum(n_bytes for _, _, n_bytes, _ in chain),
         "pinned": session.pinned,
-        "created": _utc_time(session.created),
-        "used": _utc_time(session.used),
+        "created": utc_time(session.created),
+        "used": utc_time(session.used),
     }
-
-
-def _utc_time(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def list_all(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..config import limits_of
 from ..errors import StoreError
 from ..store.folder import own_bytes
 from ..store.index import Index
@@ -16,7 +17,7 @@ from ..store.rebuild import rebuild_index
 from ..store.records import StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
 from ..units import show_bytes
-from .opening import changing, check_exists, folder_of, limits_of, reading
+from .opening import changing, check_exists, folder_of, reading
 from .output import counted, held, named, progress, record, records, shown, table, tell
 
 

@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from rich.table import Table
@@ -23,7 +22,7 @@ from ..cache.geometry.precision import layout_in_words
 from ..store.index import Index, Session
 from ..units import show_bytes
 from .opening import folder_of, reading
-from .output import counted, shown, table, tell
+from .output import counted, shown, table, tell, utc_time
 
 _MOST_PARTS = 40
 """The largest ones are drawn."""
@@ -128,7 +127,7 @@ def _described(index: Index, part: _Part, root: Root | None) -> dict[str, Any]:
         "blocks": part.n_blocks,
         "tokens": part.n_tokens,
         "bytes": part.n_bytes,
-        "used": datetime.fromtimestamp(part.used, timezone.utc).isoformat(timespec="seconds"),
+        "used": utc_time(part.used),
     }
 
 
