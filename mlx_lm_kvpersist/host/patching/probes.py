@@ -12,6 +12,7 @@ import inspect
 import io
 import json
 import logging
+import socket
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -385,8 +386,8 @@ def http_reaches_plugins(server: ModuleType) -> None:
 
 
 def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
-    """Return what the server writes to one connection, without a socket or a model."""
-    connection = ProbeConnection(request)
+    """Return what the server writes to one connection, without a port or a model."""
+    ours, theirs = socket.socketpair()
 
     class OneConnection:
         """Stands for http.server's class: handles one connection instead of listening."""
@@ -395,7 +396,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
             self.make_handler = make_handler
 
         def serve_forever(self) -> None:
-            self.make_handler(connection, ("127.0.0.1", 0), self)
+            self.make_handler(ours, ("127.0.0.1", 0), self)
 
     # From 0.32.0 a state machine over text, before that a state in every response.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
@@ -407,24 +408,13 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
     generator = SimpleNamespace(cli_args=ARGS, is_healthy=True, stop_and_join=lambda: None)
     generator.generate = lambda *args, **kwargs: (context, iter([response]))
     vars(generator).update(of_generator)
-    server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
-    return connection.written.getvalue().decode()
-
-
-class ProbeConnection:
-    """The part of a socket that http.server uses."""
-
-    def __init__(self, request: bytes) -> None:
-        self.request = request
-        self.written = io.BytesIO()
-
-    def makefile(self, mode: str, buffering: int = -1) -> io.BytesIO:
-        return io.BytesIO(self.request)
-
-    def settimeout(self, timeout_s: float) -> None: ...
-
-    def sendall(self, data: bytes) -> None:
-        self.written.write(data)
+    with ours, theirs:
+        theirs.sendall(request)
+        theirs.shutdown(socket.SHUT_WR)
+        server._run_http_server("127.0.0.1", 0, generator, server_class=OneConnection)
+        ours.close()
+        with theirs.makefile("rb") as reply:
+            return reply.read().decode()
 
 
 def run_starts_and_stops_plugins(server: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
@@ -19,8 +20,9 @@ from mlx_lm_kvpersist.errors import ConfigError, PluginFault, RequestRefused
 from mlx_lm_kvpersist.host.answers import Route, check_headers
 from mlx_lm_kvpersist.host.hookspecs import hookimpl
 from mlx_lm_kvpersist.host.http import server as http_server
+from mlx_lm_kvpersist.host.http.client import ClientSocket
 from mlx_lm_kvpersist.host.http.server import handler_with, is_alias, plugin_routes
-from mlx_lm_kvpersist.host.patching.probes import ARGS, ProbeConnection, answer
+from mlx_lm_kvpersist.host.patching.probes import ARGS, answer
 from tests.support.host import plugged
 
 from ..plugins import Echo
@@ -70,16 +72,18 @@ def test_a_refused_generation_gets_no_header(
 
         def serve_forever(self) -> None:
             captured.append(getattr(self, "request_queue_size", 5))
-            captured[0](connection, ("127.0.0.1", 0), self)
+            captured[0](ours, ("127.0.0.1", 0), self)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such agent")
 
-    connection = ProbeConnection(completion())
+    ours, theirs = socket.socketpair()
     generator = SimpleNamespace(cli_args=ARGS, generate=generate, stop_and_join=lambda: None)
-    with plugged(echo := Echo()):
+    with ours, theirs, plugged(echo := Echo()):
+        theirs.sendall(completion())
         patched_server._run_http_server("127.0.0.1", 0, generator, OneConnection)
-    reply = connection.written.getvalue().decode()
+        ours.close()
+        reply = theirs.makefile("rb").read().decode()
     assert " 404 " in reply.splitlines()[0]
     assert "X-Echo" not in reply
     assert "no such agent" in reply
@@ -92,21 +96,21 @@ def test_a_refused_generation_gets_no_header(
 def test_a_reply_is_told_once_and_before_its_last_part(
     patched_server: ModuleType, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connections: list[ProbeConnection] = []
-    stock_init = ProbeConnection.__init__
+    written: list[bytes] = []
+    write = ClientSocket.write
 
-    def init(self: ProbeConnection, request: bytes) -> None:
-        stock_init(self, request)
-        connections.append(self)
+    def recorded(self: ClientSocket, part: bytes) -> int:
+        written.append(part)
+        return write(self, part)
 
-    monkeypatch.setattr(ProbeConnection, "__init__", init)
+    monkeypatch.setattr(ClientSocket, "write", recorded)
 
     class Notes(Echo):
         @hookimpl
         def reply_sent(
             self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
         ) -> None:
-            sent = connections[0].written.getvalue().decode()
+            sent = b"".join(written).decode()
             self.record("reply_sent", content, '"finish_reason": "length"' in sent)
 
     with plugged(notes := Notes()):
