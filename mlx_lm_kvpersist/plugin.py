@@ -48,7 +48,7 @@ from .request.loading import Asked, Preparation, places
 from .request.machine import Pressure
 from .request.memory import Memory, total_bytes, weights_bytes
 from .request.model import LoadedModel, Speed
-from .request.outcome import Kind, Outcome, Reason
+from .request.outcome import PENDING, Kind, Outcome, Reason
 from .request.roles import TemplateRoles, share_reasoning
 from .request.serving import RequestState, ServedRequest, Serving
 from .request.wired import wired_bytes
@@ -205,6 +205,8 @@ class KVPersistPlugin:
         if provider.model_key[0] not in self._refused:
             self._refused.add(provider.model_key[0])
             logger.warning("kvpersist: served as stock does, nothing is kept: %s", why)
+            if (bits := self._config.stock_kv_bits) is not None:
+                logger.info("kvpersist: --kv-bits %d holds there, one request at a time", bits)
 
     def _prove(self, choice: PrecisionChoice) -> Steps[None]:
         from .round_trip import checking  # seldom needed
@@ -316,7 +318,7 @@ class KVPersistPlugin:
         if model and n_reused:
             state.saved_s = model.speed.pace.seconds(0, n_reused)
         record = self._log.add(state, name, outcome, precision)
-        state.outcome, state.id = outcome, record["id"]
+        state.outcome = outcome
         # Stock may reuse some of its own.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_computed)
@@ -351,6 +353,12 @@ class KVPersistPlugin:
             self._store.change_index(
                 "remember what a request reused", lambda index: index.state.add_request(record)
             )
+
+    @hookimpl
+    def early_headers(self, request: ClientRequest) -> list[tuple[str, str]]:
+        state = RequestState.of(request)
+        said = PENDING + ("" if state.is_kept else "; kept=no")
+        return [("X-KVPersist", said), ("X-KVPersist-Request", self._log.name(state))]
 
     @hookimpl
     def response_headers(self, request: ClientRequest) -> list[tuple[str, str]]:

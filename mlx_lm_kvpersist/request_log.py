@@ -28,6 +28,12 @@ class RequestLog:
         self._start = f"{int(time.time()) & 0xFFFFFF:06x}"
         self._lock = Lock()
 
+    def name(self, state: RequestState) -> str:
+        """Return the id of a request; it is given one when that is asked for, or it is added."""
+        with self._lock:
+            state.id = state.id or f"kvp-{self._start}-{next(self._numbers)}"
+            return state.id
+
     def add(
         self, state: RequestState, model: str, outcome: Outcome, precision: str | None = None
     ) -> dict[str, Any]:
@@ -37,7 +43,7 @@ class RequestLog:
         """
         divergence = asdict(outcome.divergence) if outcome.divergence else None
         record: dict[str, Any] = {
-            "id": f"kvp-{self._start}-{next(self._numbers)}",
+            "id": self.name(state),
             "received": time.time(),
             "session": state.session,
             "client": state.note.get("client"),

@@ -159,6 +159,7 @@ class _Tested:
         taken = self.ask("take_request", request=seen, prompt=prompt)
         if taken is not None:
             self.guard("take_request", partial(self._serve, taken, model))
+        self.ask("early_headers", request=seen)
         self.ask("response_headers", request=seen)
         calls = frozen(copy.deepcopy(_CALLS))
         self.ask("reply_sent", request=seen, content="Far.", reasoning="", tool_calls=calls)

@@ -35,6 +35,16 @@ def test_a_request_that_another_plugin_took_is_told_so() -> None:
     assert record["detail"] == "another plugin took it"
 
 
+def test_a_request_that_waits_is_named_before_its_outcome_is_known() -> None:
+    plugin = KVPersistPlugin()
+    request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
+    early, late = dict(plugin.early_headers(request)), dict(plugin.response_headers(request))
+    assert early["X-KVPersist"] == "outcome=PENDING"
+    assert late["X-KVPersist"].startswith("outcome=STOCK")
+    (record,) = plugin._log.records()
+    assert record["id"] == early["X-KVPersist-Request"] == late["X-KVPersist-Request"]
+
+
 def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -54,9 +64,10 @@ def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
 
 
 def test_kv_bits_are_left_to_stock_where_it_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With them stock quantizes, one request at a time; the plugin does so in batches."""
+    caplog.set_level("INFO")
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
@@ -71,6 +82,7 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
     try:
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
+        assert "--kv-bits 8 holds there" in caplog.text
         monkeypatch.setattr("mlx_lm_kvpersist.plugin.Preparation", mock.MagicMock())
         monkeypatch.setattr("mlx_lm_kvpersist.plugin.Memory", mock.MagicMock())
         plugin.model_loaded(provider)

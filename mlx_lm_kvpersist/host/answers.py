@@ -360,6 +360,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "model_loaded": check_support,
     "take_request": check_taken,
     "eviction_score": check_score,
+    "early_headers": check_headers,
     "response_headers": check_headers,
     "routes": check_routes,
 }

@@ -98,6 +98,11 @@ def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
 
 
 @hookspec
+def early_headers(request: ClientRequest) -> list[tuple[str, str]]:  # type: ignore[empty-body]
+    """Return headers for a stream that begins while its request still waits. Any thread."""
+
+
+@hookspec
 def response_headers(request: ClientRequest) -> list[tuple[str, str]]:  # type: ignore[empty-body]
     """Return headers to add to the reply; a stream that has begun gets comments. HTTP thread."""
 

@@ -37,6 +37,8 @@ class Kind(Enum):
     """Not kept by the plugin: the stock server's own prompt cache is used."""
 
 
+PENDING = "outcome=PENDING"
+"""The header of a stream that begins before its prompt is looked up."""
 COLD = "cold"
 """The tier of a prompt of which nothing is reused."""
 

@@ -51,7 +51,7 @@ class RequestState:
     """One request, from its HTTP thread to the generation thread and back.
 
     `session`, `namespace` and `is_kept` are set once, before the request is queued. `id` and
-    `outcome` are set before its reply begins.
+    `outcome` are set before its reply begins, `id` by the request log alone.
     """
 
     session: str | None = None

@@ -74,6 +74,10 @@ class WordsPlugin:
         ]
 
     @hookimpl
+    def early_headers(self, request: Any) -> list[tuple[str, str]]:
+        return [("X-Words", "soon")]
+
+    @hookimpl
     def response_headers(self, request: Any) -> list[tuple[str, str]]:
         return [("X-Words", "yes")]
 

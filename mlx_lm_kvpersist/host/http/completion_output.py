@@ -18,6 +18,8 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from ...error_forms import openai_error
+from .. import manager
+from ..answers import ClientRequest
 
 HEADERS_AFTER_S = 2.0
 """How long a stream's headers wait for the request's own status, and for the plugins' headers."""
@@ -119,11 +121,15 @@ class CompletionOutput:
         return f": {self.doing}\n\n".encode()
 
     def _early_head(self) -> bytes:
-        """Return what the handler sends before a stream, without the plugins' headers."""
+        """Return what the handler sends before a stream whose request still waits."""
         inner, written = copy.copy(self._handler), io.BytesIO()
         inner.output, inner.wfile, inner._headers_buffer = self, written, []
         inner._completion = None
         inner.log_request = lambda *args: None  # the request is logged with stock's own head
         inner._set_stream_headers(200)
+        if (request := self._handler._completion) is not None:
+            for answer in manager.ask("early_headers", request=ClientRequest.of(request)):
+                for name, value in answer:
+                    inner.send_header(name, value)
         inner.end_headers()
         return written.getvalue()
