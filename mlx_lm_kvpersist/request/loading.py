@@ -173,7 +173,7 @@ class Preparation:
         yield from self._warmed() if self._is_known else self._found()
         if self._draft is not None:
             for _ in self._draft._steps():
-                self.doing = self._draft.doing
+                self.doing = self._draft.doing and f"the draft model: {self._draft.doing}"
                 yield
             self.model = replace(self.model, draft=self._draft.model)
         self.doing = ""

@@ -70,21 +70,36 @@ def provided(model: str, draft: str | None) -> Any:
 class Server:
     """What serves a model, with a draft or without, over a store; no HTTP."""
 
-    def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
+    def __init__(
+        self, paths: tuple[str, str | None], store: BlockStore, bits: str, *, is_known: bool = True
+    ) -> None:
         self.provider, self.store = provided(*paths), store
-        asked = Asked(KV_BITS[bits], "dequantize", 1 << 30, with_text=True)
-        made = Preparation(self.provider, store, asked, lambda choice: unproven())
-        completed(made.steps())
-        assert made.doing == ""
-        self.loaded = made.model
+        asked = Asked(KV_BITS[bits], "dequantize", 1 << 30, with_text=False)
+        self.preparation = made = Preparation(
+            self.provider, store, asked, lambda choice: unproven()
+        )
         memory = Memory(1 << 30, 0, store, Pressure())
-        self.serving = Serving(store, made.model, lambda *_: None, False, 0.1, memory)
+        self.serving = Serving(store, made.model, lambda *_: None, False, 0.1, memory, made)
+        if is_known:
+            self.examine()
         parts = (self.provider.model, made.model), (self.provider.draft_model, made.model.draft)
         for model, about in parts:
             if about is not None:
                 support = ModelSupport(about.spec.make_cache, limits=about.speed.limits(0.1))
                 model.make_cache = PluginCaches(model, "kvpersist", support)
         self.n_reused: list[int] = []
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self.serving.model
+
+    def examine(self) -> list[str]:
+        """Find out all of both models; return what was being done."""
+        made = self.preparation
+        said = [made.doing for _ in made.steps()]
+        assert made.doing == ""
+        completed(self.serving.prepared())
+        return said
 
     def turn(self, ids: list[int], max_tokens: int, stop_at: int, n_drafted: int = 3) -> list[int]:
         """Serve a prompt as stock does, up to a stop; return the reply."""
@@ -235,4 +250,23 @@ def test_the_draft_is_part_of_the_account(paths: list[str], tmp_path: Path) -> N
         memory.weigh((), (1000,), None)
         needed.append(memory.live_bytes)
     assert needed[1] == 2 * needed[0]
+    store.close()
+
+
+def test_what_is_computed_while_a_draft_is_examined_is_kept(
+    paths: list[str], tmp_path: Path
+) -> None:
+    """The turn is held until both are known. At the next start nothing is left to find out."""
+    rng, store = random.Random(5), store_in(tmp_path / "store")
+    Server((paths[0], None), store, "16")
+    store.drain()
+    server = Server((paths[0], paths[1]), store, "16", is_known=False)
+    assert server.serving.doing and server.loaded.draft is not None
+    ids = random_ids(rng, 500)
+    whole = [*ids, *server.turn(ids, 20, 20)]
+    assert server.n_reused == [0, 0] and server.serving.memory.held_bytes > 0
+    assert any(said.startswith("the draft model: ") for said in server.examine())
+    server.check(whole, len(whole) - 2)
+    store.drain()
+    assert Server((paths[0], paths[1]), store, "16", is_known=False).serving.doing == ""
     store.close()
