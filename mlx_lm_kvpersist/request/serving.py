@@ -38,7 +38,7 @@ _Held = tuple[list[int], list[Any], str]
 _ORDER = count()
 """Of the requests, as they come."""
 
-LAST_PART_S = 0.2
+LAST_PART_S = 0.5
 """How long the last part of a reply waits at most until what its client has read is on disk."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """Fewer common tokens are computed twice: waiting for them would take as long."""

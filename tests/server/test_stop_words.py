@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.scripted import ScriptedServer, call
+
+from .stored import n_tokens
 
 REPLY = "One two. Tool said: nothing. " + "And then more of it. " * 20
 USER = [{"role": "user", "content": "Say it."}]
@@ -106,3 +109,17 @@ def test_the_next_turn_reuses_what_was_sent(scripted_server: ScriptedServer, str
     scripted_server.say("Yes.")
     more = scripted_server.process.chat(talk, max_tokens=5)
     assert more.cached_tokens >= first.prompt_tokens + 0.9 * first.completion_tokens - 8
+
+
+@STREAMS
+@pytest.mark.parametrize("seed", [None, 7], ids=["batched", "alone"])
+@pytest.mark.parametrize("stop", [["Tool said:"], []], ids=["stopped", "whole"])
+def test_a_reply_is_on_disk_when_it_has_been_read(
+    scripted_server: ScriptedServer, stop: list[str], seed: int | None, stream: bool
+) -> None:
+    extra, session = scripted_server.process.extra, f"read {stop} {seed} {stream}"
+    store = Path(extra[extra.index("--kvpersist-dir") + 1])
+    scripted_server.process.chat(USER, max_tokens=1)  # the model is known
+    given = {"session": session, "seed": seed, "max_tokens": 60}
+    ask(scripted_server, REPLY, stop, stream, **{k: v for k, v in given.items() if v is not None})
+    assert n_tokens(store, session) > 0
