@@ -76,6 +76,8 @@ class PaddedBatch(Buffers):
     replaced and never written to; always offset = _idx - left_padding.
     """
 
+    extends_by_many = True
+    """`extend` takes any number of others, which a batch of mlx-lm's does not."""
     left_padding: mx.array
     offset: mx.array
     _padding: list[int]

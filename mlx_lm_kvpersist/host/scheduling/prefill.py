@@ -219,14 +219,15 @@ class Prefills:
         return [*([together] if together else []), *([one] for one in single)]
 
     def merged(self, prefills: Sequence[Prefill]) -> Any:
-        """Return one batch of stock's for these prompts, whose caches are copied once."""
+        """Return one batch of stock's for these prompts; caches that can be are copied once."""
         first, *others = prefills
         batch = first.batch
         if others:
-            rows = [one.batch.extract_cache(0) for one in prefills]
+            for cache, *more in zip(*(one.batch.prompt_cache for one in prefills), strict=True):
+                parts = [more] if getattr(cache, "extends_by_many", False) else [[x] for x in more]
+                for part in parts:
+                    cache.extend(*part)
             for other in others:
                 other.batch.prompt_cache = []
                 batch.extend(other.batch)
-            layers = zip(*rows, strict=True)
-            batch.prompt_cache = [self._caches.merge(layer[0], layer) for layer in layers]
         return batch

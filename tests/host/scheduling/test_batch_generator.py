@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-from mlx_lm_kvpersist.host.answers import ModelSupport
+from mlx_lm_kvpersist.host.answers import ModelSupport, PrefillLimits
 from mlx_lm_kvpersist.host.patching.probes import ProbeModel
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 
@@ -66,3 +66,34 @@ def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -
 
     with pytest.raises(ValueError, match="does not yet support batching"):
         make_batch(patched_server, [[Alone()]], Merges(None))
+
+
+def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType) -> None:
+    """Prompts of one token: nothing of them is computed before their replies begin."""
+
+    class Adds:
+        """Answers with the sum of what it has read, which it holds as a state."""
+
+        layers = (None,)
+        make_cache: Any
+
+        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+            before = 0 if cache[0][0] is None else cache[0][0]
+            cache[0][0] = ids.sum(axis=1, keepdims=True) + before
+            return mx.eye(64)[cache[0][0] % 64]
+
+    model = Adds()
+    support = ModelSupport(lambda: [ArraysCache(1)], limits=PrefillLimits(1.0, lambda _: 64))
+    model.make_cache = PluginCaches(model, "saves", support)
+    stream = mx.default_stream(mx.default_device())
+    generator = patched_server.BatchGenerator(model, stream=stream)
+    uids = generator.insert([[3], [5]], max_tokens=[2, 2], caches=[[ArraysCache(1)] for _ in "ab"])
+    answers: dict[int, list[int]] = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        assert generator._find_uids(uids).keys() == {
+            one.uid for one in responses if not one.finish_reason
+        }
+        for one in responses:
+            answers[one.uid].append(one.token)
+    generator.close()
+    assert list(answers.values()) == [[3, 6], [5, 10]]
