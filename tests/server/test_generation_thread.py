@@ -97,7 +97,7 @@ def test_a_model_that_is_wrong_in_a_batch_is_served_alone(patched: Patched, tmp_
 def generate(
     patched: Patched, model: Any, prompts: list[list[int]]
 ) -> tuple[list[list[int]], set[int], list[int], set[type]]:
-    """Return the replies, the rows of prompts and of replies in a batch, and types of caches."""
+    """Return the replies, the rows of computed prompts, replies in a step, and types of caches."""
     stream = mx.default_stream(mx.default_device())
     generator = patched.server.BatchGenerator(model, stream=stream)
     rows: set[int] = set()
@@ -107,7 +107,7 @@ def generate(
         return model(ids, cache=cache)
 
     uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
-    generator.model = computed
+    generator._prompt_batch._model = computed
     replies: dict[int, list[int]] = {uid: [] for uid in uids}
     n_speaking, kinds = [0], set()
     n_open = len(prompts)
