@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import mlx.core as mx
 
 from ..cache.steps import Steps
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
 """How long work waits for a moment in which nothing is served."""
@@ -14,6 +17,8 @@ _BUSY_SHARE = 0.04
 """Of the time of replies that leave no such moment: so much of it is taken from them."""
 _QUIET_S = 2.0
 """How long nothing was served before what is done later: a client that goes on does not meet it."""
+_LONG_S = 2.0
+"""The log says of a longer step that it was one: a request may have waited for it."""
 _ENDED = object()
 
 
@@ -51,6 +56,10 @@ class IdleWork:
 
     def _step(self) -> None:
         assert self._steps is not None
-        if next(self._steps, _ENDED) is _ENDED:
+        began_s = time.monotonic()
+        is_over = next(self._steps, _ENDED) is _ENDED
+        if (seconds := time.monotonic() - began_s) > _LONG_S:
+            logger.info("kvpersist: a step of what is found out took %.1f s", seconds)
+        if is_over:
             self._steps, self._later = self._later, None
             self._quiet_s, self._next_s = _QUIET_S, time.monotonic() + PATIENCE_S

@@ -233,7 +233,7 @@ class Preparation:
         spec = yield from planning(model, spec, self._asked.attention)
         say(4)
         yield
-        yield from warming_up(model, spec, has_kernels=_has_kernels())
+        yield from warming_up(model, spec)
         return spec
 
     def _key(self, kind: str, choice: PrecisionChoice, fingerprint: str = "") -> str:

@@ -6,7 +6,6 @@ It runs before the first restore of a model is needed, and over each restore fro
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -15,13 +14,11 @@ import mlx.core as mx
 
 from ...errors import ModelNotSupported
 from ..geometry.kinds import Fields, kind_of, slots_of
-from ..geometry.probe import position_limit
-from ..geometry.spec import LayerGroup, ModelCacheSpec, token_arrays
+from ..geometry.spec import LayerGroup, ModelCacheSpec
 from ..live import packed as pk
 from ..live.packed import GRID, headroom
 from ..steps import Steps, completed
 from .cut_join import (
-    BLOCK_TOKENS,
     Joiner,
     Piece,
     concatenated,
@@ -30,8 +27,6 @@ from .cut_join import (
     first_cached,
     split,
 )
-
-logger = logging.getLogger(__name__)
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = 0.25
@@ -43,10 +38,6 @@ positions or another model differs by about its whole norm.
 
 _IDS = tuple(i % 16 + 1 for i in range(24))
 _CUT = 16
-
-_LONG_TOKENS = 8192
-_LONG_BYTES = 512 << 20
-"""A long restore takes at most this much memory while it is warmed up."""
 
 
 def canary_difference(
@@ -120,19 +111,17 @@ def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> 
     ]
 
 
-def warm_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> None:
+def warm_up(model: Any, spec: ModelCacheSpec) -> None:
     """Do all of `warming_up` at once."""
-    completed(warming_up(model, spec, has_kernels=has_kernels))
+    completed(warming_up(model, spec))
 
 
-def warming_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) -> Steps[None]:
+def warming_up(model: Any, spec: ModelCacheSpec) -> Steps[None]:
     """Cut, join and check a few tokens as a restore does, so that the first restore is quick.
 
-    A GPU's kernels are compiled, or loaded, when they are first used. The kernel of attention
-    depends on the number of keys, so the canary also runs over a long cache of zeros, where the
-    device has such kernels. If caches can
-    step back, the short canary also shows whether the model goes on from restored caches as it did
-    from those that it filled.
+    A GPU's kernels are compiled, or loaded, when they are first used. If caches can step back, the
+    canary also shows whether the model goes on from restored caches as it did from those that it
+    filled.
 
     Raises:
         ModelNotSupported: it does not, or it fails; it may keep state outside its caches.
@@ -148,12 +137,6 @@ def warming_up(model: Any, spec: ModelCacheSpec, *, has_kernels: bool = True) ->
             f"its keys and values after a restore differ by {difference:.0%}: "
             "it keeps state outside its caches"
         )
-    if has_kernels:
-        yield
-        try:
-            _warm_up_long(model, spec)
-        except Exception as error:
-            logger.debug("the first long restore will be slower: %r", error)
     mx.clear_cache()
 
 
@@ -178,27 +161,3 @@ def _restoring(model: Any, spec: ModelCacheSpec) -> Steps[list[Any]]:
     newest = copy_newest(spec.quantized, caches, n_tokens)
     joiner.add_state({**copy_state(spec, caches), **newest}, n_tokens)
     return joiner.finish()
-
-
-def _warm_up_long(model: Any, spec: ModelCacheSpec) -> None:
-    """Join blocks of zeros from RAM and run the canary over them, as after a long prompt's restore.
-
-    A model with windows or states has no canary at this length.
-    """
-    n_tokens = min(
-        _LONG_TOKENS,
-        _LONG_BYTES // max(1, spec.bytes_per_token),
-        position_limit(model) or _LONG_TOKENS,
-    )
-    n_blocks = n_tokens // BLOCK_TOKENS
-    if n_blocks == 0 or not spec.any_prefix:
-        return
-    zeros = {
-        name: mx.zeros(form, dtype) for name, form, dtype in token_arrays(spec.full, BLOCK_TOKENS)
-    }
-    mx.eval(zeros)
-    n_tokens = n_blocks * BLOCK_TOKENS
-    joiner = Joiner(spec, n_tokens, headroom(1), {}, whole=True)
-    for _ in range(n_blocks):
-        joiner.add(Piece(zeros, 0, BLOCK_TOKENS))
-    canary_difference(model, spec, joiner.finish(), [1] * n_tokens)
