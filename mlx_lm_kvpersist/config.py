@@ -63,6 +63,8 @@ class Config:
     show_text: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
+    guesses: bool = True
+    """Whether what a reply repeats of its conversation is guessed."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
@@ -89,6 +91,7 @@ RARE = (
     "wired",
     "kv-rotate",
     "attention",
+    "draft",
     "isolation",
     "show-text",
 )
@@ -226,6 +229,13 @@ def add_options(parser: ArgumentParser, *names: str) -> None:
         default="auto",
     )
     add(
+        "draft",
+        "Guess what a reply repeats of its conversation, and check several tokens in one step, "
+        "while no other request runs; pauses where that does not pay (default: auto)",
+        choices=("auto", "off"),
+        default="auto",
+    )
+    add(
         "no-text",
         "Store token ids only, no text; conversations are then found by their ids",
         action="store_true",
@@ -316,6 +326,7 @@ def from_args(args: Namespace) -> Config:
         precision=precision,
         stock_kv_bits=stock_kv_bits,
         attention=args.kvpersist_attention,
+        guesses=args.kvpersist_draft == "auto",
         max_stall_s=stall_ms / 1e3,
         max_prefill_bytes=max(MIN_PREFILL_BYTES, device_memory_bytes() // 16),
         wired=args.kvpersist_wired,

@@ -179,6 +179,7 @@ class KVPersistPlugin:
             model.speed.limits(asked.max_stall_s, store.writer.stepped),
             memory,
             draft,
+            asked.guesses,
         )
 
     def _make_caches(self, serving: Serving, *, of_draft: bool = False) -> list[Any] | None:

@@ -185,7 +185,8 @@ class ModelSupport:
     are computed in one call, padded on the right; or None, if they are computed by themselves.
     `batches` says whether sequences may be served together at all. Without `limits` prompts are
     computed as in stock, and nothing is weighed. `draft` has the caches and limits of the draft
-    model, if one was loaded.
+    model, if one was loaded. `guesses`: whether a single reply may be computed several tokens at a
+    time, where it repeats its conversation; its caches are asked whether they can be trimmed.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -195,6 +196,7 @@ class ModelSupport:
     limits: PrefillLimits | None = None
     memory: BatchMemory = field(default_factory=BatchMemory)
     draft: ModelSupport | None = None
+    guesses: bool = False
 
 
 @dataclass(frozen=True)

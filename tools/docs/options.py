@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv-bits",
         "kv-rotate",
     ),
-    "Serving": ("max-stall-ms", "attention"),
+    "Serving": ("max-stall-ms", "attention", "draft"),
     "Who may see what": (
         "isolation",
         "namespace-by-key",

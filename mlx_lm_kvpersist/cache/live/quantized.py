@@ -13,12 +13,20 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, create_attention_mask
 
 from ..geometry.precision import KVPrecision, Quantization
 from . import packed as pk
-from .attention import MAX_DEQUANTIZED_BYTES, STRATEGIES, PackedKV, Strategy
+from .attention import (
+    MAX_DEQUANTIZED_BYTES,
+    STRATEGIES,
+    PackedKV,
+    Strategy,
+    builds_for_each_length,
+)
 from .batch import Buffers, FullPrecisionBatchKVCache, PaddedBatch, ints
 from .newest import Newest
 
 PHASES = ("prefill", "decode", "batch_decode")
 _FEW_ROWS = 2
+_FEW_QUERIES = 32
+"""Fewer are sooner attended packed than the fused kernel is built, where it must be."""
 _MOST_TAKEN_BACK = 32
 """A draft's tokens that are taken back are no more, so far after the end of a block."""
 
@@ -57,6 +65,8 @@ class AttentionPlan:
         """
         if n_queries > 1:
             strategy = self.prefill
+            if n_queries <= _FEW_QUERIES and self.can_take_packed and builds_for_each_length():
+                return "packed"
         elif n_rows <= _FEW_ROWS:
             strategy = self.decode
         else:

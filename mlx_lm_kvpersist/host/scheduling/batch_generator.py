@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..answers import PARKED, PREFILL, REPLY, BatchMemory, PrefillLimits, Prompt
 from ..manager import TakenTokens
+from .guesses import Guesses, can_guess
 from .model_provider import PluginCaches
 from .prefill import Prefill, Prefills
 from .reply import WEIGH_EVERY
@@ -82,6 +83,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._response = type(self._prompt_batch).Response
         if self._caches is not None and self._limits is not None:
             self._prompt_batch = Prefills(model, self._caches, self._limits, self.prefill_step_size)
+        self._guesses = Guesses() if self._caches is not None and self._caches.guesses else None
         self._memory = self._caches.memory if self._caches else BatchMemory()
         self._weighed: tuple[int, ...] = ()
         """What ran when its memory was looked at last."""
@@ -121,7 +123,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._ended = []
         self._copy_rows()
         self._told, step_s = self._decode()
-        self._limits.stepped(len(self._told), None if len(self._prompt_batch) else step_s)
         self._drop_stopped()
         self._weigh()
         self._return_parked()
@@ -136,19 +137,27 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     def _decode(self) -> tuple[list[Any], float]:
         """Make one step of all replies; return their tokens, and how long it took."""
-        rows = self._rows()
+        assert self._limits is not None
+        rows, batch, is_guessed = self._rows(), self._generation_batch, False
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
             mx.clear_cache()
         started = time.perf_counter()
         try:
-            replies = self._generation_batch.next()
+            if self._guesses is None or len(self._prompt_batch) or not can_guess(batch):
+                replies = batch.next()
+            else:
+                replies, is_guessed = self._guesses.next(batch)
+                self._n_steps += len(replies) - 1
         except Exception as error:
             self._fail_replies(rows, error)
-            return [], 0.0
-        step_s = time.perf_counter() - started
-        if replies:
-            self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
+            replies, step_s = [], 0.0
+        else:
+            step_s = time.perf_counter() - started
+            if replies:
+                self._count(generation_steps=1, generation_tokens=len(replies), decode_time=step_s)
+        is_alone = not (is_guessed or len(self._prompt_batch))
+        self._limits.stepped(len(rows) if replies else 0, step_s if is_alone else None)
         return replies, step_s
 
     def _count(self, **amounts: float) -> None:

@@ -139,6 +139,7 @@ class PluginCaches:
         self._plugin, self._support = plugin, support
         self._n_layers = len(self._stock())
         self.limits, self.memory = support.limits, support.memory
+        self.guesses = support.guesses
 
     def __call__(self) -> list[Any]:
         caches = self.make()

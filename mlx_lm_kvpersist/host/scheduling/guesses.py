@@ -1,0 +1,165 @@
+"""What a single reply repeats of its conversation is guessed, and checked in one call of the model.
+
+Agents write files, edits and tool output again that they have read before. Where the last four ids
+have occurred before, the ids that followed them then are given to the model behind the token that
+is due. They stand as far as the model samples just these; the caches forget the rest. So a greedy
+reply is that of one token a step, but for the rounding of other kernels, and every sampled token
+is drawn from the same distribution. No second model is needed:
+https://github.com/apoorvumang/prompt-lookup-decoding
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+import mlx.core as mx
+
+N_LAST = 4
+"""Ids that must have occurred before, for what followed them to be a guess."""
+MOST = 16
+"""Ids that are guessed at once, at most."""
+MOST_CREDIT = 4.0
+"""Steps that good guesses are credited with, at most, for bad ones later."""
+PAID_OFF = 0.01
+"""Of a step without a guess: so much of what guesses have lost is paid off."""
+_INDEXED_AT_ONCE = 2048
+"""Older ids that are looked at in one step."""
+
+
+class _Occurrences:
+    """Where runs of `N_LAST` ids of one sequence ended last, older ones indexed bit by bit."""
+
+    def __init__(self, uid: int, ids: list[int]) -> None:
+        self.uid, self._ids = uid, ids
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._oldest = self._newest = max(len(ids), N_LAST)
+
+    def update(self) -> None:
+        """Take in the ids that came, and some older ones."""
+        ids, ends = self._ids, self._ends
+        for end in range(self._newest, len(ids)):  # of the last run nothing follows yet
+            ends[tuple(ids[end - N_LAST : end])] = end
+        self._newest = max(self._newest, len(ids))
+        until = max(N_LAST, self._oldest - _INDEXED_AT_ONCE)
+        for end in range(self._oldest - 1, until - 1, -1):
+            ends.setdefault(tuple(ids[end - N_LAST : end]), end)
+        self._oldest = until
+
+    def after(self, run: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` ids that followed the last such run; none where there is none."""
+        end = self._ends.get(tuple(run))
+        return [] if end is None else list(self._ids[end : end + n])
+
+
+class Guesses:
+    """Makes the steps of a single reply, some of several tokens. Generation thread.
+
+    Guesses may lose little where they are wrong, or where several tokens take a device as long as
+    one by one: what they win and lose, in steps, is added up, and while it is below zero nothing is
+    guessed. What they lose is then a step or two, and `PAID_OFF` of the time, beyond what they won.
+    """
+
+    def __init__(self) -> None:
+        self._seen: _Occurrences | None = None
+        self._step_s: float | None = None
+        self._won = 0.0
+        self._n_ids = N_LAST
+
+    def next(self, batch: Any) -> tuple[list[Any], bool]:
+        """Make a step of stock's batch of one reply; return its responses.
+
+        And whether ids were guessed: then there may be several responses, in order, none behind one
+        that ends the reply.
+        """
+        started = time.perf_counter()
+        ids = self._ids(batch) if self._step_s is not None and self._won >= 0 else []
+        told = _checked(batch, ids) if ids else batch.next()
+        seconds = time.perf_counter() - started
+        if ids:
+            assert self._step_s is not None
+            self._won = min(self._won + len(told) - seconds / self._step_s, MOST_CREDIT)
+            self._n_ids = self._length(len(ids) - 1, len(told) - 1)
+        else:
+            # Slow steps are others' work, or the first of a shape.
+            step_s = seconds if self._step_s is None else self._step_s
+            self._step_s = 0.9 * step_s + 0.1 * min(seconds, 2 * step_s)
+            if self._won < 0:
+                self._won = min(self._won + PAID_OFF, 0.0)
+        if told and told[-1].finish_reason is not None:
+            self._seen = None
+        return told, bool(ids)
+
+    def _length(self, n_guessed: int, n_right: int) -> int:
+        """Return how many ids to guess next."""
+        if n_right == n_guessed:
+            return min(MOST, 2 * self._n_ids)
+        return max(2, min(self._n_ids, 2 * n_right or self._n_ids // 2))
+
+    def _ids(self, batch: Any) -> list[int]:
+        """Return the token that is due and what may follow it; none where that is unknown.
+
+        The device may still be at work on that token. It is waited for only if it can be guessed.
+        """
+        (uid,), (ids,), n_left = batch.uids, batch.tokens, batch.max_tokens[0]
+        if self._seen is None or self._seen.uid != uid:
+            self._seen = _Occurrences(uid, ids)
+        self._seen.update()
+        n_ids = min(self._n_ids, n_left - batch._num_tokens[0] - 1)
+        guessed = self._seen.after(ids[-N_LAST:], n_ids + 1) if n_ids > 0 else []
+        if not guessed:
+            return []
+        due = batch._next_tokens.item()
+        if guessed[0] != due:
+            guessed = [due, *self._seen.after([*ids[1 - N_LAST :], due], n_ids)]
+        return guessed if len(guessed) > 1 else []
+
+
+def can_guess(batch: Any) -> bool:
+    """Say whether stock's batch is of one reply whose last tokens can be taken back.
+
+    Its samples must depend on logits alone: processors see one token at a time.
+    """
+    return (
+        len(batch) == 1
+        and not any(batch.logits_processors)
+        and all(cache.is_trimmable() for cache in batch.prompt_cache)
+    )
+
+
+def _checked(batch: Any, ids: list[int]) -> list[Any]:
+    """Give the model the token that is due and guessed ones; return responses to the right ones."""
+    logits = batch.model(mx.array([ids]), cache=batch.prompt_cache)[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    sampler = (batch.samplers[0] if batch.samplers else None) or batch.fallback_sampler
+    sampled = sampler(logprobs)
+    mx.eval(sampled, logprobs)
+    pairs = zip(ids[1:], sampled.tolist(), strict=False)
+    n_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for cache in batch.prompt_cache:
+        cache.trim(len(ids) - 1 - n_right)
+    of_each = [batch._next_logprobs[0], *logprobs]
+    batch._next_tokens, batch._next_logprobs = (
+        sampled[n_right : n_right + 1],
+        [of_each[n_right + 1]],
+    )
+    told: list[Any] = []
+    try:
+        for token, its in zip(ids[: n_right + 1], of_each, strict=False):
+            batch._step = lambda token=token, its=its: _step(batch, token, its)
+            told += batch.next()
+            if told[-1].finish_reason is not None:
+                for cache in told[-1].prompt_cache:
+                    cache.trim(n_right + 1 - len(told))
+                break
+    finally:
+        del batch._step
+    return told
+
+
+def _step(batch: Any, token: int, logprobs: mx.array) -> tuple[list[int], list[mx.array]]:
+    """Stand for stock's step: its token was computed before."""
+    batch.tokens[0].append(token)
+    return [token], [logprobs]

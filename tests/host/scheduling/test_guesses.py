@@ -1,0 +1,193 @@
+"""Guessed tokens: the reply is that of one token at a time, and its caches hold just its tokens."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from mlx_lm_kvpersist.cache.geometry.on_grid import end_on_grid
+from mlx_lm_kvpersist.cache.geometry.precision import KVPrecision, PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.quantized import SequenceQuantizedKVCache, batch_of
+from mlx_lm_kvpersist.cli.quality_checks import server_attention
+from mlx_lm_kvpersist.host.scheduling import guesses
+from mlx_lm_kvpersist.host.scheduling.guesses import Guesses, can_guess
+from models_check.build import build
+
+stock: Any = import_module("mlx_lm.generate")
+WORDS = 40
+"""Ids of the vocabulary."""
+
+
+class Scripted:
+    """A model that says what a script has at the next place; its keys are the ids it has read."""
+
+    layers = (None,)
+
+    def __init__(self, script: list[int]) -> None:
+        self.script = script
+        self.n_read: list[int] = []
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        start, n = cache[0].size(), ids.shape[1]
+        self.n_read.append(n)
+        keys = mx.broadcast_to(ids[:, None, :, None], (1, 1, n, 32)).astype(mx.float32)
+        cache[0].update_and_fetch(keys, keys)
+        follow = mx.array(self.script[start + 1 : start + n + 1])
+        return mx.where(mx.arange(WORDS) == follow[:, None], 9.0, 0.0)[None]
+
+
+def repeating(seed: int, n: int) -> list[int]:
+    """Return ids that often repeat what came before, exactly or nearly."""
+    rng, ids = random.Random(seed), [1, 2, 3, 4, 5]
+    while len(ids) < n:
+        at, length = rng.randrange(len(ids) - 4), rng.choice((1, 5, 12, 40))
+        ids += ids[at : at + length]
+        ids.append(rng.randrange(WORDS - 1))
+    return ids[:n]
+
+
+def begun(model: Scripted, n_prompt: int, n_reply: int, quantized: bool, stop: int | None) -> Any:
+    """Return stock's batch of one reply whose prompt was computed but for its last id."""
+    row: Any = SequenceQuantizedKVCache(KVPrecision.of(8, 32)) if quantized else KVCache()
+    return batch_of_one(model, model.script[:n_prompt], [row], n_reply, stop)
+
+
+def batch_of_one(
+    model: Any, prompt: list[int], row: list[Any], n_reply: int, stop: int | None = None
+) -> Any:
+    model(mx.array([prompt[:-1]]), row)
+    sequences = [[stop]] if stop is not None else []
+    if hasattr(stock, "StopSequences"):
+        stops = {"stop_sequences": [stock.StopSequences(sequences)]}
+    else:  # 0.31.3
+        ends = {"normal": [(one, None) for one in sequences]} if sequences else {}
+        stops = {"state_machines": [stock.SequenceStateMachine(ends, initial="normal")]}
+    return stock.GenerationBatch(
+        model=model,
+        uids=[7],
+        inputs=mx.array(prompt[-1:]),
+        prompt_cache=[batch_of([cache]) for cache in row],
+        tokens=[list(prompt[:-1])],
+        samplers=[None],
+        fallback_sampler=lambda logprobs: mx.argmax(logprobs, axis=-1),
+        logits_processors=[[]],
+        max_tokens=[n_reply],
+        **stops,
+    )
+
+
+def all_of(batch: Any, steps: Any) -> list[Any]:
+    told: list[Any] = []
+    while len(batch):
+        told += steps(batch)
+    return told
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reply_is_that_of_one_token_at_a_time(
+    seed: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guesses, "MOST_CREDIT", 1e9)  # wrong guesses, too, are gone on with
+    rng = random.Random(seed)
+    script = repeating(seed, 900)
+    n_prompt, n_reply = rng.randrange(8, 400), rng.randrange(1, 400)
+    stop = rng.choice((None, script[n_prompt + n_reply // 2]))
+    plain, guessing = Scripted(script), Scripted(script)
+    expected = all_of(begun(plain, n_prompt, n_reply, quantized, stop), lambda one: one.next())
+    made = Guesses()
+    made._won = 1e9
+    batch = begun(guessing, n_prompt, n_reply, quantized, stop)
+    told = all_of(batch, lambda one: made.next(one)[0])
+
+    def said(one: Any) -> tuple[Any, ...]:
+        return one.uid, one.token, one.finish_reason, one.all_tokens
+
+    assert list(map(said, told)) == list(map(said, expected))
+    for one, other in zip(told, expected, strict=True):
+        assert mx.array_equal(one.logprobs, other.logprobs)
+    end, other = told[-1].prompt_cache[0], expected[-1].prompt_cache[0]
+    assert end.size() == len(told[-1].all_tokens) == other.size()
+    assert (
+        all(map(mx.array_equal, end.keys_and_values(), other.keys_and_values()))
+        if (quantized)
+        else mx.array_equal(end.keys[:, :, : end.offset], other.keys[:, :, : end.offset])
+    )
+
+
+def test_what_repeats_takes_fewer_calls_of_the_model() -> None:
+    script = [*range(1, 31), *range(1, 31), *range(1, 31)]
+    model, made = Scripted(script), Guesses()
+    batch = begun(model, 36, 50, False, None)
+    model.n_read.clear()
+    all_of(batch, lambda one: made.next(one)[0])
+    assert len(model.n_read) < 15 and max(model.n_read) > 8
+
+
+def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(perf_counter=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(guesses, "time", clock)
+    model, made = Scripted([1, 2, 3, 4, 5] * 400), Guesses()
+    monkeypatch.setattr(guesses, "_checked", lambda batch, ids: slow(batch))
+
+    def slow(batch: Any) -> Any:
+        clock.now += 2.0
+        return batch.next()
+
+    def step(batch: Any) -> Any:
+        clock.now += 0.0
+        told, guessed = made.next(batch)
+        n_guessed.append(guessed)
+        clock.now += 0.0
+        return told
+
+    n_guessed: list[bool] = []
+    batch = begun(model, 20, 900, False, None)
+    stock_next = batch.next
+    batch.next = lambda: (setattr(clock, "now", clock.now + 1.0), stock_next())[1]
+    all_of(batch, step)
+    # A guess costs three steps and gives one: two are lost, which 200 steps pay off.
+    assert 3 <= sum(n_guessed) <= 6
+    assert clock.now <= 900 * 1.03
+
+
+def test_only_a_single_reply_without_processors_is_guessed() -> None:
+    batch = begun(Scripted(repeating(1, 300)), 20, 30, False, None)
+    assert can_guess(batch)
+    batch.logits_processors = [[lambda ids, logits: logits]]
+    assert not can_guess(batch)
+    batch.logits_processors = [[]]
+    batch.prompt_cache[0].is_trimmable = lambda: False
+    assert not can_guess(batch)
+
+
+@pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice(6, 4, rotated=True)])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) -> None:
+    """Over lines of the grid, where guessed tokens are taken back into the block before."""
+    model = build(family)
+    end_on_grid(model)
+    with server_attention():
+        spec = ModelCacheSpec.probe(model, choice)
+        rng = random.Random(3)
+        prompt = [rng.randrange(1, 60) for _ in range(200)]
+        plain = all_of(batch_of_one(model, prompt, spec.make_cache(), 400), lambda one: one.next())
+        # It is given what it will say, with faults, as a passage that it has read.
+        said = [one.token for one in plain]
+        faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in said]
+        made = Guesses()
+        made._won, made._step_s = 1e9, 1e9
+        seen = guesses._Occurrences(7, [*prompt[:-1]])
+        seen.after = lambda run, n: faulty[len(seen._ids) - 199 :][:n]  # type: ignore[method-assign]
+        batch = batch_of_one(model, prompt, spec.make_cache(), 400)
+        seen._ids = batch.tokens[0]
+        made._seen = seen
+        told = all_of(batch, lambda one: made.next(one)[0])
+    assert [one.token for one in told] == said
