@@ -18,6 +18,9 @@ from .attention import Mask, PackedKV
 from .batch import FullPrecisionBatchKVCache
 from .quantized import BatchQuantizedKVCache
 
+_LITTLE_PADDING = 4096
+"""So many tokens of padding in front of rows are copied in no time."""
+
 
 class _Rows:
     """The caches of the rows, and how many tokens of each are computed."""
@@ -124,6 +127,10 @@ def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | None:
     caches: batches of one row. n_tokens: how many tokens of each come next.
     """
     if all(type(cache) is FullPrecisionBatchKVCache for cache in caches):
+        lengths = [cache.size() for cache in caches]
+        n_padding = max(lengths) * len(lengths) - sum(lengths)
+        if n_padding > max(sum(lengths), _LITTLE_PADDING):
+            return None  # a long row would be copied, and read, once for each short one
         return ArrayRows(caches, n_tokens)
     if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
         return PackedRows(caches, n_tokens)

@@ -175,7 +175,8 @@ class Prefills:
             layers = zip(*(one.batch.prompt_cache for one in joined), strict=True)
             n_tokens = tuple(joined.values())
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            if None not in caches:
+            # A model makes one mask for all its layers, so their caches have to agree about it.
+            if caches[0] is not None and len(set(map(type, caches))) == 1:
                 chunk.update(joined)
                 return caches
         alone: list[Any] = turn.batch.prompt_cache

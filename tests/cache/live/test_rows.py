@@ -101,3 +101,17 @@ def test_caches_whose_fetches_are_arrays_of_the_grid_stay_apart() -> None:
     caches = [BatchQuantizedKVCache.merge([SequenceQuantizedKVCache(PRECISION)]) for _ in "ab"]
     assert rows_of(caches, [1, 2]) is None
     assert rows_of([caches[0], empty_row("full precision")], [1, 2]) is None
+
+
+def test_short_rows_are_not_padded_to_a_long_one() -> None:
+    """Eight rows, one of 30,000 tokens, took eight times as long as each by itself."""
+
+    def row(n_tokens: int) -> Any:
+        cache = empty_row("full precision")
+        cache.update_and_fetch(*random_kv(1, n_tokens))
+        return cache
+
+    long, shorter, *short = map(row, (9000, 5000, 40, 40, 40))
+    assert rows_of([long, *short], [1] * 4) is None
+    assert rows_of([long, shorter], [1] * 2) is not None
+    assert rows_of([row(1000), *short], [1] * 4) is not None

@@ -14,7 +14,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_kvpersist.cache.live.quantized import batch_of
+from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
+from mlx_lm_kvpersist.cache.geometry.probe import spec_with
+from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
+from mlx_lm_kvpersist.cache.live.quantized import batch_of, forced_plan
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.errors import ClientGone
 from mlx_lm_kvpersist.host.answers import (
@@ -28,7 +31,8 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling import batch_generator, prefill
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.reply import ReplyQueue
-from tests.support.host import plugged
+from mlx_lm_kvpersist.round_trip import _Generator, tiny_model
+from tests.support.host import patched_attention, plugged
 
 VOCABULARY = 1 << 14
 POISON = VOCABULARY - 1
@@ -206,6 +210,37 @@ def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Servi
     assert max(sum(rows) for rows in prompts) <= 256
     assert all(tokens == keys[: len(tokens)] for tokens, keys in serving.segment_ends)
     assert prompts[0] == [35] * 5, "the halves of all but the long one, padded"
+
+
+@pytest.mark.parametrize("full_precision", [0, 1])
+def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
+    """The model makes one mask for all layers, and quantized rows have another than padded ones."""
+    model = tiny_model(n_layers=3)
+    spec = ModelCacheSpec.probe(model, PrecisionChoice(outer_key_bits=8))
+    groups = list(spec.groups)
+    groups[full_precision] = replace(groups[full_precision], precision=None)
+    spec = spec_with(model, groups)
+    for cache in spec.template:
+        cache.plan = forced_plan("dequantize", can_take_packed=True)
+    support = ModelSupport(
+        spec.make_cache, batch_of, rows_of, limits=PrefillLimits(1.0, lambda position: 512)
+    )
+    model.make_cache = PluginCaches(model, "mixed", support)
+    prompts = [[i * (7 + row) % 61 + 2 for i in range(n)] for row, n in enumerate((24, 30, 61))]
+    begun, caches = (0, 21, 50), [model.make_cache() for _ in prompts]
+    found: dict[int, mx.array] = {}
+    with patched_attention():
+        for prompt, cache, n in list(zip(prompts, caches, begun, strict=True))[1:]:
+            model(mx.array([prompt[:n]]), cache=cache)
+        generator = _Generator(model, stream=mx.default_stream(mx.default_device()))
+        rest = [prompt[n:] for prompt, n in zip(prompts, begun, strict=True)]
+        uids = generator.insert(rest, [1] * 3, caches)
+        while len(found) < 3:
+            found |= {one.uid: one.logprobs for one in generator.next()[1]}
+        generator.close()
+        for uid, prompt in zip(uids, prompts, strict=True):
+            logits = model(mx.array([prompt]), cache=spec.make_cache())[0, -1]
+            assert mx.allclose(found[uid], logits - mx.logsumexp(logits), atol=0.02)
 
 
 def test_replies_that_are_ready_begin_in_one_step(serve: Callable[..., Serving]) -> None:
