@@ -127,13 +127,22 @@ def _text(file: Path, settings: Settings, before: str) -> str:
             for table, entries in settings.items()
         ]
         return "".join(f"{line}\n" for lines in tables for line in lines if line)
-    there = json.loads(before) if before.strip() else {}
+    there = json.loads(before, object_pairs_hook=_table) if before.strip() else {}
     merged = _merged(there, settings)
     if merged == there:
         return before
     found = re.search(r"^([ \t]+)\S", before, re.MULTILINE)
     indent = found[1] if found else 2
     return json.dumps(merged, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's entries. Raises ValueError where one would be lost."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = ", ".join(json.dumps(key) for key, _ in pairs)
+        raise ValueError(f"a key is there twice in {keys}")
+    return table
 
 
 def _merged(there: Any, settings: Settings) -> dict[str, Any]:

@@ -144,6 +144,7 @@ def test_codexs_profile_is_replaced_and_its_former_content_is_kept(
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
         ("claude", '{"a": 1e400}', "not JSON compliant"),
+        ("claude", '{"b": {"a": 1, "a": 2}}', 'a key is there twice in "a", "a"'),
         ("claude", '{"a": Infinity}', "not JSON compliant"),
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
     ],
