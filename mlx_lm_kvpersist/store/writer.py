@@ -112,7 +112,8 @@ class Writer:
         self._since_s: float | None = None
         """Since when it works; None while it rests."""
         self._rested_s = 0.0
-        """When it will have rested enough; a rest that is cut short is made up for."""
+        """When it will have rested enough; a rest that is cut short is made up for, up to
+        `MAX_AGE_S`: no busy hour is followed by an hour of rests."""
         self._n_waiting = 0
         """Those who wait until it has done what was submitted."""
         self._changed = threading.Condition()
@@ -288,7 +289,8 @@ class Writer:
         worked_s, self._since_s = now_s - self._since_s, None
         self._worked_s += worked_s
         if self._n_replies:
-            self._rested_s = max(now_s, self._rested_s) + worked_s * self.cost.rest_factor
+            owed_s = max(now_s, self._rested_s) + worked_s * self.cost.rest_factor
+            self._rested_s = min(owed_s, now_s + MAX_AGE_S)
 
     def _may_rest(self) -> bool:
         is_waited_for = self._closing or self._n_waiting > 0

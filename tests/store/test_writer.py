@@ -209,6 +209,13 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
 # What waits: how much, and how long.
 
 
+def test_rests_that_were_cut_short_are_made_up_for_within_bounds(writer: Writer) -> None:
+    serve(writer, rest_factor=1e12)
+    writer.submit(lambda: time.sleep(0.01))
+    writer.drain()
+    assert 0 < writer._rested_s - time.perf_counter() <= writer_module.MAX_AGE_S
+
+
 def test_a_turn_that_is_old_ends_the_rest(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_AGE_S", 0.5)
     serve(writer)

@@ -107,6 +107,7 @@ class SinglePrompt:
             cache_type = taken.prompt.segment_types[segment] if is_end else PREFILL
             taken.insert(tokens[: parts[0].n_tokens], all_caches, cache_type)
         self._reply.n_cached = n_cached
+        parts[0].limits.stepped(1, None)  # a reply runs from here on
         return all_caches, tokens[stop:]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,15 @@ def test_stock_computes_what_its_penalties_look_at(
     penalties: dict[str, float], n_left: int
 ) -> None:
     assert limited(Single(penalties)).compute()[1] == IDS[-n_left:]
+
+
+def test_the_writer_hears_of_a_reply_that_runs_by_itself() -> None:
+    single, told = Single(), []
+    limits = single.plugin.limits
+    stepped = lambda n_replies, seconds: told.append((n_replies, seconds))  # noqa: E731
+    single.plugin.limits = replace(limits, stepped=stepped)
+    limited(single).compute()
+    assert told == [(1, None)]
 
 
 def test_it_is_given_up_when_its_client_leaves() -> None:
