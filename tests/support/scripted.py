@@ -89,8 +89,9 @@ class ScriptedServer:
         launcher = folder / "scripted.py"
         launcher.write_text(LAUNCHER, encoding="utf-8")
         env = {"SCRIPTED_REPLIES": str(self._script)}
+        # A script is said one token a step.
         self.process: ServerProcess = start.with_plugin(
-            model, *options, launcher=(str(launcher),), env=env
+            model, "--kvpersist-draft", "off", *options, launcher=(str(launcher),), env=env
         )
 
     @property
