@@ -42,7 +42,7 @@ def model() -> Any:
 def loaded(model: Any) -> Any:
     spec = ModelCacheSpec.probe(model, PrecisionChoice(6, 4))
     speed = SimpleNamespace(memory=PrefillMemory.of(spec, 8 * MIB, (1000.0, 0.0)))
-    return SimpleNamespace(model=model, spec=spec, speed=speed)
+    return SimpleNamespace(model=model, spec=spec, speed=speed, draft=None)
 
 
 @pytest.fixture(autouse=True)

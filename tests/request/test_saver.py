@@ -155,11 +155,11 @@ def test_an_unfinished_block_that_is_not_right_is_computed_again(
 
 
 def test_what_the_caches_have_forgotten_as_computed_is_not_stored(stored: StoredModel) -> None:
-    """They went on beyond the block's end and were cut back."""
+    """They went on far beyond the block's end and were cut back."""
     sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 200)
-    caches = computed(stored, 520)[1]
+    caches = computed(stored, 560)[1]
     for cache in caches:
-        cache.trim(20)
+        cache.trim(60)
     insert(sequence, IDS[:500], caches, REPLY, stored.store, stored.loaded)
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256]
