@@ -154,14 +154,15 @@ def test_an_unfinished_block_that_is_not_right_is_computed_again(
     check(stored, 305, 300, expected)
 
 
-def test_what_the_caches_have_forgotten_as_computed_is_not_stored(stored: StoredModel) -> None:
-    """They went on far beyond the block's end and were cut back."""
+def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
+    stored: StoredModel,
+) -> None:
     sequence = RunningSequence(RequestState("s", root=stored.loaded.root), 200)
-    caches = computed(stored, 560)[1]
+    caches = computed(stored, 520)[1]
     for cache in caches:
-        cache.trim(60)
+        cache.trim(20)
     insert(sequence, IDS[:500], caches, REPLY, stored.store, stored.loaded)
     stored.restart()
-    assert [block.stop for block in blocks_of(stored)] == [256]
-    assert [one.n_tokens for one in stored.store.index.sessions()] == [256]
-    check(stored, 505, 256, computed(stored, 505)[0])
+    assert [block.stop for block in blocks_of(stored)] == [256, 500]
+    assert [one.n_tokens for one in stored.store.index.sessions()] == [500]
+    check(stored, 505, 500, computed(stored, 505)[0])

@@ -354,8 +354,10 @@ def test_tools(server: ServerProcess) -> None:
     assert more.cached_tokens == n_total(first)
     renamed = {**TOOL, "function": {"name": "nod", "parameters": {}}}
     other = server.chat(talk, "tools", tools=[renamed])
-    assert other.kvpersist["outcome"] == "DIVERGE"
-    assert 0 < other.cached_tokens < first.prompt_tokens - without.prompt_tokens
+    # What is common is restored, or computed where that is quicker.
+    said_of_it = other.kvpersist["outcome"], other.kvpersist.get("reason")
+    assert said_of_it[0] == "DIVERGE" or said_of_it == ("MISS", "diverged")
+    assert other.cached_tokens < first.prompt_tokens - without.prompt_tokens
 
 
 def test_three_identical_requests_at_once(server: ServerProcess) -> None:
