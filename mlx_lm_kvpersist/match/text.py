@@ -85,7 +85,7 @@ class TokenText:
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Say whether the bytes of all these tokens are known, so that their text tells them."""
-        return all(i < 0 for i in set(ids).difference(self._pieces))
+        return all(i < 0 or i in self._pieces for i in set(ids))
 
     def n_bytes_ends(self, ids: Iterable[int]) -> list[int]:
         """Return the byte offset at which each token ends."""
